@@ -163,7 +163,7 @@ def packed(quant: KVQuant) -> RoundTrip:
     """As qoff's blocks of 64 tokens; `window` and `sinks` are ignored."""
 
     def round_trip(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        form = quant.form(k.shape[-1], layer)
+        form = quant.form(HeadShape(1, 1, k.shape[-1], 1.0), layer)
         if form is None:
             return k, v
         if not quant.values_rotated:

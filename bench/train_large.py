@@ -217,7 +217,8 @@ def _child(given: argparse.Namespace, part: str, *more: str) -> list[str]:
     names = ("path", "layers", "tokens", "micro_batches", "steps")
     sizes = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names]
     quick = ["--quick"] if given.quick else []
-    return [sys.executable, "-m", "bench.train_large", given.what, *sizes, "--part", part, *quick, *more]
+    run = [sys.executable, "-m", "bench.train_large", given.what]
+    return [*run, *sizes, "--part", part, *quick, *more]
 
 
 def _full(given: argparse.Namespace, run: Callable[..., Any], result: Report) -> None:

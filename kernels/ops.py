@@ -13,6 +13,7 @@ from qoff.errors import ArgumentError, OpError
 
 from .layout.ending import PLAIN, Ending, Norm
 from .layout.heads import HeadShape
+from .layout.latent import LatentShape
 from .layout.low_rank import LowRanks
 from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
@@ -98,6 +99,21 @@ class Ops(Protocol):
         self, weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor: ...
 
+    def absorb(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        weight: QTensor,
+        norm: Norm,
+        shape: LatentShape,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def expand(
+        self, x: Tensor, weight: QTensor, shape: LatentShape, *, out: Tensor | None = None
+    ) -> Tensor: ...
+
     def attention(
         self,
         qkv: Tensor,
@@ -125,6 +141,7 @@ class RoundedOps:
         self.norm: Callable[..., Tensor] = exact.norm
         self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
         self.add_experts, self.low_rank = exact.add_experts, exact.low_rank
+        self.absorb, self.expand = exact.absorb, exact.expand
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)
         self.attention: Callable[..., Tensor] = partial(
@@ -156,6 +173,7 @@ class ScratchOps:
         self.ACTIVATION_BITS = ops.ACTIVATION_BITS
         self.attention, self.experts, self.low_rank = ops.attention, ops.experts, ops.low_rank
         self.norm, self.route, self.add_experts = ops.norm, ops.route, ops.add_experts
+        self.absorb, self.expand = ops.absorb, ops.expand
         self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
 
 

@@ -287,4 +287,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+_LATENT = {
+    **_GROUPS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
+del _LATENT["head_dim"]
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES |= {
+    "deepseek-v2": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": _YARN,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": 32,
+        "rope_scaling": _YARN,
+    },
+    "glm4-moe-lite": {
+        "model_type": "glm4_moe_lite",
+        **_LATENT,
+        "q_lora_rank": 32,
+        "v_head_dim": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": True,
+    },
+}
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]

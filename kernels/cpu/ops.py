@@ -5,6 +5,7 @@ from __future__ import annotations
 from qoff.kernels.reference.experts import add_experts
 
 from .attention.attention import attention
+from .attention.latent import absorb, expand
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
@@ -23,9 +24,11 @@ __all__ = [
     "PACKING",
     "RECORDER",
     "USES_OUT",
+    "absorb",
     "add_experts",
     "attention",
     "default_pool",
+    "expand",
     "experts",
     "low_rank",
     "norm",

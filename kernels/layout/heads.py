@@ -1,6 +1,6 @@
 """The shape of one layer's attention and the layout of its uncompressed cache.
 
-Float32. V is `[sequences, kv_heads, capacity, head_dim]`. K is
+Float32. V is `[sequences, kv_heads, capacity, value_dim]`. K is
 `[sequences, kv_heads, capacity / 16, head_dim, 16]`: the scores of 16 keys are one vector, and a
 decoding CPU needs no horizontal sum.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 KEYS_PER_VECTOR = 16
@@ -16,7 +17,12 @@ KEYS_PER_VECTOR = 16
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What the attention of one layer looks like, the same for every call."""
+    """What the attention of one layer looks like, the same for every call.
+
+    latent: 0, or V of a token are so many channels of its key (`latent_values`), and have no
+    columns of their own; the key's other channels turn, i of those in its lower half with i of
+    those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that with one KV head.
+    """
 
     heads: int
     kv_heads: int
@@ -25,11 +31,28 @@ class HeadShape:
     window: int | None = None  # a query sees this many of the newest keys, itself included
     norm_eps: float = 0.0  # of the query and key norms
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they do not
+    latent: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of V."""
+        return self.latent or self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the fused projection: queries, keys, values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Columns of what attention is given: queries, keys, values."""
+        own = 0 if self.latent else self.kv_heads
+        return (self.heads + self.kv_heads + own) * self.head_dim
+
+    @property
+    def out_width(self) -> int:
+        """Columns of what attention makes of it."""
+        return self.heads * self.value_dim
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers that a cache which is not packed keeps of a token and KV head."""
+        return self.head_dim + self.value_dim
 
     def norms_all(self, q_norm: Tensor | None, k_norm: Tensor | None) -> bool:
         """Whether the norms are of all queries and of all keys of a token, not of each head."""
@@ -43,7 +66,25 @@ def cache_shapes(
     """Shapes of the K and the V tensor of one layer; capacity is a multiple of 16."""
     base = (sequences, shape.kv_heads)
     keys = (*base, capacity // KEYS_PER_VECTOR, shape.head_dim, KEYS_PER_VECTOR)
-    return keys, (*base, capacity, shape.head_dim)
+    return keys, (*base, capacity, shape.value_dim)
+
+
+def latent_values(keys: Tensor, latent: int) -> Tensor:
+    """V of keys [..., head_dim]: the first latent / 2 channels of either half, [..., latent]."""
+    halves = keys.unflatten(-1, (2, -1))
+    return halves[..., : latent // 2].flatten(-2)
+
+
+def turning(keys: Tensor, latent: int) -> Tensor:
+    """The other channels of latent keys or queries, a copy in halves as RoPE has them."""
+    halves = keys.unflatten(-1, (2, -1))
+    return halves[..., latent // 2 :].flatten(-2)
+
+
+def latent_heads(latent: Tensor, turned: Tensor) -> Tensor:
+    """Keys or queries [..., head_dim] of their latent channels and those that turn, in halves."""
+    parts = (x.unflatten(-1, (2, -1)) for x in (latent, turned))
+    return torch.cat(tuple(parts), -1).flatten(-2)
 
 
 def read_keys(keys: Tensor, slot: int, length: int) -> Tensor:

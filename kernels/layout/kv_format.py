@@ -16,6 +16,9 @@ mask of whole rows make them codes of 4 bits, of which all that computes with th
 
 K has a scale and a minimum per channel over the 64 tokens, [D]; V per token and part, [parts, 64],
 a part being D / parts neighbouring channels: see KIVI (arXiv 2402.02750).
+
+A latent record is k_codes, k_scale and k_minimum alone: V are channels of K
+(`heads.latent_values`), so its codes are read once for both.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from qoff.errors import OpError
 
 BLOCK_TOKENS = 64
 HEAD_DIMS = (64, 80, 96, 128, 256)
+LATENT_DIM = 640  # the most channels of a latent key
 KV_BITS = (2, 3, 4, 8)
 CLIPPED = {2: 1 / 8, 3: 1 / 16}  # of a group's range, left off at either end; powers of two
 _HALF_BYTES = 2  # of a float16
@@ -36,20 +40,44 @@ _HALF_BYTES = 2  # of a float16
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How the blocks of one layer are packed. Raises OpError for what no kernel supports."""
+    """How the blocks of one layer are packed; latent: as `HeadShape` has it.
+
+    Raises OpError for what no kernel supports.
+    """
 
     head_dim: int
     k_bits: int = 4
     v_bits: int = 4
+    latent: int = 0
 
     def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
+        if self.latent:
+            self._check_latent()
+        elif self.head_dim not in HEAD_DIMS:
             raise OpError(
                 f"heads of {self.head_dim} channels (head_dim) have no packed KV cache; those of "
                 f"{', '.join(map(str, HEAD_DIMS))} do. A cache that is not packed takes any"
             )
         if self.k_bits not in KV_BITS or self.v_bits not in KV_BITS:
             raise OpError(f"K and V have 2, 3, 4 or 8 bits, not {self.k_bits} and {self.v_bits}")
+
+    def _check_latent(self) -> None:
+        if self.latent % 32 or self.head_dim % 32 or not self.latent < self.head_dim <= LATENT_DIM:
+            raise OpError(
+                f"latent keys of {self.head_dim} channels, {self.latent} of them values, have no "
+                f"packed KV cache; those of multiples of 32 up to {LATENT_DIM} do. A cache that is "
+                "not packed takes any"
+            )
+        if self.k_bits != self.v_bits:
+            raise OpError(
+                f"values of this model are channels of its keys: give both the same bits, not "
+                f"{self.k_bits} and {self.v_bits}"
+            )
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of V."""
+        return self.latent or self.head_dim
 
     @property
     def half(self) -> int:
@@ -64,7 +92,7 @@ class KVFormat:
     @property
     def v_params(self) -> int:
         """Scales of V in a block, and as many minima."""
-        return self.parts * BLOCK_TOKENS
+        return 0 if self.latent else self.parts * BLOCK_TOKENS
 
     @property
     def k_scale(self) -> int:
@@ -79,7 +107,8 @@ class KVFormat:
     @property
     def v_scale(self) -> int:
         """Offset of V's scales in bytes; its minima follow the scales."""
-        return self.v_codes + BLOCK_TOKENS * self.head_dim * self.v_bits // 8
+        own = 0 if self.latent else BLOCK_TOKENS * self.head_dim * self.v_bits // 8
+        return self.v_codes + own
 
     @property
     def bound_bytes(self) -> int:
@@ -91,28 +120,37 @@ class KVFormat:
         """Bytes of a record, a multiple of 64."""
         return self.v_scale + 2 * self.v_params * _HALF_BYTES
 
-    def views(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def key_views(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of records uint8 [..., nbytes], in the order they lie in.
 
         k_codes uint8 [..., 64, D] of 8 bits or [..., 16 * k_bits, D / 2] of fewer, k_scale and
-        k_minimum float16 [..., D], v_codes, v_scale, v_minimum alike. Raises OpError for records of
-        another size.
+        k_minimum float16 [..., D]. Raises OpError for records of another size.
         """
         if records.dtype != torch.uint8 or records.shape[-1] != self.nbytes:
             raise OpError(
                 f"records of {self} are uint8 [..., {self.nbytes}], "
                 f"not {records.dtype} {tuple(records.shape)}"
             )
-        k_width, v_width = (
-            self.head_dim if bits == 8 else self.half for bits in (self.k_bits, self.v_bits)
-        )
         k_minimum = self.k_scale + self.head_dim * _HALF_BYTES
-        v_minimum = self.v_scale + self.v_params * _HALF_BYTES
         return (
-            records[..., : self.k_scale].unflatten(-1, (-1, k_width)),
+            records[..., : self.k_scale].unflatten(-1, (-1, self._width(self.k_bits))),
             records[..., self.k_scale : k_minimum].view(torch.float16),
             records[..., k_minimum : self.v_codes].view(torch.float16),
-            records[..., self.v_codes : self.v_scale].unflatten(-1, (-1, v_width)),
+        )
+
+    def value_views(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of V, of a form that is not latent; its scales are [..., parts * 64]."""
+        v_minimum = self.v_scale + self.v_params * _HALF_BYTES
+        return (
+            records[..., self.v_codes : self.v_scale].unflatten(-1, (-1, self._width(self.v_bits))),
             records[..., self.v_scale : v_minimum].view(torch.float16),
             records[..., v_minimum:].view(torch.float16),
         )
+
+    def views(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Both."""
+        return *self.key_views(records), *self.value_views(records)
+
+    def _width(self, bits: int) -> int:
+        """Bytes of a row of codes."""
+        return self.head_dim if bits == 8 else self.half

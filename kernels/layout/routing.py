@@ -16,10 +16,10 @@ class Routing:
 
     shares: a score becomes its part of the softmax of all ("all"), or of the chosen ones ("topk"),
     or its sigmoid ("sigmoid"). Where there are groups of neighbouring experts, only those of the
-    `top_groups` are chosen from: whose two best shares have the largest sums (arXiv 2412.19437). A
-    correction of each expert is added to its share when groups and experts are chosen, and not to
-    its weight. normalized: weights are divided by their sum. scale: they are multiplied by it in
-    the end. Raises OpError for groups that there are not.
+    `top_groups` are chosen from: whose `group_best` best shares have the largest sums, 2 (arXiv
+    2412.19437) or 1 (arXiv 2405.04434). A correction of each expert is added to its share when
+    groups and experts are chosen, and not to its weight. normalized: weights are divided by their
+    sum. scale: they are multiplied by it in the end. Raises OpError for groups that there are not.
     """
 
     top_k: int
@@ -28,10 +28,13 @@ class Routing:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    group_best: int = 2
 
     def __post_init__(self) -> None:
         if self.groups < 1 or not 1 <= self.top_groups <= self.groups:
             raise OpError(f"a token chooses from 1 to {self.groups} groups, not {self.top_groups}")
+        if self.group_best not in (1, 2):
+            raise OpError(f"groups are judged by 1 or 2 experts, not {self.group_best}")
 
     def judged(self, corrected: bool) -> bool:
         """Whether experts are chosen by other numbers than the router's scores."""
@@ -44,7 +47,7 @@ class Routing:
         if self.groups == 1:
             return
         each = experts // self.groups
-        if experts % self.groups or each < 2 or each * self.top_groups < self.top_k:
+        if experts % self.groups or each < self.group_best or each * self.top_groups < self.top_k:
             raise OpError(
                 f"{experts} experts are no {self.groups} groups of which {self.top_groups} have "
                 f"{self.top_k} experts for a token"

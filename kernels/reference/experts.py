@@ -39,7 +39,8 @@ def route(
     merits = shares if correction is None else shares + correction.float()
     if routing.groups > 1:
         grouped = merits.unflatten(1, (routing.groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+        judged = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+        best = judged.topk(routing.top_groups, dim=-1).indices
         others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         merits = grouped.masked_fill(others[..., None], -torch.inf).flatten(1)
     ids = merits.topk(routing.top_k, dim=-1).indices

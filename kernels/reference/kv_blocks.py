@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import latent_values
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, CLIPPED, KVFormat
 
 from .elementwise import rope
@@ -15,24 +16,29 @@ from .quantization import nearest_levels
 def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None = None) -> Tensor:
     """Pack K and V, [..., 64, D] of any float dtype, to records uint8 [..., form.nbytes].
 
+    Of a latent form K alone.
+
     Scale = (max - min) / (2**bits - 1) and minimum are rounded to float16; the codes are the
     nearest for the rounded ones. A group of equal values has scale 0 and codes 0. Where `opening`
     (bool, of a shape that broadcasts to [...]) is true, the block begins a sequence, and K gets
     scales and minima that keep the first token to float16: `_anchored`.
     """
     records = torch.zeros(*k.shape[:-2], form.nbytes, dtype=torch.uint8, device=k.device)
-    k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
     channels = k.float().mT[..., None, :, :]  # [..., 1, D, 64]
-    _quantize(channels, form.k_bits, k_codes, k_scale, k_min, opening, transposed=True)
-    _quantize(_parts(v.float(), form), form.v_bits, v_codes, v_scale, v_min)
+    _quantize(channels, form.k_bits, *form.key_views(records), opening, transposed=True)
+    if not form.latent:
+        _quantize(_parts(v.float(), form), form.v_bits, *form.value_views(records))
     return records
 
 
 def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
-    """Undo `quantize_blocks`: float32 K and V, [..., 64, D]."""
-    k_codes, k_scale, k_min, v_codes, v_scale, v_min = form.views(records)
+    """Undo `quantize_blocks`: float32 K [..., 64, D] and V [..., 64, value_dim]."""
+    k_codes, k_scale, k_min = form.key_views(records)
     k = _unpack(k_codes, form.k_bits)
     k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
+    if form.latent:
+        return k, latent_values(k, form.latent)
+    v_codes, v_scale, v_min = form.value_views(records)
     scale, minimum = (
         x.float().unflatten(-1, (form.parts, BLOCK_TOKENS))[..., None] for x in (v_scale, v_min)
     )

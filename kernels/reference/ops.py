@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
-from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape, read_keys
+from qoff.kernels.layout.heads import (
+    KEYS_PER_VECTOR,
+    HeadShape,
+    latent_heads,
+    latent_values,
+    read_keys,
+    turning,
+)
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.qtensor import QTensor
@@ -17,6 +24,7 @@ from .attention import attend
 from .elementwise import rms_norm, rope
 from .experts import add_experts, experts, route
 from .kv_blocks import dequantize_blocks
+from .latent import absorb, expand
 from .linear import ended, normalized
 from .low_rank import low_rank
 from .select_blocks import select_blocks
@@ -31,8 +39,10 @@ __all__ = [
     "PACKING",
     "RECORDER",
     "USES_OUT",
+    "absorb",
     "add_experts",
     "attention",
+    "expand",
     "experts",
     "low_rank",
     "norm",
@@ -87,23 +97,25 @@ def attention(
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
-    qkv: [M, (heads + 2 kv_heads) * head_dim]; cache: the layer's keys and values, and which part
-    of its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores
-    of a key without a value. q_norm, k_norm: [head_dim], RMSNorm over each head, or [heads *
-    head_dim] and [kv_heads * head_dim], over all. Returns [M, heads * head_dim].
+    qkv: [M, (heads + 2 kv_heads) * head_dim], of a latent shape without columns of values; cache:
+    the layer's keys and values, and which part of its packed blocks is attended in a pass of one
+    new token a sequence. sinks: [heads], scores of a key without a value. q_norm, k_norm:
+    [head_dim], RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all.
+    Returns [M, heads * value_dim].
     """
     if shape.norms_all(q_norm, k_norm):
         qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
-    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    query, key, value = _split(heads, shape)
     if q_norm is not None:
         query = rms_norm(query, q_norm, shape.norm_eps)
     if k_norm is not None:
         key = rms_norm(key, k_norm, shape.norm_eps)
     if rotary is not None:
-        query, key = (rope(x, ragged.positions, *rotary) for x in (query, key))
+        query, key = (_turned(x, shape, ragged, rotary) for x in (query, key))
+        value = latent_values(key, shape.latent) if shape.latent else value
     if out is None:
-        out = qkv.new_empty(qkv.shape[0], shape.heads * shape.head_dim)
+        out = qkv.new_empty(qkv.shape[0], shape.out_width)
     for span in ragged.spans:
         rows = slice(span.start, span.start + span.count)
         _append(cache, span, key[rows], value[rows])
@@ -115,6 +127,22 @@ def attention(
         )
         out[rows] = found.flatten(1)
     return out
+
+
+def _split(heads: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each [M, heads, channels]."""
+    if shape.latent:
+        query, key = heads.split([shape.heads, shape.kv_heads], dim=1)
+        return query, key, latent_values(key, shape.latent)
+    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    return query, key, value
+
+
+def _turned(x: Tensor, shape: HeadShape, ragged: Ragged, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    if not shape.latent:
+        return rope(x, ragged.positions, *rotary)
+    turned = rope(turning(x, shape.latent), ragged.positions, *rotary)
+    return latent_heads(latent_values(x, shape.latent), turned)
 
 
 def norm_all_heads(
@@ -142,7 +170,7 @@ def _append(cache: LayerCache, span: Span, key: Tensor, value: Tensor) -> None:
 
 
 def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
-    """All keys and values of a sequence, [kv_heads, tokens, head_dim] each."""
+    """All keys and values of a sequence, [kv_heads, tokens, channels] each."""
     packed = _packed_tokens(cache, span)
     recent = span.past + span.count - packed
     key = read_keys(cache.keys, span.slot, recent)
@@ -155,7 +183,7 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
         old_key, old_value = (
             x.transpose(0, 1).flatten(1, 2) for x in dequantize_blocks(part.pool[blocks], part.form)
         )
-        if cache.values_rotated:
+        if cache.values_rotated and not part.form.latent:
             old_value = rotate_values(old_value, back=True)
         key, value = (
             torch.cat((x[:, :first], old, x[:, first:]), 1)

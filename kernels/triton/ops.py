@@ -21,6 +21,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
 from qoff.kernels.reference.experts import route
+from qoff.kernels.reference.latent import absorb, expand
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.reference.low_rank import low_rank
 from qoff.kernels.reference.ops import norm_all_heads
@@ -48,9 +49,11 @@ __all__ = [
     "PACKING",
     "RECORDER",
     "USES_OUT",
+    "absorb",
     "add_experts",
     "attention",
     "attention_bytes",
+    "expand",
     "experts",
     "low_rank",
     "norm",

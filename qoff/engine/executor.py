@@ -127,7 +127,7 @@ class Executor(ABC):
         plan = self.plan
         self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         self.shapes = head_shapes(spec)
-        self.forms = plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
+        self.forms = plan.kv.packed_forms(self.shapes)
         self._hidden_size = spec.hidden_size
         if self._adapter_paths:
             self.adapters = Adapters(self._adapter_paths, spec)

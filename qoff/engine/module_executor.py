@@ -88,7 +88,7 @@ class ModuleExecutor(CpuExecutor):
         assert isinstance(decoder, ModuleDecoder)
         self.limits = self._decoder = decoder
         self.shapes = tuple(decoder.packed_shapes.values())
-        self.forms = self.plan.kv.packed_forms([shape.head_dim for shape in self.shapes])
+        self.forms = self.plan.kv.packed_forms(self.shapes)
         self._layers = decoder.slot_layers()
         self.whole_prompts = any(layer.states for layer in self._layers)
         held = any(layer.heads or layer.states for layer in self._layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
+from qoff.models.native.decoder import head_shapes
 from qoff.models.spec import DecoderSpec
 
 
@@ -21,6 +22,9 @@ def kv_name(quant: KVQuant | None) -> str:
 
 def kv_bytes_per_token(quant: KVQuant | None, spec: DecoderSpec) -> float:
     """Of an old token, in all layers; those in the window take what float32 takes."""
-    forms = [quant and quant.form(spec.head_dim, layer) for layer in range(spec.num_layers)]
-    each = (form.nbytes / BLOCK_TOKENS if form else 8 * spec.head_dim for form in forms)
-    return spec.num_kv_heads * sum(each)
+    shapes = head_shapes(spec)
+    forms = [None] * len(shapes) if quant is None else quant.forms(shapes)
+    return sum(
+        shape.kv_heads * (form.nbytes / BLOCK_TOKENS if form else 4 * shape.cached_width)
+        for shape, form in zip(shapes, forms, strict=True)
+    )

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Self
 
 from qoff.errors import ArgumentError, OpError, UnsupportedModelError
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KV_BITS, KVFormat
 
 KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
@@ -93,29 +94,29 @@ class KVQuant:
         """K's and V's bits in a layer."""
         return self.layers.get(layer, (self.k_bits, self.v_bits))
 
-    def form(self, head_dim: int, layer: int) -> KVFormat | None:
+    def form(self, shape: HeadShape, layer: int) -> KVFormat | None:
         """The form of a layer's blocks; None for a layer that is not packed.
 
-        Raises OpError for a head size that cannot be packed.
+        Raises OpError for heads that cannot be packed.
         """
-        return _form(head_dim, *self.bits(layer))
+        return _form(shape.head_dim, shape.latent, *self.bits(layer))
 
-    def forms(self, head_dims: Sequence[int]) -> list[KVFormat | None]:
-        """The forms of a model's layers, whose head sizes these are; None: not packed.
+    def forms(self, shapes: Sequence[HeadShape]) -> list[KVFormat | None]:
+        """The forms of a model's layers, whose attention this is; None: not packed.
 
-        Raises ArgumentError for bits of a layer there is not, OpError for a head size that cannot
-        be packed.
+        Raises ArgumentError for bits of a layer there is not, OpError for heads that cannot be
+        packed.
         """
-        if self.layers and max(self.layers) >= len(head_dims):
+        if self.layers and max(self.layers) >= len(shapes):
             raise ArgumentError(
-                f"KV bits for layer {max(self.layers)}, but the model's {len(head_dims)} layers "
+                f"KV bits for layer {max(self.layers)}, but the model's {len(shapes)} layers "
                 "count from 0"
             )
-        return [self.form(head_dim, layer) for layer, head_dim in enumerate(head_dims)]
+        return [self.form(shape, layer) for layer, shape in enumerate(shapes)]
 
-    def packed_forms(self, head_dims: Sequence[int]) -> list[KVFormat]:
+    def packed_forms(self, shapes: Sequence[HeadShape]) -> list[KVFormat]:
         """The same where every layer has to be packed; ArgumentError too for one that is not."""
-        found = self.forms(head_dims)
+        found = self.forms(shapes)
         forms = [form for form in found if form is not None]
         if len(forms) < len(found):
             raise ArgumentError(
@@ -126,11 +127,11 @@ class KVQuant:
 
 
 @cache
-def _form(head_dim: int, k_bits: int, v_bits: int) -> KVFormat | None:
+def _form(head_dim: int, latent: int, k_bits: int, v_bits: int) -> KVFormat | None:
     if k_bits == v_bits == UNPACKED:
         return None
     try:
-        return KVFormat(head_dim, k_bits, v_bits)
+        return KVFormat(head_dim, k_bits, v_bits, latent)
     except OpError as error:
         raise UnpackableError(str(error)) from error
 

@@ -27,6 +27,7 @@ from qoff.kernels.sampling import likeliest
 from qoff.kvcache import KVQuant
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
+from qoff.models.native.decoder import head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.system_memory import check_machine, refusals
@@ -79,7 +80,7 @@ def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], **options:
             )
         for setup in setups:
             if isinstance(setup.kv, KVQuant):
-                setup.kv.forms([spec.head_dim] * spec.num_layers)
+                setup.kv.forms(head_shapes(spec))
     for setup in setups[1:]:  # the first is opened next
         if setup.budget is not None:
             _opened(path, setup, cases, options).runtime.close()

@@ -120,6 +120,11 @@ class AdapterFile:
                     f"{self.path}: adapts {called[:200]}, which is no linear layer of this model's "
                     "decoder layers; supported are these, not embeddings, heads or experts"
                 )
+            if called.endswith(".kv_b_proj"):
+                raise UnsupportedModelError(
+                    f"{self.path}: adapts {called[:200]}, parts of which latent attention "
+                    "multiplies by apart; supported are the other linear layers"
+                )
             found[max(mine, key=len)] = called
         return found
 

@@ -84,10 +84,11 @@ class LayerWorkspace:
     in it from tile to tile, of one batch alone.
     """
 
-    qkv: Tensor | None = None  # [M, (heads + 2 kv_heads) * head_dim]
-    attended: Tensor | None = None  # [M, heads * head_dim]
+    qkv: Tensor | None = None  # [M, spec.attention_width]
+    attended: Tensor | None = None  # [M, spec.attended_width]
     gated: Tensor | None = None  # [at most MLP_TOKENS, or M where tiled, intermediate_size]
     tiled: bool = False
+    projected: Tensor | None = None  # [M, spec.projected_rows], of latent attention
 
     @staticmethod
     def nbytes(
@@ -98,7 +99,7 @@ class LayerWorkspace:
         tiled: where layers come in parts, tiles of rows or experts one by one. itemsize: bytes
         of a number. kept: only what a pass keeps from part to part, of experts.
         """
-        attention = tokens * (2 * spec.q_rows + 2 * spec.kv_rows)
+        attention = tokens * (spec.attention_width + spec.attended_width + spec.projected_rows)
         together = mlp_tokens(tokens, tiled)
         mlp = together * spec.intermediate_size
         extra = tokens * _extra_width(spec)
@@ -108,12 +109,14 @@ class LayerWorkspace:
     @property
     def memory(self) -> list[Tensor]:
         """All there is of it."""
-        return [part for part in (self.qkv, self.attended, self.gated) if part is not None]
+        parts = (self.qkv, self.attended, self.gated, self.projected)
+        return [part for part in parts if part is not None]
 
     def upto(self, tokens: int) -> LayerWorkspace:
         """The part for this many tokens."""
-        qkv, attended = first_rows(self.qkv, tokens), first_rows(self.attended, tokens)
-        return LayerWorkspace(qkv, attended, self.gated, self.tiled)
+        parts = (self.qkv, self.attended, self.projected)
+        qkv, attended, projected = (first_rows(part, tokens) for part in parts)
+        return LayerWorkspace(qkv, attended, self.gated, self.tiled, projected)
 
 
 @dataclass(eq=False)

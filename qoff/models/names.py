@@ -7,6 +7,11 @@
     mlp.experts.<e>.*    the same two matrices of an expert; each expert's are neighbours
     everything else      one tensor each
 
+Latent attention (`kernels.layout.latent`) has
+
+    self_attn.qkv_proj   the rows of q_a_proj, or of q_proj, and of kv_a_proj_with_mqa
+    self_attn.q_b_proj, self_attn.kv_b_proj     as they are
+
 Whatever a family calls its tensors, weights are stored under Llama's names, with
 
     input_layernorm, post_attention_layernorm      the norms before attention and MLP
@@ -35,10 +40,12 @@ from qoff.quant.matrix import ROUTER_BITS
 from .families import tensor_names
 from .families.family import TensorNames
 from .spec import DecoderSpec
-from .spec_parts import ExpertsSpec
+from .spec_parts import ExpertsSpec, LatentSpec
 
 ROW_BLOCK = 16
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
+Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
+Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 POSITIONS = "embed_positions"  # of layer 0
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
 CORRECTION = "mlp.router.correction"  # of what experts are chosen by
@@ -155,6 +162,8 @@ class _Layer:
     def __init__(self, spec: DecoderSpec, layer: int, names: TensorNames) -> None:
         self._spec, self._layer, self._names = spec, layer, names
         sizes = {"head_dim": spec.head_dim, "intermediate_size": spec.intermediate_size}
+        if spec.latent is not None:
+            sizes["q_lora_rank"] = spec.latent.query_latent
         if spec.experts is not None:
             sizes["moe_intermediate_size"] = spec.experts.intermediate_size
             sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
@@ -201,11 +210,18 @@ class _Layer:
             for x, rows in (("q", spec.q_rows), ("k", spec.kv_rows)):
                 each = spec.head_dim if spec.qk_norm == "head" else rows
                 yield self._vector(f"self_attn.{x}_norm", each)
+        if spec.latent is not None:
+            yield self._vector(KV_NORM, spec.latent.latent)
+            if spec.latent.query_latent:
+                yield self._vector(Q_NORM, spec.latent.query_latent)
 
     def _attention(self) -> Iterator[Weight]:
         spec, o = self._spec, "self_attn.o_proj"
-        yield from _linear(QKV, self._qkv(), spec.hidden_size, spec.qkv_bias)
-        yield from _linear(o, (self._part(o, spec.hidden_size),), spec.q_rows, spec.o_bias)
+        parts = self._qkv() if spec.latent is None else self._compressed(spec.latent)
+        yield from _linear(QKV, parts, spec.hidden_size, spec.qkv_bias)
+        if spec.latent is not None:
+            yield from self._expanding(spec.latent)
+        yield from _linear(o, (self._part(o, spec.hidden_size),), spec.o_columns, spec.o_bias)
         if spec.sinks:
             yield self._vector("self_attn", spec.num_heads, "sinks")
         if spec.learned_positions and self._layer == 0:
@@ -230,6 +246,31 @@ class _Layer:
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
         return tuple(parts)
+
+    def _compressed(self, latent: LatentSpec) -> tuple[Part, ...]:
+        """What queries, keys and values come of; channels that turn do so in halves."""
+        q, kv = self._spec.q_rows, latent.latent + latent.turning
+        queries = self._part("self_attn.q_proj", q, *self._turning(0, latent.plain, latent.turning))
+        if latent.query_latent:
+            q = latent.query_latent
+            queries = self._part("self_attn.q_a_proj", q)
+        order = self._turning(q, latent.latent, latent.turning)
+        return (queries, self._part("self_attn.kv_a_proj_with_mqa", kv, *order))
+
+    def _expanding(self, latent: LatentSpec) -> Iterator[Weight]:
+        """The matrices of what is compressed."""
+        spec = self._spec
+        if latent.query_latent:
+            order = self._turning(0, latent.plain, latent.turning)
+            yield Weight(Q_B, (self._part(Q_B, spec.q_rows, *order),), latent.query_latent)
+        rows = latent.shape(spec.num_heads).rows
+        yield Weight(KV_B, (self._part(KV_B, rows),), latent.latent)
+
+    def _turning(self, first: int, start: int, turned: int) -> tuple[Order, int]:
+        """Where rows go of heads that turn from channel `start` on, and how many a head has."""
+        if not self._names.rope_pairs:
+            return _after(first), ROW_BLOCK
+        return _unpaired(first, start + turned, turned, 1 << 62, start), start + turned
 
     def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
         """An MLP, or an expert."""
@@ -352,16 +393,16 @@ def _from_heads(heads: int, dim: int) -> Order:
     return order
 
 
-def _unpaired(first: int, dim: int, turned: int, until: int) -> Order:
-    """From heads whose first `turned` channels turn in neighbouring pairs to halves that turn.
+def _unpaired(first: int, dim: int, turned: int, until: int, start: int = 0) -> Order:
+    """From heads of which `turned` channels turn in neighbouring pairs to halves that turn.
 
-    until: rows from here on do not turn.
+    until: rows from here on do not turn. start: the first channel that does.
     """
 
     def order(rows: Tensor) -> Tensor:
-        channel = rows % dim
+        channel = rows % dim - start
         half = channel % 2 * (turned // 2) + channel // 2
-        pairs = (channel < turned) & (rows < until)
+        pairs = (channel >= 0) & (channel < turned) & (rows < until)
         return first + rows - channel + torch.where(pairs, half, channel)
 
     return order

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from qoff.errors import ArgumentError
 
 from .families import read_spec
-from .spec_parts import ExpertsSpec, RopeSpec, unsupported
+from .spec_parts import ExpertsSpec, LatentSpec, RopeSpec, unsupported
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -63,6 +63,7 @@ class DecoderSpec:
     logit_soft_cap: float = 0.0
     tie_word_embeddings: bool = False
     experts: ExpertsSpec | None = None
+    latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
@@ -101,6 +102,44 @@ class DecoderSpec:
     def kv_rows(self) -> int:
         """Outputs of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Channels of which RoPE turns a part: a head's, or those that turn in latent attention."""
+        return self.head_dim if self.latent is None else self.latent.turning
+
+    @property
+    def qkv_rows(self) -> int:
+        """Outputs of the first projection: queries, keys, values, or what these come of."""
+        if self.latent is None:
+            return self.q_rows + 2 * self.kv_rows
+        first = self.latent.query_latent or self.q_rows
+        return first + self.latent.latent + self.latent.turning
+
+    @property
+    def projected_rows(self) -> int:
+        """Numbers of a token that latent attention comes of, or makes of it."""
+        if self.latent is None:
+            return 0
+        queries = self.q_rows if self.latent.query_latent else 0
+        return max(self.qkv_rows + queries, self.o_columns)
+
+    @property
+    def o_columns(self) -> int:
+        """Inputs of the output projection."""
+        return self.q_rows if self.latent is None else self.num_heads * self.latent.values
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of a token that attention is given."""
+        if self.latent is None:
+            return self.qkv_rows
+        return (self.num_heads + 1) * (self.latent.latent + self.latent.turning)
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of a token that attention returns."""
+        return self.q_rows if self.latent is None else self.num_heads * self.latent.latent
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """How a layer rotates queries and keys; None: it does not."""

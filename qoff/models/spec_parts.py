@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qoff.errors import OpError, UnsupportedModelError
+from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.routing import Routing
 from qoff.schema import is_number, shown
 
@@ -66,6 +67,7 @@ class ExpertsSpec:
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    group_best: int = 2
     correction: bool = False  # of the shares as experts are chosen
     activation: str = "silu"
     router_bias: bool = False
@@ -93,14 +95,39 @@ class ExpertsSpec:
     @property
     def routing(self) -> Routing:
         """How the router's scores choose experts."""
-        return Routing(
-            self.top_k, self.shares, self.normalized, self.groups, self.top_groups, self.scale
-        )
+        groups = (self.groups, self.top_groups, self.scale, self.group_best)
+        return Routing(self.top_k, self.shares, self.normalized, *groups)
 
     @property
     def judged(self) -> bool:
         """Whether experts are chosen by other numbers than the router's scores."""
         return self.routing.judged(self.correction)
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: sizes as `layout.latent.LatentShape` has them.
+
+    query_latent: queries are compressed, too, to so many channels; 0: they are not. norm_eps: of
+    the norms of what is compressed. Raises UnsupportedModelError for sizes without a kernel.
+    """
+
+    latent: int
+    plain: int
+    turning: int
+    values: int
+    query_latent: int = 0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        try:
+            self.shape(1)
+        except OpError as error:
+            raise UnsupportedModelError(f"config.json: {error}") from error
+
+    def shape(self, heads: int) -> LatentShape:
+        """The same of so many heads."""
+        return LatentShape(heads, self.latent, self.plain, self.turning, self.values)
 
 
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:

@@ -129,7 +129,7 @@ class CostModel:
 
     @cached_property
     def _forms(self) -> list[KVFormat]:
-        return self.kv.packed_forms([shape.head_dim for shape in self.sizes.shapes])
+        return self.kv.packed_forms(self.sizes.shapes)
 
     @cached_property
     def mean_blocks(self) -> float:
@@ -152,7 +152,7 @@ class CostModel:
         blocks = active * self.mean_blocks * self.kv.attention_top
         attention = self._attention(device) * blocks
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
-        unpacked = sum(2 * s.kv_heads * s.head_dim for s in sizes.shapes) * recent
+        unpacked = sum(s.kv_heads * s.cached_width for s in sizes.shapes) * recent
         seconds = seconds + active * unpacked * self.activation_bytes / device.bytes_per_s
         new = active / BLOCK_TOKENS  # blocks of a round
         hidden = active * spec.hidden_size * self.activation_bytes
@@ -171,7 +171,7 @@ class CostModel:
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         seconds = self._matmuls(piece, np.minimum(prompts, c.batch_size)) * passes
         own = np.minimum(piece, work.prompt.mean)
-        heads = sum(s.heads * s.head_dim for s in self.sizes.shapes)
+        heads = sum(s.heads * s.cached_width for s in self.sizes.shapes) / 2
         seconds = seconds + device.prompt_s * heads * read * own / 2
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS

@@ -20,7 +20,7 @@ from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.tiered import BlockPlan
-from qoff.models.native.decoder import embedded_bytes, logits_bytes
+from qoff.models.native.decoder import NO_LATENT_ON_GPU, embedded_bytes, logits_bytes
 from qoff.models.native.layer import layer_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.spec import DecoderSpec
@@ -58,7 +58,9 @@ def memory_on_gpu(
     are recorded, 0 for none; recordings have working space of their own. Working space is the sum
     of what each module says that it allocates at most, in the step of a pass that takes most.
     """
-    forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
+    if any(shape.latent for shape in shapes):
+        raise ArgumentError(NO_LATENT_ON_GPU)
+    forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plan(plan, forms, [shape.kv_heads for shape in shapes])
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
     model = (spec, set(zip(shapes, forms, strict=True)), device, dtype)

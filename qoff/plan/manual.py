@@ -199,7 +199,7 @@ class Memory:
         cls, plan: Plan, spec: DecoderSpec, shapes: Sequence[HeadShape], tiled: bool = False
     ) -> Memory:
         """What a plan takes for a model on a CPU; tiled: whose layers stream in tiles."""
-        forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
+        forms = plan.kv.packed_forms(shapes)
         blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)

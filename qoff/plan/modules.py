@@ -30,7 +30,7 @@ def memory_of_modules(
     sequences = plan.batches * plan.batch_size
     blocks = BlockPlan((), dict.fromkeys(TIERS, 0), sequences, 0, plan.attends_on_cpu)
     if shapes:
-        forms = plan.kv.packed_forms([shape.head_dim for shape in shapes])
+        forms = plan.kv.packed_forms(shapes)
         blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
     window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
     recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)

@@ -116,12 +116,15 @@ class Processor:
     def attention_s(self, form: KVFormat, group: Array) -> Array:
         """Seconds for each block of a KV head; group: queries of it.
 
-        K and V take their parts. Codes of fewer bits than 4 take as long as those: they become
-        these.
+        K and V take their parts, latent V as if they had codes of their own. Codes of fewer bits
+        than 4 take as long as those: they become these.
         """
-        form = KVFormat(form.head_dim, max(4, form.k_bits), max(4, form.v_bits))
+        form = replace(form, k_bits=max(4, form.k_bits), v_bits=max(4, form.v_bits))
         keys = form.v_codes * _at(_nearest(self.attention, form.k_bits), group)
-        values = (form.nbytes - form.v_codes) * _at(_nearest(self.attention, form.v_bits), group)
+        weighed = form.nbytes - form.v_codes
+        if form.latent:  # in the same bytes
+            weighed = form.nbytes * form.latent // form.head_dim
+        values = weighed * _at(_nearest(self.attention, form.v_bits), group)
         found: Array = keys + values
         return found
 

@@ -124,7 +124,10 @@ class ModelSizes:
     def layer_columns(self) -> int:
         """Multiplications of one token by the matrices of all layers, of the chosen experts."""
         spec, each = self.spec, 3 if self.spec.gated else 2
-        attention = spec.hidden_size * (2 * spec.q_rows + 2 * spec.kv_rows)
+        attention = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
+        if spec.latent is not None:
+            attention += spec.latent.query_latent * spec.q_rows
+            attention += spec.latent.shape(spec.num_heads).rows * spec.latent.latent
         total = 0
         for layer in range(spec.num_layers):
             inner = spec.intermediate_size

@@ -296,6 +296,7 @@ ROUTINGS = [
     Routing(3, "sigmoid", normalized=True, scale=2.5),
     Routing(3, "sigmoid"),
     Routing(3, normalized=True, groups=6, top_groups=2),
+    Routing(3, groups=6, top_groups=2, scale=2.0, group_best=1),
     Routing(3, "sigmoid", normalized=True, groups=6, top_groups=3, scale=0.5),
 ]
 

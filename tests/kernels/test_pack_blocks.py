@@ -32,6 +32,11 @@ def tokens(dim: int, capacity: int = CAPACITY) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+def narrowed(both: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
+    """The same keys with values of the first channels alone."""
+    return both[0], both[1][..., :dim].contiguous()
+
+
 def rotated(v: Tensor) -> Tensor:
     """As `rotate_values`, the sums in order: so are torch's up to runs of 128 channels."""
     run, signs = value_run(v.shape[-1]), rotation_signs(v.shape[-1])
@@ -62,6 +67,21 @@ def test_records_are_the_references_bit_for_bit(
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_latent_records_are_the_references_and_hold_keys_alone(bits: int) -> None:
+    form = KVFormat(96, bits, bits, latent=64)
+    shape = HeadShape(2, HEADS, 96, 1.0, latent=64)
+    keys, values = map(torch.randn, cache_shapes(SLOTS, shape, CAPACITY))
+    found = torch.zeros(len(ORIGINS), HEADS, form.nbytes, dtype=torch.uint8)
+    pack_blocks(keys, values, form, torch.tensor(ORIGINS), found.unbind(), rotated=True)
+    k = torch.stack(
+        [read_keys(keys, slot, CAPACITY)[:, place : place + 64] for slot, place, _ in ORIGINS]
+    )
+    opening = torch.tensor([[opens == 1] for *_, opens in ORIGINS])
+    assert torch.equal(found, quantize_blocks(k, k, form, opening))
+    assert form.nbytes == 64 * 96 * bits // 8 + 4 * 96
+
+
 def test_a_number_that_is_none_shows_in_its_channel_and_its_token() -> None:
     form, (keys, values) = KVFormat(64), tokens(64)
     keys[2, 0, 1, 7, 3] = values[2, 0, 9, 60] = torch.nan
@@ -73,10 +93,10 @@ def test_a_number_that_is_none_shows_in_its_channel_and_its_token() -> None:
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_tokens_move_whole_and_in_order(same: bool) -> None:
-    dim = 80
-    keys, values = tokens(dim)
-    to = (keys, values) if same else tokens(dim, 144)
+@pytest.mark.parametrize("value_dim", [80, 48])
+def test_tokens_move_whole_and_in_order(value_dim: int, same: bool) -> None:
+    keys, values = narrowed(tokens(80), value_dim)
+    to = (keys, values) if same else narrowed(tokens(80, 144), value_dim)
     old = [(read_keys(keys, slot, CAPACITY), values[slot].clone()) for slot in range(SLOTS)]
     moves = [(0, 64, 128, 0, 0), (1, 128, 37, 1, 96)] if same else [(2, 64, 128, 1, 16)]
     move_tokens((keys, values), to, torch.tensor(moves))

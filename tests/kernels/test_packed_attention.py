@@ -44,7 +44,8 @@ class Case:
         """Output [M, heads * D] and log-sum-exp [M, heads] in float64."""
         k, v = dequantize_blocks(self.pool, self.form)
         group = self.heads // self.pool.shape[1]
-        out, lse = torch.zeros(self.q.shape, dtype=torch.float64), []
+        width = self.heads * self.form.value_dim
+        out, lse = torch.zeros(len(self.q), width, dtype=torch.float64), []
         for row, (slot, position) in enumerate(
             zip(self.ragged.slots, self.ragged.positions, strict=True)
         ):
@@ -101,6 +102,14 @@ def check(case: Case, **options: Any) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_equals_attention_over_the_dequantized_cache(head_dim: int, bits: tuple[int, int]) -> None:
     check(make(KVFormat(head_dim, *bits), 6, 2, (1, 3, 40)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("head_dim", "latent"), [(576, 512), (96, 64), (64, 32), (640, 320)])
+def test_values_may_be_channels_of_the_keys(head_dim: int, latent: int, bits: int) -> None:
+    form = KVFormat(head_dim, bits, bits, latent)
+    check(make(form, 6, 1, (1, 3, 12)))
+    check(make(form, 18, 1, (2, 5), (3, 1)), window=100, soft_cap=3.0)
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])

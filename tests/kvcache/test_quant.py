@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qoff.errors import ArgumentError, OpError
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant
@@ -63,19 +64,23 @@ def test_negative_layers_are_refused() -> None:
         KVQuant(layers={-1: (8, 8)})
 
 
+def heads(head_dim: int) -> HeadShape:
+    return HeadShape(2, 1, head_dim, 1.0)
+
+
 def test_every_layer_has_its_form() -> None:
     kv = KVQuant.of("4/1-2:8,4/4:16")
     assert [kv.bits(layer) for layer in range(4)] == [(4, 4), (8, 4), (8, 4), (4, 4)]
-    assert kv.form(64, 4) is None
-    assert kv.forms([64] * 5)[3:] == [KVFormat(64), None]
+    assert kv.form(heads(64), 4) is None
+    assert kv.forms([heads(64)] * 5)[3:] == [KVFormat(64), None]
     with pytest.raises(ArgumentError, match="layer 4 has 16 bits; here every layer"):
-        kv.packed_forms([64] * 5)
+        kv.packed_forms([heads(64)] * 5)
     with pytest.raises(ArgumentError, match="for layer 4, but the model's 4 layers"):
-        kv.forms([64] * 4)
-    forms = KVQuant.of("4/1:8,4").forms([64, 128, 64])
+        kv.forms([heads(64)] * 4)
+    forms = KVQuant.of("4/1:8,4").forms([heads(64), heads(128), heads(64)])
     assert forms == [KVFormat(64), KVFormat(128, 8, 4), KVFormat(64)]
     with pytest.raises(OpError, match="heads of 16 channels"):
-        KVQuant().forms([16])
+        KVQuant().forms([heads(16)])
 
 
 @pytest.mark.parametrize("rotated", [False, True])

@@ -25,21 +25,33 @@ def _normalize(x, count, norm, eps):
 
 
 @inner
-def _rotate_head(x, pairs, cos, sin):
-    """Rotate pairs (i, i + pairs) by the angles of one position; what lies behind them stays."""
-    half = 4 * pairs
-    whole = half // 64 * 64
+def _rotate_head(x, pairs, apart, cos, sin):
+    """Rotate pairs (i, i + apart) by the angles of one position; what lies behind them stays."""
+    end, y = 4 * pairs, x + 4 * apart
+    whole = end // 64 * 64
     minus = simd.splat_f32(np.float32(-1.0))
     for i in range(0, whole, 64):
-        a, b = simd.load_f32(x + i), simd.load_f32(x + half + i)
+        a, b = simd.load_f32(x + i), simd.load_f32(y + i)
         c, s = simd.load_f32(cos + i), simd.load_f32(sin + i)
         simd.store_f32(x + i, simd.mul_add(a, c, simd.mul(simd.mul(b, s), minus)))
-        simd.store_f32(x + half + i, simd.mul_add(b, c, simd.mul(a, s)))
-    for i in range(whole, half, 4):
-        p, q = simd.peek_f32(x + i), simd.peek_f32(x + half + i)
+        simd.store_f32(y + i, simd.mul_add(b, c, simd.mul(a, s)))
+    for i in range(whole, end, 4):
+        p, q = simd.peek_f32(x + i), simd.peek_f32(y + i)
         u, w = simd.peek_f32(cos + i), simd.peek_f32(sin + i)
         simd.poke_f32(x + i, p * u - q * w)
-        simd.poke_f32(x + half + i, q * u + p * w)
+        simd.poke_f32(y + i, q * u + p * w)
+
+
+@inner
+def _copy_values(values, latent, key, value, dim):
+    """V of a token, [dim], or the first latent / 2 channels of either half of its key."""
+    if latent == 0:
+        for i in range(0, 4 * dim, 64):
+            simd.store_f32(values + i, simd.load_f32(value + i))
+        return
+    for i in range(0, 2 * latent, 64):
+        simd.store_f32(values + i, simd.load_f32(key + i))
+        simd.store_f32(values + 2 * latent + i, simd.load_f32(key + 2 * dim + i))
 
 
 @inner
@@ -56,6 +68,8 @@ def _append_token(args, token):
     pairs = simd.peek_i64(args + f.PAIRS)
     angles = position * pairs * 4
     whole_norms = simd.peek_i64(args + f.WHOLE_NORMS)
+    latent, width = simd.peek_i64(args + f.LATENT), simd.peek_i64(args + f.VALUE_DIM)
+    apart = pairs if latent == 0 else dim // 2
     if whole_norms != 0:
         _normalize(row, dim * heads, simd.peek_i64(args + f.Q_NORM), eps)
         _normalize(row + 4 * dim * heads, dim * kv_heads, simd.peek_i64(args + f.K_NORM), eps)
@@ -65,17 +79,17 @@ def _append_token(args, token):
         if norm != 0 and whole_norms == 0:
             _normalize(x, dim, norm, eps)
         if cos != 0:
-            _rotate_head(x, pairs, cos + angles, simd.peek_i64(args + f.SIN) + angles)
+            turned = x + 2 * latent
+            _rotate_head(turned, pairs, apart, cos + angles, simd.peek_i64(args + f.SIN) + angles)
     for head in range(kv_heads):
-        to = 4 * ((slot * kv_heads + head) * capacity * dim)
+        to = 4 * (slot * kv_heads + head) * capacity
         key = row + 4 * dim * (heads + head)
         value = row + 4 * dim * (heads + kv_heads + head)
-        keys = simd.peek_i64(args + f.KEYS) + to + 4 * (place // 16 * 16 * dim + place % 16)
-        values = simd.peek_i64(args + f.VALUES) + to + 4 * place * dim
+        keys = simd.peek_i64(args + f.KEYS) + to * dim + 4 * (place // 16 * 16 * dim + place % 16)
+        values = simd.peek_i64(args + f.VALUES) + to * width + 4 * place * width
         for i in range(dim):
             simd.poke_f32(keys + 64 * i, simd.peek_f32(key + 4 * i))
-        for i in range(0, 4 * dim, 64):
-            simd.store_f32(values + i, simd.load_f32(value + i))
+        _copy_values(values, latent, key, value, dim)
 
 
 @inner

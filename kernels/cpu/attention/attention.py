@@ -27,9 +27,11 @@ _OP = "attention"
 def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out: Tensor) -> None:
     keys, values, places = cache.keys, cache.values, cache.places
     check_rows(_OP, "qkv", qkv, ragged.tokens, shape.qkv_width)
-    check_rows(_OP, "out", out, ragged.tokens, shape.heads * shape.head_dim)
+    check_rows(_OP, "out", out, ragged.tokens, shape.out_width)
     if shape.head_dim % 16 or shape.heads % shape.kv_heads:
         fail(_OP, f"head_dim must be a multiple of 16 and heads one of kv_heads: {shape}")
+    if shape.latent % 32 or not 0 <= shape.latent < shape.head_dim:
+        fail(_OP, f"latent channels are a multiple of 32 below head_dim: {shape}")
     if values.dim() != 4:
         fail(_OP, f"values must have 4 dimensions, not {list(values.shape)}")
     sequences, capacity = values.shape[0], values.shape[2]
@@ -47,7 +49,7 @@ def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out
 def _check_small(
     rotary: tuple[Tensor, Tensor] | None,
     norms: Sequence[tuple[Tensor | None, int]],
-    dim: int,
+    dim: int,  # that may turn
     longest: int,
 ) -> None:
     pairs = 0 if rotary is None else rotary[0].shape[1]
@@ -80,22 +82,25 @@ def attention(
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend to it.
 
-    qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`; it is
-    overwritten. cache: the layer's, with room for every place. rotary: cos and sin, float32
-    [positions, R / 2]: of the first R of head_dim channels. q_norm, k_norm: float32 [head_dim],
+    qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`, of a latent
+    shape without columns of values; it is overwritten. cache: the layer's, with room for every
+    place. rotary: cos and sin, float32 [positions, R / 2]: of the first R of head_dim channels, or
+    of those that turn in a latent shape. q_norm, k_norm: float32 [head_dim],
     RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all. sinks:
     float32 [heads], scores of a key without a value. activation_bits: 16; or 8, with which a
     prompt's queries, keys, values and weights are rounded to bfloat16 where the processor
     multiplies these faster (AVX512-BF16): about 3 digits each.
     Attention is causal within each sequence, and to what `cache.top` leaves of the packed blocks.
-    Returns float32 [M, heads * head_dim]. Raises OpError for operands of the wrong form.
+    Returns float32 [M, heads * value_dim]. Raises OpError for operands of the wrong form.
     """
     if out is None:
-        out = torch.empty(ragged.tokens, shape.heads * shape.head_dim)
+        out = torch.empty(ragged.tokens, shape.out_width)
     _check(qkv, shape, cache, ragged, out)
     heads = (shape.heads, shape.kv_heads) if shape.norms_all(q_norm, k_norm) else (1, 1)
     norms = [(by, n * shape.head_dim) for by, n in zip((q_norm, k_norm), heads, strict=True)]
-    _check_small(rotary, norms, shape.head_dim, ragged.longest)
+    _check_small(rotary, norms, shape.head_dim - shape.latent, ragged.longest)
+    if shape.latent and (q_norm is not None or k_norm is not None):
+        fail(_OP, "latent queries and keys have no norms here")
     if sinks is not None:
         check_dense(_OP, "sinks", sinks, (shape.heads,))
     cos, sin = rotary or (None, None)
@@ -106,11 +111,11 @@ def attention(
     width = 2 if activation_bits == 8 and HAS_BF16 else 4
     if ragged.is_decode:
         job = append_attend_job
-        scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.head_dim)
+        scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.value_dim)
     else:
         group = shape.heads // shape.kv_heads
         job = append_prefill_job
-        scratch = pool.threads * tile_bytes(shape.head_dim, group, width)
+        scratch = pool.threads * tile_bytes(shape.head_dim, shape.value_dim, group, width)
     with pool.lock:
         args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
@@ -119,7 +124,8 @@ def attention(
             cache.places.data_ptr(), ragged.slots.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), cache.values.shape[2],
             shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
-            pool.workspace(scratch), width, shape.norm_eps, shape.scale, shape.soft_cap,
+            pool.workspace(scratch), width, shape.value_dim, shape.latent, shape.norm_eps,
+            shape.scale, shape.soft_cap,
         )  # fmt: skip
         pool.run(job.address, args)
     chosen: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)

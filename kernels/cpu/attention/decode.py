@@ -21,9 +21,9 @@ RUN = RUN_TOKENS  # keys per partial result
 
 
 @inner
-def partial_bytes(head_dim):
+def partial_bytes(value_dim):
     """Bytes of one partial result: maximum, sum, scores of a run, output."""
-    return 64 + 4 * (RUN + 32) + 4 * head_dim
+    return 64 + 4 * (RUN + 32) + 4 * value_dim
 
 
 @inner
@@ -71,8 +71,8 @@ def _weigh_values(weights, values, first, last, dim, out):
 
 
 @inner
-def _attend_run(query, keys, values, first, last, dim, scale, soft_cap, partial):
-    """Softmax over keys [first, last): partial = [max, sum, scratch of 512 + 32, out[dim]]."""
+def _attend_run(query, keys, values, first, last, dim, width, scale, soft_cap, partial):
+    """Softmax over keys [first, last): partial = [max, sum, scratch of 512 + 32, out[width]]."""
     start = first // 16 * 16
     scores = partial + 64
     top = simd.splat_f32(np.float32(-np.inf))
@@ -95,7 +95,7 @@ def _attend_run(query, keys, values, first, last, dim, scale, soft_cap, partial)
     simd.poke_f32(partial, peak)
     simd.poke_f32(partial + 4, simd.sum_f32(total))
     _weigh_values(
-        scores + 4 * (first - start), values, first, last, dim, partial + 64 + 4 * (RUN + 32)
+        scores + 4 * (first - start), values, first, last, width, partial + 64 + 4 * (RUN + 32)
     )
 
 
@@ -117,18 +117,18 @@ def _attend_item(args, token, kv_head, run):
     if first >= last:
         return
     slot = simd.peek_i64(simd.peek_i64(args + f.SLOTS) + 8 * token)
-    cache = 4 * ((slot * kv_heads + kv_head) * capacity * dim)
+    cache, width = 4 * (slot * kv_heads + kv_head) * capacity, simd.peek_i64(args + f.VALUE_DIM)
     keys, values = (
-        simd.peek_i64(args + f.KEYS) + cache,
-        simd.peek_i64(args + f.VALUES) + cache,
+        simd.peek_i64(args + f.KEYS) + cache * dim,
+        simd.peek_i64(args + f.VALUES) + cache * width,
     )
     queries = simd.peek_i64(args + f.QKV) + token * simd.peek_i64(args + f.QKV_STRIDE)
     group, runs = heads // kv_heads, simd.peek_i64(args + f.RUNS)
     for head in range(kv_head * group, (kv_head + 1) * group):
         index = (token * heads + head) * runs + run
-        partial = simd.peek_i64(args + f.PARTIALS) + index * partial_bytes(dim)
+        partial = simd.peek_i64(args + f.PARTIALS) + index * partial_bytes(width)
         _attend_run(
-            queries + 4 * dim * head, keys, values, first, last, dim,
+            queries + 4 * dim * head, keys, values, first, last, dim, width,
             simd.peek_f32(args + f.SCALE), simd.peek_f32(args + f.SOFT_CAP), partial,
         )  # fmt: skip
 
@@ -136,7 +136,7 @@ def _attend_item(args, token, kv_head, run):
 @inner
 def _merge(args, token, head):
     """Join the partial results of one query head."""
-    dim, runs = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.RUNS)
+    dim, runs = simd.peek_i64(args + f.VALUE_DIM), simd.peek_i64(args + f.RUNS)
     size = partial_bytes(dim)
     index = (token * simd.peek_i64(args + f.HEADS) + head) * runs
     partials = simd.peek_i64(args + f.PARTIALS) + index * size

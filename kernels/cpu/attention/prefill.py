@@ -36,9 +36,9 @@ _QUERIES = ROWS * _SCORES
 
 
 @inner
-def _row_bytes(dim):
+def _row_bytes(value_dim):
     """Bytes of a row's running attention: its part of the state of its tile; the output."""
-    return STATE_BYTES + 4 * dim
+    return STATE_BYTES + 4 * value_dim
 
 
 @inner
@@ -52,15 +52,15 @@ def _values_at(dim, group):
 
 
 @inner
-def _states_at(dim, group, width):
-    return _QUERIES if width == 4 else _values_at(dim, group) + 2 * dim * _RUN
+def _states_at(dim, value_dim, group, width):
+    return _QUERIES if width == 4 else _values_at(dim, group) + 2 * value_dim * _RUN
 
 
 @inner
-def tile_bytes(head_dim, group, width):
+def tile_bytes(head_dim, value_dim, group, width):
     """Bytes of scratch that a thread needs, with `group` heads to each KV head."""
     rows = group * _most_tokens(group)
-    return _states_at(head_dim, group, width) + rows * _row_bytes(head_dim)
+    return _states_at(head_dim, value_dim, group, width) + rows * _row_bytes(value_dim)
 
 
 @inner
@@ -80,10 +80,10 @@ def _group(args):
 
 
 @inner
-def _of_cache(args, token, kv_head):
-    """Bytes from the first keys or values of the cache to those of a token's sequence and head."""
+def _of_cache(args, token, kv_head, base):
+    """Tokens from the first of the cache to `base` of a token's sequence and KV head."""
     place = _slot(args, token) * simd.peek_i64(args + f.KV_HEADS) + kv_head
-    return 4 * place * simd.peek_i64(args + f.CAPACITY) * simd.peek_i64(args + f.DIM)
+    return place * simd.peek_i64(args + f.CAPACITY) + base
 
 
 @inner
@@ -93,7 +93,7 @@ def _add_keys(args, width, token, rows, start, last, queries, stride, keys, valu
     width: bytes of a number. start: a multiple of 16. queries: `stride` bytes apart. keys, values:
     of `start` and on. scores: room for them.
     """
-    dim = simd.peek_i64(args + f.DIM)
+    dim, value_dim = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.VALUE_DIM)
     count = last - start
     vectors = (count + 15) // 16
     product(
@@ -109,15 +109,16 @@ def _add_keys(args, width, token, rows, start, last, queries, stride, keys, valu
     mask(rows, scores, _SCORES, vectors, low, end - start)
     softmax(width, rows, scores, _SCORES, vectors, state)
     product(
-        width, rows, scores, _SCORES, values, 64, 4 * dim, dim // 16, (count * width + 3) // 4,
-        state + STATE_BYTES, 4 * dim, state + CORRECTIONS, np.float32(1.0),
+        width, rows, scores, _SCORES, values, 64, 4 * value_dim, value_dim // 16,
+        (count * width + 3) // 4, state + STATE_BYTES, 4 * value_dim, state + CORRECTIONS,
+        np.float32(1.0),
     )  # fmt: skip
 
 
 @inner
 def _begin(args, rows, head, state):
     """A tile that has attended to nothing yet, but to the sink."""
-    dim, sinks = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.SINKS)
+    dim, sinks = simd.peek_i64(args + f.VALUE_DIM), simd.peek_i64(args + f.SINKS)
     sink = np.float32(-np.inf) if sinks == 0 else simd.peek_f32(sinks + 4 * head)
     weight = np.float32(0.0 if sinks == 0 else 1.0)
     for i in range(0, 128, 64):
@@ -130,7 +131,7 @@ def _begin(args, rows, head, state):
 @inner
 def _end(args, token, rows, head, state):
     """Write what a tile attended to, and the logarithms of the sums."""
-    dim, lse = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.LSE)
+    dim, lse = simd.peek_i64(args + f.VALUE_DIM), simd.peek_i64(args + f.LSE)
     for row in range(rows):
         peak, total = simd.peek_f32(state + 16 * row), simd.peek_f32(state + SUMS + 16 * row)
         out = simd.peek_i64(args + f.OUT) + (token + row) * simd.peek_i64(args + f.OUT_STRIDE)
@@ -152,10 +153,11 @@ def _attend_tile(args, width, token, rows, head, base, last, stride, queries, ke
     start = max(base, first_key(args, _position(args, token)) // 16 * 16)
     last = min(last, _position(args, token + rows - 1) + 1)
     if start < last:
-        before = width * simd.peek_i64(args + f.DIM) * (start - base)
+        before = width * (start - base)
         _add_keys(
-            args, width, token, rows, start, last, queries, stride, keys + before, values + before,
-            scratch, state,
+            args, width, token, rows, start, last, queries, stride,
+            keys + before * simd.peek_i64(args + f.DIM),
+            values + before * simd.peek_i64(args + f.VALUE_DIM), scratch, state,
         )  # fmt: skip
     if ends:
         _end(args, token, rows, head, state)
@@ -164,15 +166,16 @@ def _attend_tile(args, width, token, rows, head, base, last, stride, queries, ke
 @inner
 def _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins, ends):
     """Let tokens attend to keys [base, last) of one KV head, with all heads of it."""
-    dim = simd.peek_i64(args + f.DIM)
+    dim, value_dim = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.VALUE_DIM)
     group = _group(args)
-    states = scratch + _states_at(dim, group, width)
-    cache = _of_cache(args, token, kv_head) + 4 * dim * base
-    keys, values = simd.peek_i64(args + f.KEYS) + cache, simd.peek_i64(args + f.VALUES) + cache
+    states = scratch + _states_at(dim, value_dim, group, width)
+    before = _of_cache(args, token, kv_head, base)
+    keys = simd.peek_i64(args + f.KEYS) + 4 * dim * before
+    values = simd.peek_i64(args + f.VALUES) + 4 * value_dim * before
     if width == 2:
         pairs, values_of = scratch + _keys_at(dim, group), scratch + _values_at(dim, group)
         pair_keys(keys, (last - base + 15) // 16, dim, pairs)
-        pair_values(values, last - base, dim, values_of)
+        pair_values(values, last - base, value_dim, values_of)
         keys, values = pairs, values_of
     for head in range(group):
         stride = simd.peek_i64(args + f.QKV_STRIDE)
@@ -182,7 +185,7 @@ def _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins
         done = 0
         while done < tokens:
             rows = tile_rows(tokens - done)
-            state = states + (head * tokens + done) * _row_bytes(dim)
+            state = states + (head * tokens + done) * _row_bytes(value_dim)
             _attend_tile(
                 args, width, token + done, rows, kv_head * group + head, base, last, stride,
                 queries + done * stride, keys, values, scratch, state, begins, ends,
@@ -250,7 +253,8 @@ def append_prefill_job(pool, thread, threads, args):
     dim, group = simd.peek_i64(args + f.DIM), _group(args)
     # The keys of a vector are of neighbouring tokens: two threads would write to the same lines.
     append_all(pool, args, 16 if tokens >= 16 * threads else 1)
-    scratch = thread * tile_bytes(dim, group, simd.peek_i64(args + f.WIDTH))
+    value_dim = simd.peek_i64(args + f.VALUE_DIM)
+    scratch = thread * tile_bytes(dim, value_dim, group, simd.peek_i64(args + f.WIDTH))
     scratch += simd.peek_i64(args + f.PARTIALS)
     size = _most_tokens(group)
     while size > ROWS and tokens * kv_heads < 16 * threads * size:

@@ -36,7 +36,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from .tile import UNROLL, codes_32
 
 _OP = "dequantize"
-_SCRATCH_BYTES = 128  # of a thread: scales and minima of one group of a row block, float32
+SCRATCH_BYTES = 128  # of a thread: scales and minima of one group of a row block, float32
 DTYPES = (torch.float32, torch.bfloat16) if HAS_BF16 else (torch.float32,)
 
 
@@ -108,14 +108,8 @@ def _dequantize_32(b, bits, narrow, *operands):
 
 
 @inner
-def _block(args, scratch, block):
-    """One block of 16 rows."""
-    k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
-    bits, narrow = simd.peek_i64(args + BITS_OF), simd.peek_i64(args + NARROW)
-    wide, stride = simd.peek_i64(args + WIDE), simd.peek_i64(args + OUT_STRIDE)
-    codes = simd.peek_i64(args + CODES) + block * 2 * k * bits
-    scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * (64 << wide)
-    out = simd.peek_i64(args + OUT) + 16 * block * stride
+def dequantize_block(codes, scale_min, wide, group, bits, k, narrow, out, stride, scratch):
+    """One block of 16 rows of k columns; scratch: SCRATCH_BYTES."""
     each = 2 if narrow != 0 else 4
     for first in range(0, k, group):
         at = scale_min + first // group * (64 << wide)
@@ -130,10 +124,24 @@ def _block(args, scratch, block):
                            stride)  # fmt: skip
 
 
+@inner
+def _block(args, scratch, block):
+    """One block of 16 rows."""
+    k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
+    bits, wide = simd.peek_i64(args + BITS_OF), simd.peek_i64(args + WIDE)
+    stride = simd.peek_i64(args + OUT_STRIDE)
+    codes = simd.peek_i64(args + CODES) + block * 2 * k * bits
+    scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * (64 << wide)
+    dequantize_block(
+        codes, scale_min, wide, group, bits, k, simd.peek_i64(args + NARROW),
+        simd.peek_i64(args + OUT) + 16 * block * stride, stride, scratch,
+    )  # fmt: skip
+
+
 @job
 def dequantize_job(pool, thread, threads, args):
     """The whole op; its arguments are the fields above."""
-    scratch = simd.peek_i64(args + SCRATCH) + thread * _SCRATCH_BYTES
+    scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
     blocks = simd.peek_i64(args + BLOCKS)
     block = take(pool, 0)
     while block < blocks:
@@ -164,7 +172,7 @@ def dequantize(weight: QTensor, out: Tensor, pool: Pool | None = None) -> Tensor
             weight.codes.data_ptr(), weight.scale_min.data_ptr(),
             weight.scale_min.dtype == torch.float32, weight.group_size, weight.bits, k, blocks,
             out.dtype == torch.bfloat16, out.data_ptr(), out.stride(0) * out.itemsize,
-            pool.workspace(pool.threads * _SCRATCH_BYTES),
+            pool.workspace(pool.threads * SCRATCH_BYTES),
         )  # fmt: skip
         pool.run(dequantize_job.address, arguments)
     return out[:n]

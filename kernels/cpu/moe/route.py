@@ -28,13 +28,14 @@ class RouteArguments(ctypes.Structure):
     _fields_ = (
         *int64s("scores", "stride", "tokens", "experts", "top_k", "ids", "weights"),
         *int64s("kind", "normalized", "groups", "top_groups", "correction", "scratch"),
+        *int64s("group_best"),
         ("scale", ctypes.c_float),
     )
 
 
 (
     SCORES, STRIDE, M, EXPERTS, TOP_K, IDS, WEIGHTS,
-    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SCRATCH, SCALE,
+    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SCRATCH, GROUP_BEST, SCALE,
 ) = offsets(RouteArguments)  # fmt: skip
 
 
@@ -80,8 +81,8 @@ def _judge(args, scores, shares, merits):
 
 
 @inner
-def _group_value(merits, first, each):
-    """The sum of the two best merits of a group."""
+def _group_value(merits, first, each, count):
+    """The sum of the two best merits of a group, or (count 1) the best."""
     best, second = np.float32(-np.inf), np.float32(-np.inf)
     for e in range(first, first + each):
         merit = simd.peek_f32(merits + 4 * e)
@@ -89,7 +90,7 @@ def _group_value(merits, first, each):
             best, second = merit, best
         elif merit > second:
             second = merit
-    return best + second
+    return best if count == 1 else best + second
 
 
 @inner
@@ -100,7 +101,7 @@ def _keep_best_groups(args, merits):
     for _ in range(groups - simd.peek_i64(args + TOP_GROUPS)):
         worst, least = -1, np.float32(0.0)
         for g in range(groups):
-            value = _group_value(merits, g * each, each)
+            value = _group_value(merits, g * each, each, simd.peek_i64(args + GROUP_BEST))
             if value > -np.inf and (worst < 0 or value <= least):
                 worst, least = g, value
         if worst >= 0:
@@ -197,7 +198,8 @@ def route(
             scores.data_ptr(), 4 * scores.stride(0), tokens, experts, routing.top_k,
             ids.data_ptr(), weights.data_ptr(), _SHARES[routing.shares], routing.normalized,
             routing.groups, routing.top_groups, address(correction),
-            pool.workspace(8 * experts * pool.threads) if judged else 0, routing.scale,
+            pool.workspace(8 * experts * pool.threads) if judged else 0, routing.group_best,
+            routing.scale,
         )  # fmt: skip
         pool.run(route_job.address, arguments)
     return ids, weights

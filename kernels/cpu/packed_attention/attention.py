@@ -37,10 +37,11 @@ def packed_attention(
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap), 0 for as they are.
     window: a query sees this many of the newest tokens, itself included. chosen: the blocks that
     are attended, for one new token a sequence; None: all.
-    Returns float32 [M, heads * D] and the natural log-sum-exp [M, heads] (0 and -inf for a query
-    that sees no packed token). If `out` and `lse` are given, they hold attention to other tokens,
-    and what is found here is merged into them. rotated: V is as `rotation.rotate_values` leaves it;
-    the output is rotated back. Raises OpError for operands of another form.
+    Returns float32 [M, heads * value_dim] and the natural log-sum-exp [M, heads] (0 and -inf for a
+    query that sees no packed token). If `out` and `lse` are given, they hold attention to other
+    tokens, and what is found here is merged into them. rotated: V is as `rotation.rotate_values` leaves it;
+    the output is rotated back (but latent V, which never is). Raises OpError for operands of
+    another form.
     """
     form, pool, table = packed.form, packed.pool, packed.table
     tokens = table.ragged.tokens
@@ -49,10 +50,10 @@ def packed_attention(
         check_selected(_OP, chosen, packed)
     merge = out is not None and lse is not None
     if out is None:
-        out = torch.empty(tokens, heads * form.head_dim)
+        out = torch.empty(tokens, heads * form.value_dim)
     if lse is None:
         lse = torch.empty(tokens, heads)
-    check_rows(_OP, "out", out, tokens, heads * form.head_dim)
+    check_rows(_OP, "out", out, tokens, heads * form.value_dim)
     check_dense(_OP, "lse", lse, (tokens, heads))
     # Only few queries need their blocks split between threads, and can afford partial results.
     run = RUN_BLOCKS if table.ragged.is_decode else max(1, table.longest)
@@ -71,7 +72,8 @@ def packed_attention(
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
             address(None if chosen is None else chosen.counts), longest,
-            value_run(form.head_dim) if rotated else 0, scale, soft_cap,
+            value_run(form.head_dim) if rotated and not form.latent else 0, form.latent, scale,
+            soft_cap,
         )  # fmt: skip
         workers.run(packed_job.address, args)
     return out, lse

@@ -6,6 +6,9 @@ exact in int32. Codes of 2 and 3 bits are made codes of 4 in the scratch. What r
 probability takes from or adds to the mean value code is given back. What a row has seen so far is a
 running maximum, a sum, and an output that is relative to that maximum (Milakov and Gimelshein,
 2018); scores and maxima are exponents of two.
+
+Latent values are K's codes again. Probabilities as they are weigh these, and what a block sums up
+to is then multiplied by K's scales, channel by channel.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.powers import log2_above
+from qoff.kernels.layout.kv_format import LATENT_DIM
 
 from . import block_emit as emit
 from .block_emit import TOKENS
@@ -39,15 +43,18 @@ LN_2 = np.float32(np.log(2.0))
 LOG2_E = np.float32(1 / np.log(2.0))
 
 # A thread's scratch, in bytes from its start; what belongs to a row is there for TOGETHER rows.
-QUERY = 0  # int8 [rows, 2, up to 256]
-SCORES = QUERY + TOGETHER * 512  # float32 [rows, 64]
+QUERY = 0  # int8 [rows, 2, up to LATENT_DIM]
+SCORES = QUERY + TOGETHER * 2 * LATENT_DIM  # float32 [rows, 64]
 WEIGHTS = SCORES + TOGETHER * 4 * TOKENS  # uint8 [2 parts, rows, 64]
 FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see packed_softmax
-KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to 256], scales and minima
-VALUES = KEYS + 2 * 4 * 256  # see packed_softmax
-K_CODES = VALUES + VALUES_BYTES  # uint8 [64, up to 128], where they have less than 4 bits
-V_CODES = K_CODES + TOKENS * 128
-SCRATCH = V_CODES + TOKENS * 128
+KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to LATENT_DIM], scales and minima
+LANES = KEYS + 2 * 4 * LATENT_DIM  # the same in the lanes of the output, of latent values
+VALUES = LANES + 2 * 4 * LATENT_DIM + 64  # see packed_softmax
+K_CODES = (
+    VALUES + VALUES_BYTES
+)  # uint8 [64, up to LATENT_DIM / 2], where they have less than 4 bits
+V_CODES = K_CODES + TOKENS * LATENT_DIM // 2
+SCRATCH = V_CODES + TOKENS * LATENT_DIM // 2
 
 
 @inner
@@ -112,6 +119,34 @@ def _widen_values(v_scale, parts, v_bits, scratch):
 
 
 @inner
+def _latent_values(bits, scratch):
+    """What weighs latent values: probabilities alone for the codes, and their sum as SHIFT 1."""
+    values = scratch + VALUES
+    for i in range(0, 4 * TOKENS, 64):
+        simd.store_f32(values + i, simd.splat_f32(np.float32(1.0)))
+        simd.store_f32(values + 4 * TOKENS + i, simd.splat_f32(np.float32(_middle(bits))))
+        simd.store_f32(values + PART_BYTES + i, simd.splat_f32(np.float32(0.0)))
+        simd.store_f32(values + PART_BYTES + 4 * TOKENS + i, simd.splat_f32(np.float32(1.0)))
+        simd.store_f32(values + BOUND + i, log2_above(simd.splat_f32(np.float32(1.0))))
+    simd.store_f32(values + LARGEST, simd.splat_f32(np.float32(1.0)))
+    simd.store_f32(values + LARGEST + 64, simd.splat_f32(np.float32(0.0)))
+
+
+@inner
+def _latent_lanes(k_scale, half, bits, scratch):
+    """Put K's scales and minima into the lanes of the output."""
+    four = scratch + LANES + 8 * LATENT_DIM
+    for field in range(2):
+        lanes = scratch + LANES + 4 * LATENT_DIM * field
+        for channel in range(0, 2 * half, 16):
+            simd.store_f32(four, simd.load_f16(k_scale + 4 * half * field + 2 * channel))
+            for i in range(0, 16, 4):
+                to = lanes + 4 * lane_of(channel + i, half, bits)
+                simd.poke_i64(to, simd.peek_i64(four + 4 * i))
+                simd.poke_i64(to + 8, simd.peek_i64(four + 4 * i + 8))
+
+
+@inner
 def _middle(bits):
     """The mean of codes; what 8-bit ones are lessened by."""
     return 128.0 if bits == 8 else ((1 << bits) - 1) / 2
@@ -167,7 +202,7 @@ def _restrict_scores(rows, firsts, soft_cap, scratch):
 
 
 @inner
-def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits, scratch):
+def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits, latent, scratch):
     """Find the scores of some rows, to be finished with the factors beside them.
 
     The first of three steps. What a step leaves in the scratch is taken by the next one; the first
@@ -175,13 +210,13 @@ def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits,
     in which a step would wait for results. record: the block's address; ahead: bytes from there to
     the block that is read next. row: 0 for the first rows that see the block, which leave in the
     scratch what all of them need. queries: int64 [rows], the address of each, float32 [dim].
-    factor: of the scores.
+    factor: of the scores. latent: 0 where V has codes of its own.
     """
     dim = 2 * half
     kind = kind_of(half, k_bits)
     plane = plane_bytes(half, kind)
     if row == 0:
-        _widen(record, ahead, half, k_bits, v_bits, scratch)
+        _widen(record, ahead, half, k_bits, v_bits, latent, scratch)
     fold_queries(
         rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
     )
@@ -204,7 +239,7 @@ def _widened(codes, ahead, row, half, bits, nibbles):
 
 
 @inner
-def _widen(record, ahead, half, k_bits, v_bits, scratch):
+def _widen(record, ahead, half, k_bits, v_bits, latent, scratch):
     """Scales and minima in float32; those of the block that is read next are asked for.
 
     Its codes are as those of this block are read.
@@ -214,22 +249,25 @@ def _widen(record, ahead, half, k_bits, v_bits, scratch):
     v_scale = _v_codes(record, half, k_bits) + TOKENS * 2 * half * v_bits // 8
     for i in range(0, 8 * half, 64):
         simd.prefetch(k_scale + ahead + i)
-    for i in range(0, 4 * TOKENS * parts, 64):
-        simd.prefetch(v_scale + ahead + i)
     for i in range(0, 4 * half, 16):
         simd.store_f32(scratch + KEYS + 4 * i, simd.load_f16(k_scale + 2 * i))
+    if latent != 0:
+        _latent_values(k_bits, scratch)
+        return
+    for i in range(0, 4 * TOKENS * parts, 64):
+        simd.prefetch(v_scale + ahead + i)
     _widen_values(v_scale, parts, v_bits, scratch)
 
 
 @inner
-def weigh_block(rows, firsts, soft_cap, half, v_bits, maxima, sums, scratch):
+def weigh_block(rows, firsts, soft_cap, half, v_bits, latent, maxima, sums, scratch):
     """Turn scores into weights of the values: the second step.
 
     firsts: int64 [rows], tokens of the block before it are not attended; 0: all are. soft_cap: of
     scaled scores, 0 for none. maxima, sums: float32 [rows, 4], each number four times; maxima are
     exponents of two.
     """
-    parts = 1 if half == 32 else 2
+    parts = 1 if half == 32 and latent == 0 else 2
     if firsts != 0 or soft_cap != np.float32(0.0):
         _restrict_scores(rows, firsts, soft_cap, scratch)
     back = np.float32(0.0 if v_bits == 8 else _middle(v_bits))
@@ -240,7 +278,7 @@ def weigh_block(rows, firsts, soft_cap, half, v_bits, maxima, sums, scratch):
 
 
 @inner
-def sum_block(record, ahead, row, rows, half, k_bits, v_bits, out, scratch):
+def sum_block(record, ahead, row, rows, half, k_bits, v_bits, latent, out, scratch):
     """Add the weighed values to the outputs, the last step.
 
     row: as for `score_block`. out: float32 [rows, chunks, 64], relative to the maxima, in the lanes
@@ -250,6 +288,14 @@ def sum_block(record, ahead, row, rows, half, k_bits, v_bits, out, scratch):
     chunks = chunk_count(half)
     stride = 2 * half if kind == emit.WHOLE else half
     codes = _v_codes(record, half, k_bits)
+    if latent != 0:
+        if row == 0:
+            _latent_lanes(record + TOKENS * 2 * half * k_bits // 8, half, k_bits, scratch)
+        codes = record
+        if k_bits < 4:
+            codes = _widened(record, 0, row, half, k_bits, scratch + V_CODES)
+        _sum_latent(codes, rows, half, kind, chunks, stride, out, scratch)
+        return
     if v_bits < 4:
         codes, ahead = _widened(codes, ahead, row, half, v_bits, scratch + V_CODES), 0
     for chunk in range(chunks):
@@ -263,6 +309,22 @@ def sum_block(record, ahead, row, rows, half, k_bits, v_bits, out, scratch):
             kind, upper, rows, codes + column, stride, ahead, weights,
             factors + CORRECTION, factors + STEP + 64 * upper,
             factors + SHIFT + 64 * upper, out + 256 * chunk, 256 * chunks,
+        )  # fmt: skip
+
+
+@inner
+def _sum_latent(codes, rows, half, kind, chunks, stride, out, scratch):
+    """The same of latent values, whose codes were read before."""
+    factors = scratch + FACTORS
+    for chunk in range(chunks):
+        upper = 1 if chunks > 1 and chunk >= chunks // 2 else 0
+        column = 64 * (chunk - upper * (chunks // 2))
+        if kind == emit.WHOLE and upper:
+            column += half
+        emit.block_weigh_latent(
+            kind, upper, rows, codes + column, stride, scratch + WEIGHTS, factors + CORRECTION,
+            factors + STEP, factors + SHIFT, factors + SHIFT + 64, scratch + LANES + 256 * chunk,
+            scratch + LANES + 4 * LATENT_DIM + 256 * chunk, out + 256 * chunk, 256 * chunks,
         )  # fmt: skip
 
 

@@ -193,8 +193,13 @@ def _values(b, kind, codes, stride, ahead, upper):
     return _interleave_tokens(b, [(_high_nibbles if upper else _low_nibbles)(b, x) for x in rows])
 
 
-def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, out, out_stride):
-    """All 64 tokens of one chunk of channels."""
+def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, out, out_stride,
+                channels=()):  # fmt: skip
+    """All 64 tokens of one chunk of channels.
+
+    channels: of these, addresses of what the sum is multiplied by, and of what is added as often as
+    the fourth factor says.
+    """
     flat = [const_i32(0)] * (4 * rows)
     quad, flat, close = loop(b, const_i64(16), flat)
     sums = list(flat)
@@ -207,12 +212,15 @@ def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, ou
             sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value)
     close(sums)
     for row in range(rows):
-        correction, step, shift = (
+        correction, step, shift, *total = (
             splat(b, load(b, address, 16 * row, F32), V_F32) for address in factors
         )
         to = b.add(out, b.mul(out_stride, const_i64(row)))
         for v in range(4):
             weighed = fma(b, b.sitofp(sums[4 * row + v], V_F32), step, shift)
+            if channels:
+                scale, minimum = (load(b, address, 64 * v, V_F32) for address in channels)
+                weighed = fma(b, weighed, scale, b.fmul(minimum, *total))
             value = fma(b, load(b, to, 64 * v, V_F32), correction, weighed)
             b.store(value, at(b, to, 64 * v, V_F32), align=1)
 
@@ -256,6 +264,29 @@ def block_weigh(
     `out_stride` bytes apart.
     """
     args = (codes, stride, ahead, weights, (correction, step, shift), out, out_stride)
+
+    def weigh(case, which):
+        by_rows(b, rows, lambda n: _emit_weigh(b, case, which, n, *args))
+
+    planes = {which: partial(weigh, NIBBLES, which) for which in (0, 1)}
+    cases = {
+        NIBBLES: partial(switch, b, upper, planes),
+        NARROW: partial(weigh, NARROW, 0),
+        WHOLE: partial(weigh, WHOLE, 0),
+    }
+    switch(b, kind, cases)
+
+
+@vector_intrinsic(types.void, *[_i64] * 14)
+def block_weigh_latent(b, kind, upper, rows, codes, stride, weights, correction, step, shift, total,
+                       scale, minimum, out, out_stride):  # fmt: skip
+    """out = out * correction + scale * (step * sum of weight * code + shift) + minimum * total.
+
+    As `block_weigh`; codes are those that were read before. scale, minimum: float32 [64], of the
+    lanes of the chunk.
+    """
+    factors = (correction, step, shift, total)
+    args = (codes, stride, const_i64(0), weights, factors, out, out_stride, (scale, minimum))
 
     def weigh(case, which):
         by_rows(b, rows, lambda n: _emit_weigh(b, case, which, n, *args))

@@ -43,7 +43,7 @@ class PackedArguments(ctypes.Structure):
             "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
             "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
             "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
-            "merge", "chosen", "counts", "width", "rotated",
+            "merge", "chosen", "counts", "width", "rotated", "latent",
         ),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -52,7 +52,7 @@ class PackedArguments(ctypes.Structure):
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
- LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, SCALE, SOFT_CAP) = (
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, LATENT, SCALE, SOFT_CAP) = (
     offsets(PackedArguments)
 )  # fmt: skip
 
@@ -153,6 +153,7 @@ def _attend_run(
     """
     slot, half = simd.peek_i64(item + 16), simd.peek_i64(args + HALF)
     k_bits, v_bits = simd.peek_i64(args + K_BITS), simd.peek_i64(args + V_BITS)
+    latent = simd.peek_i64(args + LATENT)
     soft_cap, factor = simd.peek_f32(args + SOFT_CAP), simd.peek_f32(args + SCALE)
     if soft_cap == np.float32(0.0):
         factor *= LOG2_E
@@ -166,8 +167,8 @@ def _attend_run(
             last_row = last_at % padded
             firsts = _firsts(args, block, last_row, last_count, position, heads, scratch)
             weigh_block(
-                last_count, firsts, soft_cap, half, v_bits, scratch + _MAXIMA + 16 * last_at,
-                scratch + _SUMS + 16 * last_at, scratch,
+                last_count, firsts, soft_cap, half, v_bits, latent,
+                scratch + _MAXIMA + 16 * last_at, scratch + _SUMS + 16 * last_at, scratch,
             )  # fmt: skip
         if turn < turns:
             if row == 0:
@@ -182,7 +183,7 @@ def _attend_run(
             at, count = head * padded + row, min(TOGETHER, rows - row)
             score_block(
                 record, ahead, row, count, scratch + _QUERIES + 8 * at, factor, half, k_bits,
-                v_bits, scratch,
+                v_bits, latent, scratch,
             )  # fmt: skip
             row += TOGETHER
             if row == padded:
@@ -191,7 +192,7 @@ def _attend_run(
                     head, place = 0, place + 1
         if turn > 0:
             sum_block(
-                last_record, last_ahead, last_at % padded, last_count, half, k_bits, v_bits,
+                last_record, last_ahead, last_at % padded, last_count, half, k_bits, v_bits, latent,
                 scratch + THREAD_BYTES + out_bytes * last_at, scratch,
             )  # fmt: skip
 
@@ -271,7 +272,9 @@ def _attend_item(args, item, kv_head, kv_count, run, after, scratch):
 def _merge(args, token, head, scratch):
     """Join the runs of one query, and what `out` and `lse` hold of it already if MERGE says so."""
     half, runs = simd.peek_i64(args + HALF), simd.peek_i64(args + RUNS)
-    to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 8 * half * head
+    latent = simd.peek_i64(args + LATENT)
+    channels = 2 * half if latent == 0 else latent
+    to = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE) + 4 * channels * head
     lse = simd.peek_i64(args + LSE) + 4 * (token * simd.peek_i64(args + HEADS) + head)
     before = np.float32(-np.inf)
     if simd.peek_i64(args + MERGE) != 0:
@@ -284,7 +287,7 @@ def _merge(args, token, head, scratch):
         return  # nothing to add
     peak = max(peak, before)
     if peak == np.float32(-np.inf):
-        for i in range(0, 8 * half, 4):
+        for i in range(0, 4 * channels, 4):
             simd.poke_f32(to + i, np.float32(0.0))
         simd.poke_f32(lse, peak)
         return
@@ -294,8 +297,9 @@ def _merge(args, token, head, scratch):
         rotate(to, 2 * half, run_channels)
     total = kept + _sum_runs(args, token, head, peak, scratch)
     v_bits = simd.peek_i64(args + V_BITS)
-    for channel in range(0, 2 * half, 4):
-        lane = lane_of(channel, half, v_bits)
+    for channel in range(0, channels, 4):
+        of_key = channel + half - latent // 2 if latent != 0 and channel >= latent // 2 else channel
+        lane = lane_of(of_key, half, v_bits)
         for i in range(4):
             value = simd.peek_f32(scratch + 4 * (lane + i))
             if kept > np.float32(0.0):

@@ -38,12 +38,13 @@ def pack_blocks(
 ) -> None:
     """Write the records of blocks, as `reference.kv_blocks.quantize_blocks` makes them.
 
-    keys, values: of the unpacked tokens, as `layout.heads` says. origins: int64 [n, 3], of each
+    keys, values: of the unpacked tokens, as `layout.heads` says; values of a latent form are not
+    read. origins: int64 [n, 3], of each
     block the slot and place of its first token, a multiple of 16, and whether it opens a sequence.
     records: uint8 [kv_heads, form.nbytes] of each. rotated: V is turned first, as
     `layout.rotation.rotate_values` does. Raises OpError for operands of another form.
     """
-    _check(keys, values, form.head_dim)
+    _check(keys, values, form.head_dim, form.value_dim)
     if origins.dtype != torch.int64 or origins.shape != (len(records), len(ORIGIN_FIELDS) - 1):
         fail(_OP, f"origins of {len(records)} blocks are not {list(origins.shape)}")
     _check_places(origins[:, 0], origins[:, 1], BLOCK_TOKENS, values)
@@ -53,14 +54,14 @@ def pack_blocks(
             fail(_OP, f"records are contiguous uint8 {list(shape)}, not {list(record.shape)}")
     addresses = torch.tensor([[record.data_ptr()] for record in records], dtype=torch.int64)
     table = torch.cat((origins, addresses), 1)
-    signs = rotation_signs(form.head_dim) if rotated else None
+    signs = rotation_signs(form.head_dim) if rotated and not form.latent else None
     workers = pool or default_pool()
     with workers.lock:
         args = PackArguments(
             keys.data_ptr(), values.data_ptr(), values.shape[2], values.shape[1], form.head_dim,
             form.k_bits, form.v_bits, form.parts, address(signs), value_run(form.head_dim),
             form.k_scale, form.v_codes, form.v_scale, form.nbytes, table.data_ptr(), len(records),
-            workers.workspace(workers.threads * scratch_bytes(form.head_dim)),
+            workers.workspace(workers.threads * scratch_bytes(form.head_dim)), form.latent,
         )  # fmt: skip
         workers.run(pack_job.address, args, (table, signs))
 
@@ -78,8 +79,8 @@ def move_tokens(
     places are multiples of 16. Within the same memory tokens move to earlier places only.
     """
     (keys, values), (to_keys, to_values) = from_, to
-    _check(keys, values, values.shape[3])
-    _check(to_keys, to_values, values.shape[3])
+    _check(keys, values, keys.shape[3], values.shape[3])
+    _check(to_keys, to_values, keys.shape[3], values.shape[3])
     if moves.dtype != torch.int64 or moves.shape[1:] != (len(MOVE_FIELDS),):
         fail(_OP, f"moves are int64 [n, {len(MOVE_FIELDS)}], not {list(moves.shape)}")
     slot, place, tokens, to_slot, to_place = moves.unbind(1)
@@ -89,15 +90,15 @@ def move_tokens(
     with workers.lock:
         args = MoveArguments(
             keys.data_ptr(), values.data_ptr(), values.shape[2], to_keys.data_ptr(),
-            to_values.data_ptr(), to_values.shape[2], values.shape[1], values.shape[3],
-            moves.data_ptr(), len(moves),
+            to_values.data_ptr(), to_values.shape[2], values.shape[1], keys.shape[3],
+            values.shape[3], moves.data_ptr(), len(moves),
         )  # fmt: skip
         workers.run(move_job.address, args, moves)
 
 
-def _check(keys: Tensor, values: Tensor, dim: int) -> None:
+def _check(keys: Tensor, values: Tensor, dim: int, value_dim: int) -> None:
     slots, heads, capacity, _ = values.shape
-    check_dense(_OP, "values", values, (slots, heads, capacity, dim))
+    check_dense(_OP, "values", values, (slots, heads, capacity, value_dim))
     shape = (slots, heads, capacity // KEYS_PER_VECTOR, dim, KEYS_PER_VECTOR)
     check_dense(_OP, "keys", keys, shape)
 

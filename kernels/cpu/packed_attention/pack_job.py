@@ -39,12 +39,12 @@ class PackArguments(ctypes.Structure):
 
     _fields_ = int64s(
         "keys", "values", "capacity", "kv_heads", "dim", "k_bits", "v_bits", "parts", "signs",
-        "run", "k_scale", "v_codes", "v_scale", "record", "origins", "count", "scratch",
+        "run", "k_scale", "v_codes", "v_scale", "record", "origins", "count", "scratch", "latent",
     )  # fmt: skip
 
 
 (KEYS, VALUES, CAPACITY, KV_HEADS, DIM, K_BITS, V_BITS, PARTS, SIGNS, RUN, K_SCALE, V_CODES,
- V_SCALE, RECORD, ORIGINS, COUNT, SCRATCH) = offsets(PackArguments)  # fmt: skip
+ V_SCALE, RECORD, ORIGINS, COUNT, SCRATCH, LATENT) = offsets(PackArguments)  # fmt: skip
 
 
 class MoveArguments(ctypes.Structure):
@@ -52,12 +52,12 @@ class MoveArguments(ctypes.Structure):
 
     _fields_ = int64s(
         "from_keys", "from_values", "from_capacity", "to_keys", "to_values", "to_capacity",
-        "heads", "channels", "moves", "move_count",
+        "heads", "channels", "value_channels", "moves", "move_count",
     )  # fmt: skip
 
 
-(FROM_KEYS, FROM_VALUES, FROM_CAPACITY, TO_KEYS, TO_VALUES, TO_CAPACITY, HEADS, CHANNELS, MOVES,
- MOVE_COUNT) = offsets(MoveArguments)  # fmt: skip
+(FROM_KEYS, FROM_VALUES, FROM_CAPACITY, TO_KEYS, TO_VALUES, TO_CAPACITY, HEADS, CHANNELS,
+ VALUE_CHANNELS, MOVES, MOVE_COUNT) = offsets(MoveArguments)  # fmt: skip
 
 
 @inner
@@ -205,18 +205,20 @@ def pack_job(pool, thread, threads, args):
         origin, head = simd.peek_i64(args + ORIGINS) + 32 * (item // heads), item % heads
         row = simd.peek_i64(origin) * heads + head
         first = 4 * dim * (row * simd.peek_i64(args + CAPACITY) + simd.peek_i64(origin + 8))
+        latent = simd.peek_i64(args + LATENT)
         record = simd.peek_i64(origin + 24) + head * simd.peek_i64(args + RECORD)
         _pack_keys(
             simd.peek_i64(args + KEYS) + first, dim, simd.peek_i64(args + K_BITS),
             simd.peek_i64(origin + 16), record, record + simd.peek_i64(args + K_SCALE), nibbles,
             scratch,
         )  # fmt: skip
-        _pack_values(
-            simd.peek_i64(args + VALUES) + first, dim, simd.peek_i64(args + V_BITS),
-            simd.peek_i64(args + PARTS), simd.peek_i64(args + SIGNS), simd.peek_i64(args + RUN),
-            record + simd.peek_i64(args + V_CODES), record + simd.peek_i64(args + V_SCALE), nibbles,
-            scratch,
-        )  # fmt: skip
+        if latent == 0:
+            _pack_values(
+                simd.peek_i64(args + VALUES) + first, dim, simd.peek_i64(args + V_BITS),
+                simd.peek_i64(args + PARTS), simd.peek_i64(args + SIGNS),
+                simd.peek_i64(args + RUN), record + simd.peek_i64(args + V_CODES),
+                record + simd.peek_i64(args + V_SCALE), nibbles, scratch,
+            )  # fmt: skip
         item = take(pool, 0)
 
 
@@ -239,9 +241,10 @@ def move_job(pool, thread, threads, args):
         to_row = simd.peek_i64(move + 24) * heads + head
         first = row * simd.peek_i64(args + FROM_CAPACITY) + simd.peek_i64(move + 8)
         to = to_row * simd.peek_i64(args + TO_CAPACITY) + simd.peek_i64(move + 32)
-        first, to, tokens = 4 * dim * first, 4 * dim * to, simd.peek_i64(move + 16)
+        first, to, tokens = 4 * first, 4 * to, simd.peek_i64(move + 16)
         keys, to_keys = simd.peek_i64(args + FROM_KEYS), simd.peek_i64(args + TO_KEYS)
-        _copy(keys + first, to_keys + to, 64 * dim * ((tokens + 15) // 16))
+        _copy(keys + dim * first, to_keys + dim * to, 64 * dim * ((tokens + 15) // 16))
         values, to_values = simd.peek_i64(args + FROM_VALUES), simd.peek_i64(args + TO_VALUES)
-        _copy(values + first, to_values + to, 4 * dim * tokens)
+        width = simd.peek_i64(args + VALUE_CHANNELS)
+        _copy(values + width * first, to_values + width * to, 4 * width * tokens)
         item = take(pool, 0)

@@ -18,11 +18,12 @@ from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.jit.simd import i32x16, vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
+from qoff.kernels.layout.kv_format import LATENT_DIM
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
 from .block import TOKENS
 
-THREAD_BYTES = 2 * 4 * 256  # the folded queries of one KV head
+THREAD_BYTES = 2 * 4 * LATENT_DIM  # the folded queries of one KV head
 _CHUNK = 64  # blocks to an item
 _AHEAD = 8  # blocks from the one that is scored to the one that is fetched
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)

@@ -175,7 +175,7 @@ class _SimulatedPass(PackedPass):
         self, layer: int, tokens: tuple[Tensor, Tensor], origins: Tensor, records: Sequence[Tensor]
     ) -> None:
         shape, machine = self._cache.shapes[layer], self._cache.machine
-        nbytes = len(records) * 64 * 2 * shape.kv_heads * shape.head_dim * tokens[0].itemsize
+        nbytes = len(records) * 64 * shape.kv_heads * shape.cached_width * tokens[0].itemsize
         machine.compute(nbytes / machine.profile.device.bytes_per_s)
 
     def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:

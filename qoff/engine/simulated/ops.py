@@ -12,6 +12,7 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
 from qoff.kernels.layout.low_rank import LowRanks
 from qoff.kernels.layout.qexperts import ExpertsMlp
@@ -108,6 +109,26 @@ class SimulatedOps:
             return out
         return weighted.new_empty(weighted.shape[0], weighted.shape[-1])
 
+    def absorb(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        weight: QTensor,
+        norm: Norm,
+        shape: LatentShape,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        self._matmul(len(q), shape.heads * shape.plain * shape.latent, weight.bits)
+        width = (shape.heads + 1) * shape.head_dim
+        return q.new_empty(len(q), width) if out is None else out
+
+    def expand(
+        self, x: Tensor, weight: QTensor, shape: LatentShape, *, out: Tensor | None = None
+    ) -> Tensor:
+        self._matmul(len(x), shape.heads * shape.values * shape.latent, weight.bits)
+        return x.new_empty(len(x), shape.heads * shape.values) if out is None else out
+
     def attention(
         self,
         qkv: Tensor,
@@ -122,8 +143,7 @@ class SimulatedOps:
             self._attend_on_gpu(shape, cache, ragged)
         else:
             self._attend(shape, cache, ragged)
-        width = shape.heads * shape.head_dim
-        return qkv.new_empty(len(qkv), width) if out is None else out
+        return qkv.new_empty(len(qkv), shape.out_width) if out is None else out
 
     def _matmul(self, rows: float, weights: int, bits: int) -> None:
         seconds = self._device.matmul_s(bits, np.asarray(rows)) * weights + self._device.call_s
@@ -201,8 +221,8 @@ def _unpacked_s(
     """Seconds to attend to tokens that are not packed; past: those of each before the pass."""
     if ragged.is_decode:
         tokens = sum(past) + len(past)
-        nbytes = 2 * shape.kv_heads * shape.head_dim * itemsize * tokens
+        nbytes = shape.kv_heads * shape.cached_width * itemsize * tokens
         return nbytes / processor.bytes_per_s
     spans = zip(ragged.spans, past, strict=True)
     pairs = sum(span.count * (before + (span.count + 1) / 2) for span, before in spans)
-    return processor.prompt_s * shape.heads * shape.head_dim * pairs
+    return processor.prompt_s * shape.heads * shape.cached_width / 2 * pairs

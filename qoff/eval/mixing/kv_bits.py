@@ -188,6 +188,11 @@ def measured(
             "and reads a text in one pass; give bits yourself, like --kv 4,3"
         )
     packed = decoder.head_shapes if isinstance(decoder, Decoder) else decoder.packed_shapes.values()
+    if any(shape.latent for shape in packed):
+        raise UnsupportedModelError(
+            "values of this model are channels of its keys, and have their bits; give bits "
+            "yourself, like --kv 4"
+        )
     shapes = [(shape.head_dim, shape.kv_heads) for shape in packed]
     count, layers = min(_GROUPS, len(shapes)), len(shapes)
     groups = [range(i * layers // count, (i + 1) * layers // count) for i in range(count)]

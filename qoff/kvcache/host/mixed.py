@@ -28,7 +28,7 @@ def host_cache(
     One in float32 has room for `capacity` tokens of each sequence at once. Raises OpError for a
     head size that cannot be packed, ArgumentError for bits of a layer there is not.
     """
-    forms = [] if kv is None else kv.forms([shape.head_dim for shape in shapes])
+    forms = [] if kv is None else kv.forms(shapes)
     is_packed = [form is not None for form in forms]
     if kv is None or not any(is_packed):
         return PlainCache(shapes, sequences, capacity)

@@ -91,7 +91,7 @@ class PackedCache(SlotCache):
     def unpack(self, slot: int, block: int, tokens: int) -> None:
         for layer, form in enumerate(self.store.forms):
             k, v = dequantize_blocks(self.store.read(layer, block), form)
-            if self.values_rotated:
+            if self.values_rotated and not form.latent:
                 v = rotate_values(v, back=True)
             self.recent.write(layer, slot, self.sinks, k, v)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ class RecentTokens:
     def bytes_for(shapes: Sequence[HeadShape], sequences: int, capacity: int) -> int:
         """Bytes that tokens of this many sequences take."""
         return sum(
-            8 * sequences * shape.kv_heads * shape.head_dim * _whole_vectors(capacity)
+            4 * sequences * shape.kv_heads * shape.cached_width * _whole_vectors(capacity)
             for shape in shapes
         )
 
@@ -56,7 +57,7 @@ class RecentWorkspace:
 
     @staticmethod
     def floats_for(shape: HeadShape, sequences: int, tokens: int) -> int:
-        return 2 * sequences * shape.kv_heads * shape.head_dim * _whole_vectors(tokens)
+        return sequences * shape.kv_heads * shape.cached_width * _whole_vectors(tokens)
 
     def take(self, shape: HeadShape, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return keys and values for this many tokens of each sequence, with anything in them."""
@@ -64,8 +65,8 @@ class RecentWorkspace:
         if wanted > self._memory.numel():
             self._memory = torch.empty(wanted)
         keys, values = cache_shapes(sequences, shape, _whole_vectors(tokens))
-        halves = self._memory[:wanted].split(wanted // 2)
-        return halves[0].view(keys), halves[1].view(values)
+        own = self._memory[:wanted].split([math.prod(keys), math.prod(values)])
+        return own[0].view(keys), own[1].view(values)
 
 
 def _whole_vectors(tokens: int) -> int:

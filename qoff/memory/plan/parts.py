@@ -10,7 +10,16 @@ from qoff.checkpoint import QuantEntry, WeightFile
 
 from .image import Image, make_image
 from .tiles import bytes_of_tile, read_bytes, slot_bytes, split_rows
-from .units import Tile, Unit, WholeUnit, expert_number, is_expert, tiled_name, unit_weights
+from .units import (
+    Tile,
+    Unit,
+    WholeUnit,
+    expert_number,
+    is_expert,
+    is_whole,
+    tiled_name,
+    unit_weights,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,8 @@ def plan_unit(
 ) -> UnitPlan:
     """What a unit takes that keeps those of its file's weights that are in `kept`.
 
-    Its vectors stay as well if it would stream more than `tile_bytes` and is cut into tiles.
+    Its vectors, and matrices that are read whole, stay as well if it would stream more than
+    `tile_bytes` and is cut into tiles.
     one_by_one: without its experts, which a cache has.
     """
     kept = file.weights.keys() & kept
@@ -77,7 +87,7 @@ def plan_unit(
     else:
         for name in streamed.raw:
             entry = file.weights[name]
-            if not isinstance(entry, QuantEntry):
+            if not isinstance(entry, QuantEntry) or is_whole(name):
                 kept.add(name)
                 continue
             rows = split_rows(entry, packing, tile_bytes)

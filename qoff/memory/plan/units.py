@@ -62,6 +62,7 @@ HEAD = "head"  # the outer weights: final norm, and head or tied embedding
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 _EXPERTS = ".mlp.experts."  # in the names of experts' weights
+_WHOLE = ".self_attn.kv_b_proj"  # the end of the name of a matrix that is read whole
 
 
 def unit_label(unit: Unit) -> str:
@@ -95,6 +96,11 @@ def unit_weights(unit: WholeUnit, file: WeightFile) -> tuple[str, ...]:
 def is_expert(name: str) -> bool:
     """Whether a weight is an expert's. Those of a layer lie together, and are never tiled."""
     return _EXPERTS in name
+
+
+def is_whole(name: str) -> bool:
+    """Whether a matrix never streams in tiles: latent attention reads parts of it twice."""
+    return name.endswith(_WHOLE)
 
 
 def expert_number(name: str) -> int | None:

@@ -6,8 +6,9 @@ Weights come from who calls, as floats or quantized, and may be others each time
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
@@ -198,11 +200,49 @@ class _DenseOps:
         y = ended(y, end, residual)
         return y if out is None else out.copy_(y)
 
+    def absorb(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        weight: Given,
+        norm: Norm,
+        shape: LatentShape,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `kernels.reference.latent.absorb`; the matrix is solved for latents."""
+        latents = normalized(kv[:, : shape.latent].contiguous(), norm)
+        if self._seen is not None or isinstance(weight, Unsolved):
+            self.w4_linear(latents, weight)
+        return reference_ops.absorb(q, kv, cast(QTensor, _Dense.of(weight)), norm, shape, out=out)
+
+    def expand(
+        self, x: Tensor, weight: Given, shape: LatentShape, *, out: Tensor | None = None
+    ) -> Tensor:
+        """See `kernels.reference.latent.expand`."""
+        return reference_ops.expand(x, cast(QTensor, _Dense.of(weight)), shape, out=out)
+
     def attention(self, *operands: Any, **options: Any) -> Tensor:
         """See `kernels.reference.ops.attention`."""
         if torch.is_grad_enabled():
             return reference_ops.attention(*operands, **options)
         return _cpu().attention(*operands, **options)
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A matrix of floats that code can dequantize."""
+
+    matrix: Tensor
+
+    @classmethod
+    def of(cls, given: Given) -> Self:
+        """What it is now."""
+        return cls(given if isinstance(given, Tensor) else given.dequantize())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix."""
+        return self.matrix.to(dtype)
 
 
 def _cpu() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
-from . import corrected, experts, gemma, layer_norm, llama, with_vision
+from . import corrected, experts, gemma, latent, layer_norm, llama, with_vision
 from .config_fields import check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
@@ -20,10 +20,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **layer_norm.FAMILIES,
         **experts.FAMILIES,
         **corrected.FAMILIES,
+        **latent.FAMILIES,
     }
 )
 # What becomes one of these when it is converted.
-SOURCES: Mapping[str, Family] = MappingProxyType(dict(with_vision.SOURCES))
+SOURCES: Mapping[str, Family] = MappingProxyType({**with_vision.SOURCES, **latent.SOURCES})
 
 
 def read_spec(config: Mapping[str, Any]) -> Fields:

@@ -49,6 +49,8 @@ FIELDS: Fields = {
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), _EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), nothing_or(_COUNT)),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), nothing_or(whole(0))),
+    "q_lora_rank": nothing_or(_SIZE),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _SIZE),
     "moe_layer_end_index": nothing_or(whole(-1)),
     "moe_layer_interval": nothing_or(whole(1)),
     "mlp_layer_types": nothing_or(list_of(TEXT)),

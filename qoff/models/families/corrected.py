@@ -16,7 +16,7 @@ def _glm4_moe(config: Any) -> Fields:
     return {
         "qkv_bias": config.attention_bias,
         "qk_norm": "head" if config.use_qk_norm else "none",
-        "experts": _deepseek_experts(config, _after(config, config.first_k_dense_replace)),
+        "experts": deepseek_experts(config, after(config, config.first_k_dense_replace)),
     }
 
 
@@ -26,13 +26,13 @@ def _dots1(config: Any) -> Fields:
         **biases(config.attention_bias),
         "qk_norm": "head",
         "sliding_window": windows(config),
-        "experts": _deepseek_experts(config, _after(config, config.first_k_dense_replace)),
+        "experts": deepseek_experts(config, after(config, config.first_k_dense_replace)),
     }
 
 
 def _solar_open(config: Any) -> Fields:
     """Llama with experts in every layer; no layer has an MLP of its own."""
-    experts = _deepseek_experts(config, _after(config, 0))
+    experts = deepseek_experts(config, after(config, 0))
     return {
         "qkv_bias": config.attention_bias,
         "intermediate_size": experts.intermediate_size,
@@ -46,7 +46,7 @@ def _exaone_moe(config: Any) -> Fields:
         **exaone4(config),
         "pre_norm": True,
         "post_norm": False,
-        "experts": _deepseek_experts(
+        "experts": deepseek_experts(
             config, (kind == "sparse" for kind in config.mlp_layer_types), config.num_shared_experts
         ),
     }
@@ -58,7 +58,7 @@ def _minimax_m2(config: Any) -> Fields:
         count=config.num_local_experts,
         top_k=config.num_experts_per_tok,
         intermediate_size=config.intermediate_size,
-        layers=_after(config, 0),
+        layers=after(config, 0),
         shares="sigmoid",
         correction=True,
         activation=activation(config.hidden_act),
@@ -110,9 +110,7 @@ def _ernie4_5_moe(config: Any) -> Fields:
     return {"experts": experts}
 
 
-def _deepseek_experts(
-    config: Any, layers: Iterable[bool], shared: int | None = None
-) -> ExpertsSpec:
+def deepseek_experts(config: Any, layers: Iterable[bool], shared: int | None = None) -> ExpertsSpec:
     """Experts as DeepSeek V3 has them, arXiv 2412.19437, with shared ones beside them."""
     shared = config.n_shared_experts if shared is None else shared
     return ExpertsSpec(
@@ -131,23 +129,21 @@ def _deepseek_experts(
     )
 
 
-def _after(config: Any, first: int | None) -> tuple[bool, ...]:
+def after(config: Any, first: int | None) -> tuple[bool, ...]:
     """Experts in all layers but the first ones."""
     return tuple(i >= (first or 0) for i in range(config.num_hidden_layers))
 
 
-_SHARED = {"mlp.router": "mlp.gate", "mlp.shared_expert": "mlp.shared_experts"}
-_NAMES = TensorNames(
-    modules={**_SHARED, "mlp.router.correction": "mlp.gate.e_score_correction_bias"}
-)
+SHARED = {"mlp.router": "mlp.gate", "mlp.shared_expert": "mlp.shared_experts"}
+NAMES = TensorNames(modules={**SHARED, "mlp.router.correction": "mlp.gate.e_score_correction_bias"})
 FAMILIES = {
-    "glm4_moe": Family("GLM 4.5, 4.6 and 4.7, with Air", _glm4_moe, _NAMES),
-    "dots1": Family("dots.llm1", _dots1, _NAMES),
-    "solar_open": Family("Solar Open 100B", _solar_open, _NAMES),
+    "glm4_moe": Family("GLM 4.5, 4.6 and 4.7, with Air", _glm4_moe, NAMES),
+    "dots1": Family("dots.llm1", _dots1, NAMES),
+    "solar_open": Family("Solar Open 100B", _solar_open, NAMES),
     "exaone_moe": Family(
         "K-EXAONE 236B",
         _exaone_moe,
-        TensorNames(modules={**_SHARED, "mlp.router.correction": "mlp.e_score_correction_bias"}),
+        TensorNames(modules={**SHARED, "mlp.router.correction": "mlp.e_score_correction_bias"}),
     ),
     "minimax_m2": Family(
         "MiniMax M2",
@@ -177,7 +173,7 @@ FAMILIES = {
         _ernie4_5_moe,
         TensorNames(
             modules={
-                **_SHARED,
+                **SHARED,
                 "mlp.router.correction": "mlp.moe_statics.e_score_correction_bias",
             },
             rope_pairs=True,

@@ -98,7 +98,7 @@ class ModuleDecoder:
             states = ModuleCache(self.text_config, 1).states
             call = partial(self._call, self.model)
             self.packed_shapes = probe.head_shapes(self.model, call, states)
-            kv.forms([shape.head_dim for shape in self.packed_shapes.values()])
+            kv.forms(list(self.packed_shapes.values()))
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)

@@ -39,29 +39,39 @@ from .rope import CPU, RotaryTable
 
 def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
     """The attention of each layer."""
+    latent = spec.latent
     return tuple(
         HeadShape(
             spec.num_heads,
             spec.num_kv_heads,
-            spec.head_dim,
+            spec.head_dim if latent is None else latent.shape(spec.num_heads).head_dim,
             spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             window,
             spec.norm_eps,
             spec.attention_soft_cap,
+            0 if latent is None else latent.latent,
         )
         for window in spec.sliding_window
     )
+
+
+NO_LATENT_ON_GPU = (
+    "latent attention (DeepSeek V2 and V3 and models like them) has no kernel for a GPU yet; use "
+    "device='cpu'"
+)
 
 
 def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -> None:
     """Refuse caches that cannot be made.
 
     on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
-    ArgumentError for bits of a layer there is not, and on a GPU without `kv` or for attention to
-    some of the tokens.
+    ArgumentError for bits of a layer there is not, and on a GPU for latent attention, without `kv`
+    or for attention to some of the tokens.
     """
+    if on_device and any(shape.latent for shape in shapes):
+        raise ArgumentError(NO_LATENT_ON_GPU)
     if kv is not None:
-        kv.forms([shape.head_dim for shape in shapes])
+        kv.forms(shapes)
     if not on_device:
         return
     if kv is None:
@@ -131,7 +141,7 @@ class Decoder:
             return host_cache(self.head_shapes, sequences, kv, capacity)
         return DeviceCache(
             self.head_shapes,
-            kv.packed_forms([shape.head_dim for shape in self.head_shapes]),
+            kv.packed_forms(self.head_shapes),
             sequences,
             window=kv.window,
             capacity=capacity,
@@ -147,10 +157,11 @@ class Decoder:
             return LayerWorkspace(tiled=tiled)
         spec = self.spec
         return LayerWorkspace(
-            torch.empty(tokens, spec.q_rows + 2 * spec.kv_rows),
-            torch.empty(tokens, spec.q_rows),
+            torch.empty(tokens, spec.attention_width),
+            torch.empty(tokens, spec.attended_width),
             torch.empty(mlp_tokens(tokens, tiled), spec.intermediate_size),
             tiled,
+            None if spec.latent is None else torch.empty(tokens, spec.projected_rows),
         )
 
     def steps(self, run: ForwardPass) -> Steps:

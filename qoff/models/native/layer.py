@@ -20,6 +20,7 @@ from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_to
 from qoff.models.spec import DecoderSpec
 
 from .experts import Choice, Experts
+from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 
 _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
@@ -38,6 +39,7 @@ class Layer:
         self._exact_linear = Linear(self._exact_ops)
         self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
+        self._latent = None if spec.latent is None else Latent(spec, ops)
 
     def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
@@ -75,7 +77,10 @@ class Layer:
         assert cached is not None
         assert workspace is not None
         norm = self._norm_before(weights, "self_attn")
-        qkv = yield from self._linear(run, weights, names.QKV, out=workspace.qkv, norm=norm)
+        if self._latent is None:
+            qkv = yield from self._linear(run, weights, names.QKV, out=workspace.qkv, norm=norm)
+        else:
+            qkv = yield from self._latent.queries(run, weights, norm)
         q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
         attended = self._ops.attention(
             qkv,
@@ -89,6 +94,8 @@ class Layer:
             out=workspace.attended,
         )
         cached.close(layer)
+        if self._latent is not None:
+            attended = self._latent.values(run, weights, attended)
         aside = torch.empty_like(run.input) if self._spec.parallel else None
         out: Rows = "hidden" if aside is None else aside
         end, name = self._ending(weights, "self_attn"), "self_attn.o_proj"
@@ -244,8 +251,8 @@ def layer_bytes(
         # The whole result beside that of a tile, and what a tile is added to.
         return linear_bytes(count, rows, columns) + 2 * count * rows * item * tiled
 
-    attention = linear(tokens, spec.q_rows + 2 * spec.kv_rows, hidden) + attention_bytes
-    attention += linear(tokens, hidden, spec.q_rows) + normed + aside
+    attention = linear(tokens, spec.qkv_rows, hidden) + attention_bytes
+    attention += linear(tokens, hidden, spec.o_columns) + normed + aside
     if spec.qk_norm == "all":
         attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)

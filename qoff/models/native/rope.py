@@ -26,9 +26,9 @@ def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec) -> tuple[Tensor, floa
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = LlamaConfig(
-        hidden_size=spec.num_heads * spec.head_dim,
+        hidden_size=spec.num_heads * spec.rope_head_dim,
         num_attention_heads=spec.num_heads,
-        head_dim=spec.head_dim,
+        head_dim=spec.rope_head_dim,
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters=rope.parameters(),
     )

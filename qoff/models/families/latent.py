@@ -1,0 +1,102 @@
+"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM 4.7 Flash, Kimi K2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from qoff.models.spec_parts import ExpertsSpec, LatentSpec, unsupported
+
+from .corrected import NAMES, SHARED, after, deepseek_experts
+from .family import Config, Family, Fields, Has, TensorNames, activation, positive
+
+
+def _latent(config: Any) -> Fields:
+    """Attention: pairs of channels turn; YaRN scales scores by the square of its `mscale`."""
+    if not getattr(config, "rope_interleave", True):
+        raise unsupported("rope_interleave", False, "true")
+    if config.attention_bias and config.q_lora_rank is None:
+        raise unsupported("attention_bias", True, "false, where q_lora_rank is null")
+    rope = config.rope_parameters
+    if rope.get("partial_rotary_factor", 1.0) != 1:
+        raise unsupported("partial_rotary_factor", rope["partial_rotary_factor"], "1")
+    head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return {
+        "num_kv_heads": 1,
+        "head_dim": head_dim,
+        "attention_scale": head_dim**-0.5 * _mscale(rope) ** 2,
+        "qkv_bias": config.attention_bias,
+        "o_bias": config.attention_bias,
+        "latent": LatentSpec(
+            latent=config.kv_lora_rank,
+            plain=config.qk_nope_head_dim,
+            turning=config.qk_rope_head_dim,
+            values=config.v_head_dim,
+            query_latent=config.q_lora_rank or 0,
+        ),
+    }
+
+
+def _mscale(rope: Mapping[str, Any]) -> float:
+    """What DeepSeek's YaRN multiplies queries and keys by beyond what RoPE does."""
+    factor, all_dims = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
+    if rope.get("rope_type", "default") == "default" or not all_dims or factor <= 1:
+        return 1.0
+    return 0.1 * all_dims * math.log(factor) + 1.0
+
+
+def _deepseek_v3(config: Any) -> Fields:
+    """Experts as others took them over."""
+    layers = after(config, config.first_k_dense_replace)
+    return {**_latent(config), "experts": deepseek_experts(config, layers)}
+
+
+def _deepseek_v2(config: Any) -> Fields:
+    """Shares are of the softmax, not divided by their sum; a group is as good as its best."""
+    if config.mlp_bias:
+        raise unsupported("mlp_bias", True, "false")
+    if config.norm_topk_prob:
+        raise unsupported("norm_topk_prob", True, "false")
+    grouped = {"greedy": False, "group_limited_greedy": True}.get(config.topk_method)
+    if grouped is None:
+        raise unsupported("topk_method", config.topk_method, "greedy, group_limited_greedy")
+    experts = ExpertsSpec(
+        count=config.n_routed_experts,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        layers=after(config, config.first_k_dense_replace),
+        normalized=False,
+        groups=(config.n_group or 1) if grouped else 1,
+        top_groups=(config.topk_group or 1) if grouped else 1,
+        group_best=1,
+        scale=positive(config, "routed_scaling_factor"),
+        activation=activation(config.hidden_act),
+        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )
+    return {**_latent(config), "experts": experts}
+
+
+def _glm4_moe_lite(config: Any) -> Fields:
+    """DeepSeek V3 that says layer by layer which have experts."""
+    layers = (kind == "sparse" for kind in config.mlp_layer_types)
+    return {**_latent(config), "experts": deepseek_experts(config, layers)}
+
+
+def _kimi(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
+    """Kimi K2 is DeepSeek V3 by another name."""
+    return {**config, "model_type": "deepseek_v3"}, _V3
+
+
+_V3 = replace(NAMES, rope_pairs=True)
+FAMILIES = {
+    "deepseek_v2": Family(
+        "DeepSeek V2, V2.5 and their Lite models",
+        _deepseek_v2,
+        TensorNames(modules=SHARED, rope_pairs=True),
+    ),
+    "deepseek_v3": Family("DeepSeek V3, V3.1 and R1", _deepseek_v3, _V3),
+    "glm4_moe_lite": Family("GLM 4.7 Flash", _glm4_moe_lite, _V3),
+}
+SOURCES = {"kimi_k2": Family("Kimi K2", _deepseek_v3, _V3, _kimi)}
