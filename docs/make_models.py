@@ -74,7 +74,7 @@ model's own code is trusted with `trust_remote_code=True` (`--trust-remote-code`
 _TRAITS = {
     "stablelm": "StableLM: LayerNorm, part of each head rotated",
     "bloom": "BLOOM: ALiBi, a norm after the embedding, tied embeddings",
-    "deepseek_v3": "DeepSeek V3: latent attention, groups of experts, a shared expert",
+    "minicpm3": "MiniCPM 3: latent attention, scaled layers",
     "jamba": "Jamba: Mamba and attention in turn, experts",
     "gpt2": "GPT-2: transposed linear layers, learned positions",
     "vaultgemma": "VaultGemma: sliding windows, capped logits",

@@ -32,19 +32,13 @@ HYBRID_JAMBA: dict[str, Any] = {
 MODULES: dict[str, dict[str, Any]] = {
     "stablelm": {"model_type": "stablelm", "num_key_value_heads": 2},
     "bloom": {"model_type": "bloom", "n_layer": 3, "n_head": 4, "tie_word_embeddings": True},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
+    "minicpm3": {
+        "model_type": "minicpm3",
         "q_lora_rank": 32,
         "kv_lora_rank": 32,
         "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
     },
     "jamba": HYBRID_JAMBA,
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 80},

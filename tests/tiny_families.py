@@ -322,6 +322,15 @@ FAMILIES |= {
         "q_lora_rank": 32,
         "rope_scaling": _YARN,
     },
+    "youtu": {
+        "model_type": "youtu",
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "tie_word_embeddings": True,
+    },
     "glm4-moe-lite": {
         "model_type": "glm4_moe_lite",
         **_LATENT,

@@ -105,7 +105,7 @@ class DecoderSpec:
 
     @property
     def rope_head_dim(self) -> int:
-        """Channels of which RoPE turns a part: a head's, or those that turn in latent attention."""
+        """Channels of which RoPE turns a part: of latent attention those that turn, all of them."""
         return self.head_dim if self.latent is None else self.latent.turning
 
     @property

@@ -27,7 +27,7 @@ from tests.tiny_models import budgets, refused
 KV = KVQuant(window=16)
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PLAN = Plan(batch_size=2, batches=2, context=120, prefill_tokens=100, kv=KV)
-PLAIN = ["bloom", "deepseek_v3", "jamba", "vaultgemma", "falcon_h1", "mamba2"]
+PLAIN = ["bloom", "minicpm3", "jamba", "vaultgemma", "falcon_h1", "mamba2"]
 RECURRENT = ["jamba", "falcon_h1", "mamba2"]
 WORKSPACES = ("workspace", "tiled_workspace")
 PACKED = ["gpt2-head64", "vaultgemma-head64", "jamba-head64"]
@@ -84,7 +84,7 @@ def test_the_answers_do_not_depend_on_the_plan(
     assert answers(path, replace(PLAN, **changes)) == alone(path, KV if name in PACKED else None)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "vaultgemma-head64"])
+@pytest.mark.parametrize("name", ["minicpm3", "falcon_h1", "vaultgemma-head64"])
 def test_weights_stream_within_the_budget(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     with LLM(path, PLAN, device="cpu") as llm:

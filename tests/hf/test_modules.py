@@ -117,7 +117,7 @@ def test_a_cache_is_packed_only_where_the_model_was_loaded_so(base: Path) -> Non
     [
         ("bloom", "layer 0 does not use transformers' attention interface"),
         ("mamba2", "it does not use transformers' attention interface"),
-        ("deepseek_v3", "its queries, keys and values differ in shape"),
+        ("minicpm3", "its queries, keys and values differ in shape"),
         ("falcon_h1", "FalconH1Attention has no layer of the cache for itself"),
         ("stablelm", "heads of 16 channels"),
     ],

@@ -172,10 +172,10 @@ def test_an_expert_that_is_not_there_is_refused(base: Path) -> None:
 def test_experts_of_a_family_without_a_decoder_are_refused(base: Path, tmp_path: Path) -> None:
     config = qoff.QoffConfig(**CONFIG)
     with pytest.raises(UnsupportedModelError, match=r"modules_to_not_convert") as refusal:
-        load(module_source(base, "deepseek_v3"), quantization_config=config)
+        load(module_source(base, "jamba"), quantization_config=config)
     assert "\n" not in str(refusal.value)
     config = qoff.QoffConfig(**CONFIG, modules_to_not_convert=["experts"])
-    model = load(module_source(base, "deepseek_v3"), quantization_config=config)
+    model = load(module_source(base, "jamba"), quantization_config=config)
     assert not experts_of(model)
     model.save_pretrained(tmp_path)
     again = load(tmp_path)

@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM 4.7 Flash, Kimi K2."""
+"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM 4.7 Flash, Kimi K2, ..."""
 
 from __future__ import annotations
 
@@ -98,5 +98,6 @@ FAMILIES = {
     ),
     "deepseek_v3": Family("DeepSeek V3, V3.1 and R1", _deepseek_v3, _V3),
     "glm4_moe_lite": Family("GLM 4.7 Flash", _glm4_moe_lite, _V3),
+    "youtu": Family("Youtu-LLM 2B", _latent, _V3),
 }
 SOURCES = {"kimi_k2": Family("Kimi K2", _deepseek_v3, _V3, _kimi)}
