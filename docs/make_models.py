@@ -27,8 +27,13 @@ batches (`tests/models/test_decoder.py`). Other architectures: see below.
 
 """
 _REST = """
-Weights in FP8 (`quant_method` "fp8"), in which MiniMax M2 is published, are refused: convert a copy
-of the model in BF16, or a GGUF file of it.
+Weights in FP8 (`quant_method` "fp8"), in which MiniMax M2 and DeepSeek V3 are published, are
+refused: convert a copy of the model in BF16, or a GGUF file of it.
+
+Models with latent attention run on a CPU only; a GPU is refused. Their KV cache keeps of a token
+what the heads' keys and values come of, and the part of the keys that turns: 324 bytes a layer of
+DeepSeek V2 and V3, packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)). Keys and values
+are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
 ## Other architectures
 
@@ -125,6 +130,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "norms of all queries and keys": spec.qk_norm == "all",
         "soft caps": spec.attention_soft_cap or spec.logit_soft_cap,
         "sinks": spec.sinks,
+        "latent attention": spec.latent is not None,
+        "compressed queries": spec.latent is not None and spec.latent.query_latent,
         "biases": spec.qkv_bias or spec.mlp_bias,
         "attention and MLP side by side": spec.parallel,
         "scaled embeddings": spec.embedding_scale != 1,

@@ -50,10 +50,11 @@ ARCHITECTURES = {  # by model_type
     "dots1": ARCH.DOTS1,
     "minimax_m2": ARCH.MINIMAXM2,
     "ernie4_5_moe": ARCH.ERNIE4_5_MOE,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ARCH.DEEPSEEK2),
 }
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe")
-_SIGMOID = ("glm4_moe", "dots1", "minimax_m2")
+_SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -75,6 +76,10 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "num_experts_per_tok": "expert_used_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -196,9 +201,27 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["attention.sliding_window_pattern"] = slides
     if model_type in ("gpt_oss", "minimax_m2"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if "kv_lora_rank" in config:
+        found |= _latent(config, rope)
     if model_type in _SIGMOID:
         found["expert_gating_func"] = 2
         found |= {"expert_weights_norm": config["norm_topk_prob"]} if "n_group" in config else {}
+    return found
+
+
+def _latent(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention has one KV head of keys that are cached."""
+    plain, turning = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    found = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config["kv_lora_rank"] + turning,
+        "attention.value_length": config["kv_lora_rank"],
+        "attention.key_length_mla": plain + turning,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": turning,
+    }
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return found
 
 
@@ -219,6 +242,11 @@ def _renamed(
                 yield stem.format(which), part
         elif ".mlp.experts." in name:
             yield from _gpt_oss_experts(name, values)
+        elif name.endswith("kv_b_proj.weight"):
+            heads = values.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+            keys, others = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+            yield name.replace("kv_b", "k_b"), np.ascontiguousarray(keys.swapaxes(1, 2))
+            yield name.replace("kv_b", "v_b"), np.ascontiguousarray(others)
         elif name.endswith(".sinks"):
             yield f"{name}.weight", values
         elif "query_key_value" in name:

@@ -94,7 +94,7 @@ def test_appends_and_attends_as_the_reference(shape: LatentShape, bits: int) -> 
         ragged = Ragged.of(counts, past)
         qkv, found = torch.randn(ragged.tokens, heads.qkv_width), []
         for ops, both in zip((cpu, reference), caches, strict=True):
-            cache = LayerCache(*both, ragged.positions, ragged.longest)
+            cache = LayerCache(both[0], both[1], ragged.positions, ragged.longest)
             options: dict[str, Any] = {"activation_bits": bits} if ops is cpu else {}
             found.append(ops.attention(qkv.clone(), heads, cache, ragged, rotary=rotary, **options))
         assert_close(*found, tolerance=SUMS if bits == 16 else 1e-2)
@@ -110,7 +110,7 @@ def test_is_attention_of_heads_that_are_not_compressed(shape: LatentShape) -> No
     q, kv = torch.randn(tokens, shape.heads * shape.query_dim), torch.randn(tokens, shape.head_dim)
     heads = heads_of(shape)
     both = [torch.zeros(size) for size in cache_shapes(1, heads, 16)]
-    cache = LayerCache(*both, ragged.positions, ragged.longest)
+    cache = LayerCache(both[0], both[1], ragged.positions, ragged.longest)
     qkv = reference.absorb(q, kv, weight, norm, shape)
     attended = reference.attention(qkv, heads, cache, ragged, rotary=rotary)
     found = reference.expand(attended, weight, shape)
@@ -152,6 +152,6 @@ def test_sizes_that_no_kernel_has_are_refused() -> None:
     shape = HeadShape(2, 1, 48, 1.0, latent=48)
     both = [torch.zeros(size) for size in cache_shapes(1, shape, 16)]
     ragged = Ragged.of([1], [0])
-    cache = LayerCache(*both, ragged.positions, ragged.longest)
+    cache = LayerCache(both[0], both[1], ragged.positions, ragged.longest)
     with pytest.raises(OpError, match="latent channels are a multiple of 32 below head_dim"):
         cpu.attention(torch.randn(1, shape.qkv_width), shape, cache, ragged)

@@ -40,8 +40,8 @@ def packed_attention(
     Returns float32 [M, heads * value_dim] and the natural log-sum-exp [M, heads] (0 and -inf for a
     query that sees no packed token). If `out` and `lse` are given, they hold attention to other
     tokens, and what is found here is merged into them. rotated: V is as `rotation.rotate_values`
-    leaves it; the output is rotated back (but latent V, which never is). Raises OpError for operands of
-    another form.
+    leaves it, but latent V, which never is; the output is rotated back. Raises OpError for operands
+    of another form.
     """
     form, pool, table = packed.form, packed.pool, packed.table
     tokens = table.ragged.tokens

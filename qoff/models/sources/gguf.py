@@ -21,6 +21,7 @@ from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
 
 from .gguf_architectures import find
+from .gguf_latent import is_part, joined
 from .gguf_metadata import Metadata
 from .gguf_rope import TENSORS as ROPE_TENSORS
 from .gguf_tokenizer import companions
@@ -38,7 +39,12 @@ class GGUFSource:
         self._file, self._metadata = file, metadata
         self._architecture = find(metadata)
         self._metadata.check()
-        self._stored = {_own_name(name): name for name in self._file.tensors}
+        self._joined = joined(file, file.tensors)
+        self._stored = {
+            _own_name(name): name
+            for name in self._file.tensors
+            if not (self._joined and is_part(name))
+        }
 
     @cached_property
     def tensor_names(self) -> TensorNames:
@@ -50,6 +56,10 @@ class GGUFSource:
         return config
 
     def info(self, name: str) -> TensorInfo | None:
+        if (both := self._joined.get(name)) is not None:
+            floats = both.kinds <= {*DENSE, *_AS_CONFIGURED}
+            anew = (_BITS_FROM_FLOATS, GROUP_SIZE)
+            return TensorInfo(both.shape, None) if floats else TensorInfo(both.shape, anew, True)
         if name not in self._stored:
             return None
         stored = self._stored[name]
@@ -68,6 +78,9 @@ class GGUFSource:
         )
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
+        if (both := self._joined.get(name)) is not None:
+            yield from both.chunks()
+            return
         info, stored = self.info(name), self._stored[name]
         assert info is not None
         if len(self._file.shape(stored)) < len(info.shape):

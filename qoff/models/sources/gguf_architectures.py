@@ -14,6 +14,7 @@ from qoff.models.families.family import TensorNames
 
 from . import gguf_dense as dense
 from . import gguf_experts as experts
+from . import gguf_latent as latent
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
 
@@ -54,7 +55,8 @@ class Architecture:
 
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
-    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. modules: its own names.
+    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. modules: its own names of
+    modules. base: what is in place of the fields that all have alike.
     """
 
     model_type: str
@@ -64,11 +66,12 @@ class Architecture:
     partial: bool = False
     fused_gate_up: bool = False
     modules: Mapping[str, str] | None = None
+    base: Callable[[Metadata], Config] | None = None
 
     def config(self, metadata: Metadata) -> Config:
         """The `config.json`. Raises FormatError or UnsupportedModelError."""
         config = {
-            **common(metadata, self.partial),
+            **(common(metadata, self.partial) if self.base is None else self.base(metadata)),
             "model_type": self.model_type,
             "architectures": [self.model],
         }
@@ -93,13 +96,31 @@ def find(metadata: Metadata) -> Architecture:
     """That of a file whose `general.architecture` is one of `ARCHITECTURES`."""
     if metadata.architecture == "llama" and metadata.get("expert_count", 0):
         return _MIXTRAL
+    if metadata.architecture == "deepseek2" and latent.is_v3(metadata):
+        return _DEEPSEEK_V3
     return ARCHITECTURES[metadata.architecture]
 
 
 _ONE_NORM = {"post_attention_layernorm": "attn_norm"}  # before attention and MLP side by side
 _NORM_BEHIND_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", experts.mixtral, rope_pairs=True)
+_DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    latent.deepseek_v3,
+    rope_pairs=True,
+    modules=latent.MODULES,
+    base=latent.base,
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "deepseek2": Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        latent.deepseek_v2,
+        rope_pairs=True,
+        modules=latent.MODULES,
+        base=latent.base,
+    ),
     "llama": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),

@@ -8,7 +8,7 @@ from .gguf_fields import Config, attention_bias, rms, scales, windows
 from .gguf_metadata import Metadata
 
 _INNER = "expert_feed_forward_length"
-_SOFTMAX, _SIGMOID = (0, 1), (0, 2)  # of `expert_gating_func`
+SOFTMAX, SIGMOID = (0, 1), (0, 2)  # of `expert_gating_func`
 
 
 def mixtral(metadata: Metadata, config: Config) -> Config:
@@ -38,19 +38,19 @@ def granite_moe(metadata: Metadata, config: Config) -> Config:
 
 def glm4_moe(metadata: Metadata, config: Config) -> Config:
     return {
-        **_deepseek(metadata),
+        **deepseek(metadata),
         "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
     }
 
 
 def dots1(metadata: Metadata, config: Config) -> Config:
-    return {**_deepseek(metadata), "sliding_window": None}
+    return {**deepseek(metadata), "sliding_window": None}
 
 
 def minimax_m2(metadata: Metadata, config: Config) -> Config:
     return {
         **rms(metadata),
-        **_experts(metadata, "num_local_experts", _SIGMOID),
+        **_experts(metadata, "num_local_experts", SIGMOID),
         "intermediate_size": metadata.get(_INNER, config["intermediate_size"]),
     }
 
@@ -70,11 +70,11 @@ def ernie4_5_moe(metadata: Metadata, config: Config) -> Config:
     }
 
 
-def _deepseek(metadata: Metadata) -> Config:
+def deepseek(metadata: Metadata, gating: tuple[int, ...] = SIGMOID) -> Config:
     """What the keys say of experts that are chosen as DeepSeek V3 does, in one group."""
     return {
         **rms(metadata),
-        **_experts(metadata, "n_routed_experts", _SIGMOID, scaled=True),
+        **_experts(metadata, "n_routed_experts", gating, scaled=True),
         "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
         "attention_bias": attention_bias(metadata),
         "moe_intermediate_size": metadata.need(_INNER),
@@ -100,7 +100,7 @@ def _shared(metadata: Metadata) -> int:
 
 
 def _experts(
-    metadata: Metadata, count: str, gating: tuple[int, ...] = _SOFTMAX, scaled: bool = False
+    metadata: Metadata, count: str, gating: tuple[int, ...] = SOFTMAX, scaled: bool = False
 ) -> Config:
     """How many experts there are and how many of them compute; count: the name in the config.
 

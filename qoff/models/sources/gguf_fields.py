@@ -13,11 +13,12 @@ Config = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def common(metadata: Metadata, partial: bool) -> Config:
-    """What all have. partial: a part of each head may turn."""
+def common(metadata: Metadata, partial: bool = False, head_dim: int | None = None) -> Config:
+    """What all have. partial: a part of each head may turn. head_dim: where no key has it."""
     hidden, heads = metadata.need("embedding_length"), metadata.need("attention.head_count")
-    head_dim = metadata.get("attention.key_length", hidden // heads)
-    metadata.only("attention.value_length", head_dim)
+    if head_dim is None:
+        head_dim = int(metadata.get("attention.key_length", hidden // heads))
+        metadata.only("attention.value_length", head_dim)
     return {
         "hidden_size": hidden,
         "intermediate_size": metadata.need("feed_forward_length"),

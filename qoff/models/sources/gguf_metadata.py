@@ -35,6 +35,10 @@ _NUMBERS = Kind("an array of numbers", lambda x: isinstance(x, np.ndarray))
 _FIELDS: Fields = {  # after the architecture's name
     **dict.fromkeys(("embedding_length", "block_count", "context_length"), _COUNT),
     **dict.fromkeys(("attention.key_length", "attention.value_length"), _COUNT),
+    **dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"), _COUNT),
+    **dict.fromkeys(("attention.q_lora_rank", "attention.kv_lora_rank"), _COUNT),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count"), _SIZE),
+    "rope.scaling.yarn_log_multiplier": _FACTOR,
     "attention.head_count": _COUNT,
     "attention.head_count_kv": _COUNT,
     "attention.layer_norm_epsilon": _EPS,
@@ -80,6 +84,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
+_HEEDED = {"deepseek2": ("expert_group_count", "rope.scaling.yarn_log_multiplier")}
 
 
 class Metadata:
@@ -100,7 +105,8 @@ class Metadata:
         tokenizer = {f"tokenizer.ggml.{key}": kind for key, kind in _TOKENIZER.items()}
         check(self.values, {**tokenizer, "tokenizer.chat_template": TEXT}, self.path)
         for key, allowed in _WITHOUT_EFFECT.items():
-            self.only(key, *allowed)
+            if key not in _HEEDED.get(self.architecture, ()):
+                self.only(key, *allowed)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key of the architecture; of one that layers have apart, what all have.

@@ -1,0 +1,127 @@
+"""Latent attention in batches: the same answers whatever the plan, on every tier of the cache."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qoff
+from qoff.checkpoint import Checkpoint
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
+from qoff.eval.mixing.kv_bits import measured
+from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference_ops
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import check_kv, head_shapes
+from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Plan
+from tests.instruments import POISON
+from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
+from tests.tolerances import PACKED_ATTENTION, assert_close
+
+LETTERS = random.Random(5)
+PROMPTS = [[LETTERS.randrange(4, 128) for _ in range(n)] for n in (150, 1, 64, 97)]
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+QUANT = KVQuant(window=16)
+PLAN = Plan(batch_size=1, context=200, kv=QUANT)
+BATCHES = replace(PLAN, batch_size=2, batches=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "deepseek-v3")
+
+
+def answers(checkpoint: Path, plan: Plan) -> list[tuple[int, ...]]:
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
+        return [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[int, ...]]:
+    """The answers when everything is resident, one sequence at a time."""
+    return answers(checkpoint, PLAN)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_placement": KVPlacement(0.3, 0.4), "activations": "disk", "draft_tokens": 3},
+        {"kv_placement": KVPlacement(0, 0), "cpu_attention": "never", "schedule": "sequential"},
+        {"kv_placement": KVPlacement(0, 1), "cpu_attention": "never", "prefill_tokens": 170},
+    ],
+)
+def test_the_answers_do_not_depend_on_the_plan(
+    checkpoint: Path, expected: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    assert answers(checkpoint, replace(BATCHES, **changes)) == expected
+
+
+def test_weights_stream_and_change_no_bit(
+    checkpoint: Path, expected: list[tuple[int, ...]]
+) -> None:
+    with LLM(checkpoint, BATCHES) as llm:
+        rest, weights = llm.memory.total("device"), llm.runtime.residency.device_bytes
+    plan = replace(BATCHES, device_memory=rest + weights // 2)
+    assert answers(checkpoint, plan) == expected
+
+
+def test_sparse_attention_is_the_same_wherever_blocks_lie(checkpoint: Path) -> None:
+    sparse = replace(QUANT, attention_top=0.4)
+    resident = answers(checkpoint, replace(PLAN, kv=sparse))
+    moved = replace(BATCHES, kv=sparse, kv_placement=KVPlacement(0, 0), cpu_attention="never")
+    assert answers(checkpoint, moved) == resident
+
+
+@pytest.mark.parametrize("bits", [4, 8, 3])
+def test_a_packed_cache_is_what_the_reference_says(checkpoint: Path, bits: int) -> None:
+    """Both read the same records; what differs is rounding of scores and weights."""
+    found, tokens = [], torch.randint(3, 128, (230,))
+    for ops in (cpu, reference_ops):
+        run = PlainRun(checkpoint, ops)
+        cache = run.decoder.new_cache(1, kv=KVQuant(bits, bits, window=16))
+        logits = []
+        for begin, end in ((0, 200), (200, 229), (229, 230)):
+            ragged = Ragged.of([end - begin], [begin])
+            rows = torch.arange(end - begin)
+            one = ForwardPass(tokens[begin:end], ragged, cache, rows)
+            logits.append(run.forward(one).clone())
+        found.append(torch.cat(logits))
+    assert_close(*found, tolerance=5 * PACKED_ATTENTION)
+
+
+def test_generates_what_transformers_does(checkpoint: Path) -> None:
+    ids = torch.tensor([PROMPTS[2]])
+    wanted = reference_model(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
+    model, _ = qoff.load(checkpoint, kv=None)
+    with model:
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), wanted)
+
+
+def test_a_token_of_deepseek_v3_takes_324_bytes_of_a_layer() -> None:
+    form = KVFormat(576, latent=512)
+    assert form.nbytes == 324 * BLOCK_TOKENS
+    assert form.bits_per_value == 4.5
+
+
+def test_what_there_is_not_is_refused_in_a_line(checkpoint: Path) -> None:
+    with pytest.raises(QoffError, match="give both the same bits, not 8 and 4") as refusal:
+        qoff.load(checkpoint, kv="8,4")
+    assert "\n" not in str(refusal.value)
+    spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
+    with pytest.raises(ArgumentError, match="no kernel for a GPU yet; use device='cpu'"):
+        check_kv(head_shapes(spec), QUANT, on_device=True)
+    refused = pytest.raises(UnsupportedModelError, match="values of this model are channels")
+    with Runtime(checkpoint, kv=QUANT) as runtime, refused:
+        measured(runtime, torch.tensor(PROMPTS[0]))
