@@ -70,6 +70,10 @@ def _append_token(args, token):
     whole_norms = simd.peek_i64(args + f.WHOLE_NORMS)
     latent, width = simd.peek_i64(args + f.LATENT), simd.peek_i64(args + f.VALUE_DIM)
     apart = pairs if latent == 0 else dim // 2
+    for head in range(kv_heads):  # a key goes to as many lines as it has channels
+        to = 4 * ((slot * kv_heads + head) * capacity + place // 16 * 16) * dim
+        for i in range(dim):
+            simd.prefetch_write(simd.peek_i64(args + f.KEYS) + to + 64 * i)
     if whole_norms != 0:
         _normalize(row, dim * heads, simd.peek_i64(args + f.Q_NORM), eps)
         _normalize(row + 4 * dim * heads, dim * kv_heads, simd.peek_i64(args + f.K_NORM), eps)

@@ -111,7 +111,7 @@ def attention(
     width = 2 if activation_bits == 8 and HAS_BF16 else 4
     if ragged.is_decode:
         job = append_attend_job
-        scratch = ragged.tokens * shape.heads * runs * partial_bytes(shape.value_dim)
+        scratch = partial_bytes(pool.threads, ragged.tokens, shape.heads, runs, shape.value_dim)
     else:
         group = shape.heads // shape.kv_heads
         job = append_prefill_job

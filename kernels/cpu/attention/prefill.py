@@ -14,14 +14,11 @@ from qoff.kernels.cpu.jit.pool import take
 
 from . import fields as f
 from .append import append_all
-from .decode import first_key
+from .decode import RUN, first_key
 from .pairs import pair_keys, pair_values, round_query
 from .product import ROWS, product, tile_rows
 from .soft_cap import cap_scores
-from .softmax import CORRECTIONS, STATE_BYTES, SUMS, mask, softmax
-
-_RUN = 512  # keys between two corrections of the running softmax
-_SCORES = 4 * (_RUN + 16)  # bytes of one row of scores
+from .softmax import CORRECTIONS, SCORES, STATE_BYTES, SUMS, mask, row_bytes, softmax
 
 
 @inner
@@ -32,13 +29,7 @@ def _most_tokens(group):
 
 # A thread's scratch: scores of a tile; queries, keys and values as pairs, if they are; what the
 # rows of all tiles have attended to so far.
-_QUERIES = ROWS * _SCORES
-
-
-@inner
-def _row_bytes(value_dim):
-    """Bytes of a row's running attention: its part of the state of its tile; the output."""
-    return STATE_BYTES + 4 * value_dim
+_QUERIES = ROWS * SCORES
 
 
 @inner
@@ -48,19 +39,19 @@ def _keys_at(dim, group):
 
 @inner
 def _values_at(dim, group):
-    return _keys_at(dim, group) + 2 * dim * _RUN
+    return _keys_at(dim, group) + 2 * dim * RUN
 
 
 @inner
 def _states_at(dim, value_dim, group, width):
-    return _QUERIES if width == 4 else _values_at(dim, group) + 2 * value_dim * _RUN
+    return _QUERIES if width == 4 else _values_at(dim, group) + 2 * value_dim * RUN
 
 
 @inner
 def tile_bytes(head_dim, value_dim, group, width):
     """Bytes of scratch that a thread needs, with `group` heads to each KV head."""
     rows = group * _most_tokens(group)
-    return _states_at(head_dim, value_dim, group, width) + rows * _row_bytes(value_dim)
+    return _states_at(head_dim, value_dim, group, width) + rows * row_bytes(value_dim)
 
 
 @inner
@@ -98,18 +89,18 @@ def _add_keys(args, width, token, rows, start, last, queries, stride, keys, valu
     vectors = (count + 15) // 16
     product(
         width, rows, queries, stride, keys, 16 * width * dim, 64, vectors, dim * width // 4,
-        scores, _SCORES, 0, simd.peek_f32(args + f.SCALE),
+        scores, SCORES, 0, simd.peek_f32(args + f.SCALE),
     )  # fmt: skip
     soft_cap = simd.peek_f32(args + f.SOFT_CAP)
     if soft_cap != np.float32(0.0):
         for row in range(rows):
-            cap_scores(scores + row * _SCORES, 16 * vectors, soft_cap)
+            cap_scores(scores + row * SCORES, 16 * vectors, soft_cap)
     end, window = _position(args, token) + 1, simd.peek_i64(args + f.WINDOW)
     low = end - window - start if window > 0 else -ROWS - 16
-    mask(rows, scores, _SCORES, vectors, low, end - start)
-    softmax(width, rows, scores, _SCORES, vectors, state)
+    mask(rows, scores, SCORES, vectors, low, end - start, 1)
+    softmax(width, rows, scores, SCORES, vectors, state)
     product(
-        width, rows, scores, _SCORES, values, 64, 4 * value_dim, value_dim // 16,
+        width, rows, scores, SCORES, values, 64, 4 * value_dim, value_dim // 16,
         (count * width + 3) // 4, state + STATE_BYTES, 4 * value_dim, state + CORRECTIONS,
         np.float32(1.0),
     )  # fmt: skip
@@ -185,7 +176,7 @@ def _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins
         done = 0
         while done < tokens:
             rows = tile_rows(tokens - done)
-            state = states + (head * tokens + done) * _row_bytes(value_dim)
+            state = states + (head * tokens + done) * row_bytes(value_dim)
             _attend_tile(
                 args, width, token + done, rows, kv_head * group + head, base, last, stride,
                 queries + done * stride, keys, values, scratch, state, begins, ends,
@@ -229,7 +220,7 @@ def _attend_tokens(args, token, tokens, kv_head, scratch):
     base = first_key(args, _position(args, token)) // 16 * 16
     begins = True
     while base < end:
-        last = min(base // _RUN * _RUN + _RUN, end)
+        last = min(base // RUN * RUN + RUN, end)
         _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins, last == end)
         base, begins = last, False
 

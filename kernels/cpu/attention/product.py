@@ -30,7 +30,7 @@ from qoff.kernels.cpu.jit.emit import (
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
-TILES = (1, 3, 6)  # rows
+TILES = (1, 3, 4, 6)  # rows
 ROWS = TILES[-1]
 VECTORS = 4  # 24 sums and the vectors of one step leave 4 of 32 registers
 
@@ -71,7 +71,7 @@ WIDTHS = (4, 2) if HAS_BF16 else (4,)  # bytes of a number: float32, bfloat16
 
 @vector_intrinsic(types.void, *([types.int64] * 12), types.float32)
 def _tile_of(b, width, rows, vectors, *operands):
-    """The tile of as many rows (1, 3, 6) and vectors (1, 2, 4), of numbers of 4 or 2 bytes."""
+    """The tile of as many rows (1, 3, 4, 6) and vectors (1, 2, 4), of numbers of 4 or 2 bytes."""
     cases = {
         64 * w + 8 * r + v: partial(_tile, b, w, r, v, *operands)
         for w in WIDTHS
@@ -84,8 +84,10 @@ def _tile_of(b, width, rows, vectors, *operands):
 
 @inner
 def tile_rows(rows):
-    """Of how many of these rows the largest tile is."""
-    return ROWS if rows >= ROWS else 3 if rows >= 3 else 1
+    """Of how many of these rows the next tile is, so that no row is left alone if that can be."""
+    if rows == ROWS or rows > ROWS + 2:
+        return ROWS
+    return 4 if rows >= 4 else 3 if rows == 3 else 1
 
 
 @inner
@@ -93,7 +95,7 @@ def product(width, rows, left, left_stride, right, vector_stride, step, vectors,
             out_stride, corrections, factor):  # fmt: skip
     """out[row] = out[row] * corrections[row] + factor * sum over i of left[row, i] * right[i].
 
-    width: 4, float32 numbers on both sides; or 2, pairs of bfloat16 for each i. rows: 1, 3 or 6.
+    width: 4, float32 numbers on both sides; or 2, pairs of bfloat16 for each i. rows: 1, 3, 4 or 6.
     left: [rows, count], `left_stride` bytes between rows. right: `vectors` vectors of 16 numbers
     (pairs) for each i, `vector_stride` bytes between them and `step` between those of one i and the
     next. out: float32 [rows, 16 * vectors], `out_stride` bytes between rows. corrections: the

@@ -32,15 +32,23 @@ from qoff.kernels.cpu.jit.emit import (
 from qoff.kernels.cpu.jit.powers import exp2
 from qoff.kernels.cpu.jit.quads import of_row, quads
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
+from qoff.kernels.layout.layer_cache import RUN_TOKENS
 
 from .product import TILES, WIDTHS
 
 # A tile's running maxima, their sums, and what corrects what was summed before: quads of its rows.
 SUMS, CORRECTIONS, STATE_BYTES = 128, 256, 384
+SCORES = 4 * (RUN_TOKENS + 16)  # bytes of one row of scores
 _LOG2_E = 1.4426950408889634
 _NOTHING = float("-inf")
 
 _i64 = types.int64
+
+
+@inner
+def row_bytes(value_dim):
+    """Bytes of a row's running attention: its part of the state of its tile; the output."""
+    return STATE_BYTES + 4 * value_dim
 
 
 @vector_intrinsic(simd.f32x16, simd.f32x16, _i64, _i64)
@@ -53,16 +61,17 @@ def _seen(b, scores, low, high):
 
 
 @inner
-def mask(rows, scores, stride, vectors, low, high):
+def mask(rows, scores, stride, vectors, low, high, step):
     """Of `vectors` vectors of each row's scores, let those outside of [low, high) weigh nothing.
 
-    The bounds are the first row's; those of each row are one more than of the row before.
+    The bounds are the first row's; those of each row are `step` more than of the row before.
     """
-    lowest, highest = max(0, min(vectors, (low + rows + 14) // 16)), max(0, high // 16)
+    lowest = max(0, min(vectors, (low + step * (rows - 1) + 15) // 16))
+    highest = max(0, high // 16)
     for i in range(lowest + max(0, vectors - highest)):
         v = i if i < lowest else i - lowest + highest
         for row in range(rows):
-            at, first = scores + stride * row + 64 * v, row - 16 * v
+            at, first = scores + stride * row + 64 * v, step * row - 16 * v
             simd.store_f32(at, _seen(simd.load_f32(at), low + first, high + first))
 
 
@@ -113,7 +122,7 @@ def _emit(b, width, rows, scores, stride, vectors, state):
 
 @vector_intrinsic(types.void, *[_i64] * 6)
 def softmax(b, width, rows, scores, stride, vectors, state):
-    """Turn scores of 1, 3 or 6 rows into weights, and keep maxima and sums.
+    """Turn scores of 1, 3, 4 or 6 rows into weights, and keep maxima and sums.
 
     scores: float32 [rows, 16 * vectors], `stride` bytes between rows. width: bytes of a weight, 4,
     or 2: bfloat16, one behind the other where the row's scores begin. state: of all
