@@ -67,7 +67,9 @@ class Progress:
     pending: Pending | None = None
 
 
-def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer, delayed: bool) -> dict[str, Any]:
+def kind_of_run(
+    units: Sequence[FlatUnit], optimizer: Optimizer, delayed: bool, tiles: Sequence[FlatUnit] = ()
+) -> dict[str, Any]:
     """What a run and its checkpoint have in common: what learns, and the form of states."""
     weights = [
         [name, str(unit.dtype).removeprefix("torch."), list(shape)]
@@ -81,6 +83,7 @@ def kind_of_run(units: Sequence[FlatUnit], optimizer: Optimizer, delayed: bool) 
         "layers": len(units) - 1,
         "updates": "delayed" if delayed else None,
         "weights": weights,
+        "tiles": [tile.path for tile in tiles] or None,
     }
 
 

@@ -76,7 +76,7 @@ class Gradients:
         if self._places is None:
             return
         memory = self._taken.pop(i)
-        self._squares.append(_square(self._flat(unit, memory)))
+        self._squares.append(square(self._flat(unit, memory)))
         home = self._places[i]
         if home.memory is None:
             self._writes[i] = self._homes.write(
@@ -96,9 +96,9 @@ class Gradients:
         """The last unit is complete."""
         self._complete(self._units[-1], self.outer)
 
-    def norm(self) -> float:
-        """The norm of all gradients."""
-        return math.sqrt(math.fsum([*self._squares, _square(self.outer)]))
+    def norm(self, others: float = 0.0) -> float:
+        """The norm of all gradients. others: the sum of squares of those that are not here."""
+        return math.sqrt(math.fsum([*self._squares, square(self.outer), others]))
 
     def take(self, i: int) -> Tensor:
         """The complete gradients of a unit, until `give_back`; in any thread."""
@@ -180,6 +180,6 @@ def add_into(total: Tensor, x: Tensor) -> None:
         into += part
 
 
-def _square(x: Tensor) -> float:
+def square(x: Tensor) -> float:
     """The sum of squares, in float64 a piece at a time."""
-    return math.fsum(float(part.double().square().sum()) for part in x.split(_PIECE))
+    return math.fsum(float(part.double().square().sum()) for part in x.view(-1).split(_PIECE))

@@ -17,6 +17,7 @@ from .loss_scale import uses_float16
 from .optimizers import Optimizer
 from .passes import StoppingLayer
 from .placement import Sizes
+from .tiles import Tile, cut
 
 
 def needs_of(
@@ -27,19 +28,21 @@ def needs_of(
     clips: bool,
     packed: bool | None = None,
     delayed: bool = False,
+    most: int | None = None,
 ) -> tuple[list[nn.Module], FusedHead, Sizes]:
     """The layers of a model and its head, and the sizes of a training of it.
 
     packed: of a model of shapes alone, whether its frozen matrices are to be packed; None: it has
-    values. delayed: weights change a step late. Raises ArgumentError and UnsupportedModelError for
-    a model that cannot be trained by streaming.
+    values. delayed: weights change a step late. most: linear layers of more bytes are cut into
+    tiles; None: none are. Raises ArgumentError and UnsupportedModelError for a model that cannot be
+    trained by streaming.
     """
-    layers, units = _units(model, values=packed is None)
+    layers, units, tiles = _units(model, packed is None, most)
     head = FusedHead(model)
     if optimizer.factored:
         for unit in units:
             unit.pieces = [(run.start, run.stop) for run in factored.runs(unit)]
-    forms = [StateForm.of(unit, optimizer) for unit in units]
+    forms = [StateForm.of(x, optimizer) for x in (*units, *(tile.unit for tile in tiles))]
     width = int(model.config.get_text_config(decoder=True).hidden_size)
     counts = [factored.count(unit) for unit in units] if optimizer.factored else []
     sizes = Sizes(
@@ -51,12 +54,15 @@ def needs_of(
         clips or uses_float16(model),
         counts,
         delayed,
+        tiles,
     )
     return layers, head, sizes
 
 
-def _units(model: nn.Module, values: bool) -> tuple[list[nn.Module], list[FlatUnit]]:
-    """The layers of a model, and what learns in each and outside of them."""
+def _units(
+    model: nn.Module, values: bool, most: int | None
+) -> tuple[list[nn.Module], list[FlatUnit], list[Tile]]:
+    """The layers of a model, what learns in each and outside of them, and what is cut."""
     if any(isinstance(m.__dict__.get("forward"), StoppingLayer) for m in model.modules()):
         raise ArgumentError(
             "this model is in training already: use what offload returned for it, or load it anew"
@@ -78,18 +84,22 @@ def _units(model: nn.Module, values: bool) -> tuple[list[nn.Module], list[FlatUn
             f"training computes on the CPU, and this model is on {min(elsewhere)}; move it there"
         )
     names = {id(p): name for name, p in model.named_parameters()}
-    units = []
-    for unit in found:
-        own = [m._parameters[own] for m, own in unit.owned.values()]
-        units.append(FlatUnit(unit.path, _learning(own, names)))
+    units, tiles = [], list[Tile]()
+    for i, unit in enumerate(found):
+        learns = _learning([m._parameters[own] for m, own in unit.owned.values()], names)
+        if most is not None:
+            linears = {id(m.weight): m for m in unit.module.modules() if type(m) is nn.Linear}
+            learns, more = cut(i, learns, linears, most)
+            tiles += more
+        units.append(FlatUnit(unit.path, learns))
     learns = _learning([kind[name] for kind, name in others(model, found)], names)
     units.append(FlatUnit("outside of layers", learns))
-    if not any(unit.parameters for unit in units):
+    if not tiles and not any(unit.parameters for unit in units):
         raise ArgumentError(
             "no parameter of this model requires gradients; add an adapter, or call "
             "model.requires_grad_()"
         )
-    return [unit.module for unit in found], units
+    return [unit.module for unit in found], units, tiles
 
 
 def _learning(

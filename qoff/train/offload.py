@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from itertools import chain
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qoff.budgets import memory_size
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
 from qoff.system_memory import refusals
 
-from . import factored
-from .activations import Activations
-from .boundaries import STAGES, Boundaries
-from .delayed import Delayed, NextWeights
-from .frozen import FrozenWeights
+from .building import engine_of
 from .fused_lora import fuse
-from .gradients import Gradients
-from .head import FusedHead
-from .held import HeldUnits
-from .homes import Home, Homes
+from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer
-from .placement import Placement, Sizes, placed
-from .slots import SLOTS, WeightSlots
-from .step import Engine, Parts
-from .stepping import Stepping
-from .swaps import Swaps
+from .placement import placed
 from .training import Training
-from .updates import BUFFERS, Updater
+
+_TILES = tuple(1 << n for n in range(26, 19, -1))  # bytes of tiles, where units are too large
 
 
 @refusals()
@@ -62,7 +50,8 @@ def offload(
     included. max_norm: clip gradients by their global norm.
 
     device_memory bounds what a step works with: slots of weights, gradients, states and hidden
-    states on their way, and weights outside of layers. host_memory bounds what is kept between:
+    states on their way, and weights outside of layers. Where layers are too large for it, their
+    linear layers are cut into tiles of rows, 64 MiB to 1. host_memory bounds what is kept between:
     weights, states, the layers' inputs. Both in bytes or like "8GiB"; None: no bound. What goes
     beyond host_memory is in a file without a name in the folder `disk`. What torch computes with
     inside of one layer and in the loss, for one micro-batch, comes on top, as do frozen weights.
@@ -89,15 +78,25 @@ def offload(
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
     clips = max_norm is not None
-    layers, head, sizes = needs_of(built, optimizer, tokens, micro_batches, clips, delayed=delayed)
+    needs = partial(needs_of, built, optimizer, tokens, micro_batches, clips, delayed=delayed)
+    layers, head, sizes = needs()
     fuse(built)
-    placement = placed(sizes, device, host, disk is not None)
+    cuts = iter(() if optimizer.factored or delayed else _TILES)
+    while True:
+        try:
+            placement = placed(sizes, device, host, disk is not None)
+            break
+        except BudgetError:  # of the device
+            most = next(cuts, None)
+            if most is None:
+                raise
+            layers, head, sizes = needs(most=most)
     folder = None if disk is None else Path(disk)
     swapped = round_up(swapped, PAGE)
     on_device, on_host, on_disk = placement.totals
     homes = Homes(on_device, on_host, on_disk + swapped, folder)
     try:
-        engine = _engine(built, head, layers, sizes, placement, homes, (kept, swapped))
+        engine = engine_of(built, head, layers, sizes, placement, homes, (kept, swapped))
     except BaseException:
         homes.close()
         raise
@@ -107,101 +106,6 @@ def offload(
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training
-
-
-def _engine(
-    model: nn.Module,
-    head: FusedHead,
-    layers: Sequence[nn.Module],
-    sizes: Sizes,
-    placement: Placement,
-    homes: Homes,
-    kept: tuple[int, int],
-) -> Engine:
-    """Move weights to their homes and make what computes steps. kept: bounds of activations."""
-    units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
-    rows = placement.device
-    copies = 2 if sizes.delayed else 1
-
-    def memory(what: str, parts: int) -> list[Tensor]:
-        each = rows[what] // parts
-        return [homes.device.alloc(each, what) for _ in range(parts)] if each else []
-
-    (outer,) = memory("weights outside of layers", 1) or [torch.empty(0, dtype=torch.uint8)]
-    outer_grads = memory("their gradients", copies) or [torch.empty(0, dtype=torch.uint8)] * copies
-    slots = memory("slots of weights", SLOTS * copies)
-    at_work = memory("gradients at work", 2)
-    on_way = memory("states on their way", BUFFERS)
-    column = memory("hidden states", sizes.micro_batches)
-    stages = memory("inputs on their way", STAGES)
-    weights, later = (
-        [homes.home("weights", units[i].nbytes, i in placement.weights) for i in range(count)]
-        if times < copies
-        else []
-        for times in range(2)
-    )
-    inputs = [
-        [homes.home("inputs of units", len(column[0]), i in placement.inputs) for _ in batches]
-        for i in range(count)
-    ]
-    gradients = (
-        [
-            homes.home("gradients", 4 * units[i].count, i in placement.gradients)
-            for i in range(count)
-        ]
-        if sizes.keeps
-        else None
-    )
-    states = [
-        [homes.home("states", nbytes, i in placement.states) for nbytes in form.of_pieces(unit)]
-        for i, (unit, form) in enumerate(zip(units, sizes.forms, strict=True))
-    ]
-    own = [
-        homes.device.alloc(round_up(4 * n, PAGE), "moments by rows and columns")
-        for n in sizes.factored
-    ]
-    moments = [
-        factored.FactoredMoments(unit, memory.view(torch.float32))
-        for unit, memory in zip(units, own, strict=False)
-    ]
-    updater = Updater(homes, sizes.forms, states, on_way, moments or [None] * len(units))
-    flat_outer = units[-1].flat(outer)
-    for i, unit in enumerate(units):
-        place = outer if i == count else weights[i].memory
-        flat = unit.flat(slots[0] if place is None else place)
-        for name, x in unit.views(flat.zero_()).items():
-            x.copy_(unit.parameters[name].data)
-        updater.begin(i, unit, flat)
-        if place is None:
-            homes.write(weights[i], slots[0][: weights[i].nbytes], lambda: None).result()
-        unit.bind(None if place is None else flat)
-    swaps = Swaps(homes, homes.home("activations", kept[1], False) if kept[1] else None)
-    homes.moved.clear()
-    frozen = FrozenWeights(layers)
-    frozen.order()
-    stay = [Home("weights", len(x), x) for x in (outer, *own)]
-    sums = Gradients(homes, units, outer_grads[0], at_work, gradients)
-    held = HeldUnits(units, WeightSlots(homes, weights, slots[:SLOTS]), frozen, flat_outer)
-    saved, delayed = [*stay, *chain.from_iterable(states)], None
-    if gradients is not None and sizes.delayed:
-        saved += [*gradients, Home("gradients", len(outer_grads[1]), outer_grads[1])]
-        after = NextWeights(homes, held.weights, later, slots[SLOTS:])
-        waits = outer_grads[1][: 4 * units[-1].count].view(torch.float32)
-        delayed = Delayed(held, sums, updater, after, waits)
-    logits = memory("logits", 1)
-    head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
-    parts = Parts(
-        model,
-        head,
-        held,
-        Boundaries(homes, column, inputs, stages),
-        Activations(kept[0], lambda i: not frozen.has(i), swaps),
-        sums,
-        updater,
-        Stepping(held, sums, updater, delayed),
-        saved,
-    )
-    return Engine(parts, layers)
 
 
 def _loaded(path: str | PathLike[str]) -> nn.Module:

@@ -11,6 +11,9 @@ from qoff.memory.arena import PAGE, round_up
 from .boundaries import STAGES
 from .layout import FlatUnit, StateForm
 from .slots import SLOTS
+from .tiles import BUFFERS as TILE_GRADIENTS
+from .tiles import SLOTS as TILE_SLOTS
+from .tiles import Tile
 from .updates import BUFFERS
 
 _GRADIENTS = 2  # of units at once: one is made while another is used
@@ -23,7 +26,8 @@ class Sizes:
     hidden: bytes of the hidden states of a micro-batch, at most. logits: bytes of those that are
     there at once, where head and loss are fused. clips: gradients of all units are
     kept until their norm is known. factored: elements of each unit's moments by rows and columns.
-    delayed: gradients are kept until the next step, and weights lie twice.
+    delayed: gradients are kept until the next step, and weights lie twice. tiles: of linear layers
+    that are larger than the device; their forms are behind those of the units.
     """
 
     units: Sequence[FlatUnit]
@@ -34,6 +38,7 @@ class Sizes:
     clips: bool
     factored: Sequence[int] = ()
     delayed: bool = False
+    tiles: Sequence[Tile] = ()
 
     @property
     def keeps(self) -> bool:
@@ -45,7 +50,7 @@ class Sizes:
 class Placement:
     """Units whose weights, inputs, gradients and states are in host memory, by number.
 
-    device, host, disk: bytes by purpose.
+    device, host, disk: bytes by purpose. tiles: those whose weights, gradients, states are there.
     """
 
     weights: frozenset[int]
@@ -55,6 +60,7 @@ class Placement:
     device: dict[str, int]
     host: dict[str, int]
     disk: dict[str, int]
+    tiles: tuple[frozenset[int], ...] = ()
 
     @property
     def totals(self) -> tuple[int, int, int]:
@@ -79,13 +85,17 @@ def placed(
     """
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
-    pieces = [form.of_pieces(unit) for form, unit in zip(sizes.forms, units, strict=True)]
+    tiles = [tile.unit for tile in sizes.tiles]
+    pieces = [form.of_pieces(u) for form, u in zip(sizes.forms, (*units, *tiles), strict=True)]
     copies = 2 if sizes.delayed else 1
     wanted = {
         "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],
         "inputs of units": [region * sizes.micro_batches] * layers,
         "gradients": [_whole(4 * u.count) * sizes.keeps for u in units[:-1]],
-        "states": [sum(each) for each in pieces],
+        "states": [sum(each) for each in pieces[: len(units)]],
+        "weights in tiles": [_whole(tile.nbytes) for tile in tiles],
+        "gradients of tiles": [_whole(4 * tile.count) for tile in tiles],
+        "states of tiles": [sum(each) for each in pieces[len(units) :]],
     }
     piece = max(nbytes for each in pieces for nbytes in each)
     on_way = BUFFERS * piece
@@ -103,7 +113,7 @@ def placed(
     largest = max(_whole(4 * unit.count) for unit in units[:-1])
     outer = units[-1]
     all_at_home = sizes.keeps and not parked["gradients"] and not apart
-    spills = bool(parked["states"])
+    spills = bool(parked["states"] + parked["states of tiles"])
     if apart:
         host["states on their way"] = on_way * spills
     device = {
@@ -113,6 +123,8 @@ def placed(
         "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
         "moments by rows and columns": sum(_whole(4 * n) for n in sizes.factored),
         "states on their way": on_way * spills * (not apart),
+        "tiles of weights": _at_once(TILE_SLOTS, wanted, parked, "weights in tiles"),
+        "tiles of gradients": _at_once(TILE_GRADIENTS, wanted, parked, "gradients of tiles"),
         "hidden states": region * sizes.micro_batches,
         "logits": _whole(sizes.logits),
         "inputs on their way": STAGES * region * (apart or bool(parked["inputs of units"])),
@@ -129,8 +141,13 @@ def placed(
             f"{_listed(parked)} go to disk, {to_disk:,} bytes; say where with disk=, or raise "
             f"host_memory to {to_disk + sum(host.values()):,}"
         )
-    weights, inputs, gradients, states = kept.values()
-    return Placement(weights, inputs, gradients, states, device, host, parked)
+    weights, inputs, gradients, states, *of_tiles = kept.values()
+    return Placement(weights, inputs, gradients, states, device, host, parked, tuple(of_tiles))
+
+
+def _at_once(count: int, wanted: dict[str, list[int]], parked: dict[str, int], what: str) -> int:
+    """Bytes of `count` of the largest, where some are on disk."""
+    return count * max(wanted[what]) if parked[what] else 0
 
 
 def _whole(nbytes: int) -> int:

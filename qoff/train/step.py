@@ -97,7 +97,7 @@ class Engine:
             for m, edge in self._edges.items():
                 torch.autograd.backward([edge], [parts.boundaries.at(m)])
             parts.gradients.close_outer()
-            norm = parts.gradients.norm() / loss_scale if waits else None
+            norm = parts.gradients.norm(steps.tiles.squares) / loss_scale if waits else None
             if norm is not None:
                 if not math.isfinite(norm):
                     return loss, norm
@@ -271,6 +271,7 @@ class Engine:
         parts.boundaries.stop()
         parts.activations.end()
         parts.gradients.end()
+        parts.steps.tiles.end()
         parts.held.end()
         for kept in (self._random, self._stops, self._edges):
             kept.clear()

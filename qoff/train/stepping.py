@@ -11,6 +11,7 @@ from .delayed import Delayed
 from .gradients import Gradients
 from .held import HeldUnits
 from .optimizers import FactoredRule, Optimizer
+from .tiles import Tiles
 from .updates import Updater
 
 
@@ -21,15 +22,21 @@ class Stepping:
     """
 
     def __init__(
-        self, held: HeldUnits, gradients: Gradients, updater: Updater, delayed: Delayed | None
+        self,
+        held: HeldUnits,
+        gradients: Gradients,
+        updater: Updater,
+        delayed: Delayed | None,
+        tiles: Tiles,
     ) -> None:
-        self.changing, self.delayed = False, delayed
+        self.changing, self.delayed, self.tiles = False, delayed, tiles
         self._held, self._gradients, self._updater = held, gradients, updater
         self._done: list[Future[None]] = []
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins: that of the gradients of the one before, if it is delayed."""
         self._done.clear()
+        self.tiles.begin()
         if self.delayed is not None:
             self.changing = self.delayed.begin(optimizer)
 
@@ -52,6 +59,19 @@ class Stepping:
                 i, held.units[i], rule, lambda: flat, partial(gradients.take, i), after
             )
         )
+
+        tiles = self.tiles
+        for j in tiles.layers.get(i, ()):
+            self._done.append(
+                self._updater.submit(
+                    len(held.units) + j,
+                    tiles.tiles[j].unit,
+                    rule,
+                    partial(tiles.to_step, j),
+                    partial(tiles.gradients, j),
+                    partial(tiles.stepped, j),
+                )
+            )
 
     def all_units(self, rule: Rule | FactoredRule) -> None:
         """Step all layers by the gradients that are kept; their weights come once more."""

@@ -153,8 +153,9 @@ class Training:
         """
         self._check_whole()
         found: dict[str, Tensor] = {}
-        for _, unit, flat in self._engine.parts.held.each():
+        for i, unit, flat in self._engine.parts.held.each():
             found |= {name: x.clone() for name, x in unit.views(flat).items()}
+            found |= self._engine.parts.steps.tiles.of_layer(i)
         return found
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
@@ -179,14 +180,15 @@ class Training:
             raise ArgumentError(f"{type(self.model).__name__} is a PEFT model; use save_adapter")
         self._check_whole()
         engine, model = self._engine, self.model
-        units = engine.parts.held.units
+        units, tiles = engine.parts.held.units, engine.parts.steps.tiles
         learn = {name for unit in units for name in unit.parameters}
+        learn |= {tile.name for tile in tiles.tiles}
         buffers = dict(model.named_buffers())
         others = {name: x for name, x in model.state_dict().items() if name in buffers}
         others |= {name: p.data for name, p in model.named_parameters() if name not in learn}
         parts = (
-            unit.views(flat) | (others if unit is units[-1] else {})
-            for _, unit, flat in engine.parts.held.each()
+            unit.views(flat) | tiles.of_layer(i) | (others if unit is units[-1] else {})
+            for i, unit, flat in engine.parts.held.each()
         )
         save_model(model, parts, len(units), Path(folder))
 
@@ -202,7 +204,7 @@ class Training:
         parts = self._engine.parts
         pending = None if parts.steps.delayed is None else parts.steps.delayed.pending
         now = Progress(self.steps, torch.get_rng_state(), position, self.loss_scale, pending)
-        run = kind_of_run(parts.held.units, self.optimizer, parts.steps.delayed is not None)
+        run = self._kind_of_run()
         save(Path(folder), self._homes, parts.kept, run, now)
 
     def resume(self, folder: str | PathLike[str]) -> Any:
@@ -212,7 +214,7 @@ class Training:
         Raises ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
         """
         engine, parts, kept = self._engine, self._engine.parts, self._engine.parts.kept
-        run = kind_of_run(parts.held.units, self.optimizer, parts.steps.delayed is not None)
+        run = self._kind_of_run()
         with opened(Path(folder), kept, run) as (fd, now):
             engine.parts.steps.changing = True
             restore(fd, self._homes, kept)
@@ -224,6 +226,11 @@ class Training:
             self.loss_scale = now.loss_scale
         torch.set_rng_state(now.random)
         return now.position
+
+    def _kind_of_run(self) -> dict[str, Any]:
+        steps, units = self._engine.parts.steps, self._engine.parts.held.units
+        tiles = [tile.unit for tile in steps.tiles.tiles]
+        return kind_of_run(units, self.optimizer, steps.delayed is not None, tiles)
 
     def _check_whole(self) -> None:
         if self._engine.parts.steps.changing:

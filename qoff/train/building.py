@@ -1,0 +1,154 @@
+"""What computes steps, made of a model: weights, states and all else moved to their homes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from qoff.memory.arena import PAGE, round_up
+
+from . import factored
+from . import tiles as tiles_module
+from .activations import Activations
+from .boundaries import STAGES, Boundaries
+from .delayed import Delayed, NextWeights
+from .frozen import FrozenWeights
+from .gradients import Gradients
+from .head import FusedHead
+from .held import HeldUnits
+from .homes import Home, Homes
+from .placement import Placement, Sizes
+from .slots import SLOTS, WeightSlots
+from .step import Engine, Parts
+from .stepping import Stepping
+from .swaps import Swaps
+from .tiles import TileHomes, Tiles
+from .updates import BUFFERS, Updater
+
+
+def engine_of(
+    model: nn.Module,
+    head: FusedHead,
+    layers: Sequence[nn.Module],
+    sizes: Sizes,
+    placement: Placement,
+    homes: Homes,
+    kept: tuple[int, int],
+) -> Engine:
+    """Move weights to their homes and make what computes steps. kept: bounds of activations."""
+    units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
+    rows = placement.device
+    copies = 2 if sizes.delayed else 1
+
+    def memory(what: str, parts: int) -> list[Tensor]:
+        each = rows[what] // parts
+        return [homes.device.alloc(each, what) for _ in range(parts)] if each else []
+
+    (outer,) = memory("weights outside of layers", 1) or [torch.empty(0, dtype=torch.uint8)]
+    outer_grads = memory("their gradients", copies) or [torch.empty(0, dtype=torch.uint8)] * copies
+    slots = memory("slots of weights", SLOTS * copies)
+    at_work = memory("gradients at work", 2)
+    on_way = memory("states on their way", BUFFERS)
+    column = memory("hidden states", sizes.micro_batches)
+    stages = memory("inputs on their way", STAGES)
+    weights, later = (
+        [homes.home("weights", units[i].nbytes, i in placement.weights) for i in range(count)]
+        if times < copies
+        else []
+        for times in range(2)
+    )
+    inputs = [
+        [homes.home("inputs of units", len(column[0]), i in placement.inputs) for _ in batches]
+        for i in range(count)
+    ]
+    gradients = (
+        [
+            homes.home("gradients", 4 * units[i].count, i in placement.gradients)
+            for i in range(count)
+        ]
+        if sizes.keeps
+        else None
+    )
+    states = [
+        [homes.home("states", nbytes, i in placement.states) for nbytes in form.of_pieces(unit)]
+        for i, (unit, form) in enumerate(zip(units, sizes.forms, strict=False))
+    ]
+    of_tiles, states_of_tiles = _homes_of_tiles(homes, sizes, placement)
+    own = [
+        homes.device.alloc(round_up(4 * n, PAGE), "moments by rows and columns")
+        for n in sizes.factored
+    ]
+    moments = [
+        factored.FactoredMoments(unit, memory.view(torch.float32))
+        for unit, memory in zip(units, own, strict=False)
+    ]
+    all_states = [*states, *states_of_tiles]
+    updater = Updater(homes, sizes.forms, all_states, on_way, moments or [None] * len(all_states))
+    flat_outer = units[-1].flat(outer)
+    for i, unit in enumerate(units):
+        place = outer if i == count else weights[i].memory
+        flat = unit.flat(slots[0] if place is None else place)
+        for name, x in unit.views(flat.zero_()).items():
+            x.copy_(unit.parameters[name].data)
+        updater.begin(i, unit, flat)
+        if place is None:
+            homes.write(weights[i], slots[0][: weights[i].nbytes], lambda: None).result()
+        unit.bind(None if place is None else flat)
+    tiles = Tiles(
+        homes,
+        sizes.tiles,
+        of_tiles,
+        memory("tiles of weights", tiles_module.SLOTS),
+        memory("tiles of gradients", tiles_module.BUFFERS),
+    )
+    for j, tile in enumerate(sizes.tiles):
+        updater.begin(len(units) + j, tile.unit, tiles.fill(j))
+    swaps = Swaps(homes, homes.home("activations", kept[1], False) if kept[1] else None)
+    homes.moved.clear()
+    frozen = FrozenWeights(layers)
+    frozen.order()
+    stay = [Home("weights", len(x), x) for x in (outer, *own)]
+    sums = Gradients(homes, units, outer_grads[0], at_work, gradients)
+    held = HeldUnits(units, WeightSlots(homes, weights, slots[:SLOTS]), frozen, flat_outer)
+    saved, delayed = [*stay, *chain.from_iterable(all_states), *(x.weights for x in of_tiles)], None
+    if gradients is not None and sizes.delayed:
+        saved += [*gradients, Home("gradients", len(outer_grads[1]), outer_grads[1])]
+        after = NextWeights(homes, held.weights, later, slots[SLOTS:])
+        waits = outer_grads[1][: 4 * units[-1].count].view(torch.float32)
+        delayed = Delayed(held, sums, updater, after, waits)
+    logits = memory("logits", 1)
+    head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
+    parts = Parts(
+        model,
+        head,
+        held,
+        Boundaries(homes, column, inputs, stages),
+        Activations(kept[0], lambda i: not frozen.has(i) and i not in tiles.layers, swaps),
+        sums,
+        updater,
+        Stepping(held, sums, updater, delayed, tiles),
+        saved,
+    )
+    return Engine(parts, layers)
+
+
+def _homes_of_tiles(
+    homes: Homes, sizes: Sizes, placement: Placement
+) -> tuple[list[TileHomes], list[list[Home]]]:
+    """Of weights and gradients of each tile, and of its states."""
+    of_tiles, states = [], []
+    weights, gradients, in_memory = placement.tiles
+    forms = sizes.forms[len(sizes.units) :]
+    for j, (tile, form) in enumerate(zip(sizes.tiles, forms, strict=True)):
+        unit = tile.unit
+        of_tiles.append(
+            TileHomes(
+                homes.home("weights", unit.nbytes, j in weights),
+                homes.home("gradients", 4 * unit.count, j in gradients),
+            )
+        )
+        states.append([homes.home("states", n, j in in_memory) for n in form.of_pieces(unit)])
+    return of_tiles, states

@@ -1,0 +1,103 @@
+"""Linear layers in tiles of rows learn as whole ones do, in a device that is too small for them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qoff import train
+from qoff.errors import ArgumentError, BudgetError, TrainingError
+
+from .test_training import (
+    EPS,
+    LOSSES,
+    LR,
+    PLACES,
+    assert_same_weights,
+    batches_of,
+    model_of,
+    offloaded,
+    torch_step,
+)
+
+MODULE = import_module(train.offload.__module__)
+TILE = 3000  # bytes: of matrices whose rows it does not divide
+
+
+def tiled(
+    place: str, folder: Path, patch: pytest.MonkeyPatch, norm: float | None = None, **model: object
+) -> train.Training:
+    """Training in tiles, as the device has no room for a matrix."""
+    options = {"optimizer": train.AdamW(lr=LR, eps=EPS), "max_norm": norm}
+    patch.setattr(MODULE, "_TILES", (TILE,))
+    whole = offloaded(model_of("llama", **model), place, folder, **options).placement
+    assert not whole.host["weights in tiles"] + whole.disk["weights in tiles"]
+    room = sum(whole.device.values()) - 1
+    made = offloaded(model_of("llama", **model), place, folder, device_memory=room, **options)
+    assert made.placement.host["weights in tiles"] + made.placement.disk["weights in tiles"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("place", "norm"), [(PLACES[2], None), (PLACES[2], 0.5), (PLACES[0], None)]
+)
+def test_steps_are_those_of_torch(
+    place: str, norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, reference = tiled(place, tmp_path, monkeypatch, norm), model_of("llama")
+    assert (training.placement.device["tiles of weights"] > 0) == (place == PLACES[2])
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, eps=EPS)
+    for step in range(10):
+        wanted = torch_step(reference, optimizer, batches_of(step), norm)
+        assert training.step(batches_of(step)) == pytest.approx(wanted, abs=LOSSES)
+    assert_same_weights(training.state_dict(), reference)
+    training.save_model(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_weights(dict(saved.state_dict()), reference)
+
+
+def test_in_bfloat16_a_resumed_run_is_the_same_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = {"dtype": torch.bfloat16}
+    whole, first, second = (tiled(PLACES[2], tmp_path, monkeypatch, **half) for _ in range(3))
+    wanted = [whole.step(batches_of(i)) for i in range(4)]
+    found = [first.step(batches_of(i)) for i in range(2)]
+    first.save(tmp_path / "run")
+    second.resume(tmp_path / "run")
+    assert found + [second.step(batches_of(i)) for i in range(2, 4)] == wanted
+    ours, theirs = second.state_dict(), whole.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    in_memory = offloaded(model_of("llama", **half), PLACES[0], tmp_path)
+    assert found[0] == pytest.approx(in_memory.step(batches_of(0)), abs=0.02)
+    with pytest.raises(ArgumentError, match="another run: its"):
+        in_memory.resume(tmp_path / "run")
+
+
+def test_what_cannot_be_cut_is_refused_with_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "_TILES", (TILE,))
+    with pytest.raises(BudgetError, match=r"too few by .*tiles of weights"):
+        offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16)
+    with pytest.raises(BudgetError, match=r"too few by .*slots of weights"):
+        offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16, delayed=True)
+
+
+def test_a_step_that_is_refused_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = tiled(PLACES[2], tmp_path, monkeypatch)
+    training.step(batches_of(0))
+    before = training.state_dict()
+    inputs = training.model.get_input_embeddings()
+    handle = inputs.register_forward_hook(lambda *x: x[2] * float("nan"))
+    with pytest.raises(TrainingError, match="loss is nan"):
+        training.step(batches_of(1))
+    handle.remove()
+    after = training.state_dict()
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
