@@ -100,7 +100,7 @@ def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def bound(given: argparse.Namespace, config: dict[str, Any], moved: dict[str, int]) -> dict:
+def bound(given: argparse.Namespace, config: dict[str, Any], moved: dict[str, int]) -> Any:
     """Seconds of a step's parts, each alone: products, attention, optimizer, disk."""
     tokens, count, layers = given.tokens, given.micro_batches, config["num_hidden_layers"]
     hidden, wide, heads = (
@@ -206,7 +206,8 @@ def _peak_rss() -> int:
     return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
 
 
-def _write(given: argparse.Namespace, config: dict[str, Any]) -> None:
+def write(given: argparse.Namespace, config: dict[str, Any]) -> None:
+    """The random model."""
     if given.what == "full":
         random_model(config, torch.bfloat16).save_pretrained(given.path / "float")
     else:
@@ -217,8 +218,17 @@ def _child(given: argparse.Namespace, part: str, *more: str) -> list[str]:
     names = ("path", "layers", "tokens", "micro_batches", "steps")
     sizes = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names]
     quick = ["--quick"] if given.quick else []
-    run = [sys.executable, "-m", "bench.train_large", given.what]
-    return [*run, *sizes, "--part", part, *quick, *more]
+    return [
+        sys.executable,
+        "-m",
+        "bench.train_large",
+        given.what,
+        *sizes,
+        "--part",
+        part,
+        *quick,
+        *more,
+    ]
 
 
 def _full(given: argparse.Namespace, run: Callable[..., Any], result: Report) -> None:
@@ -262,31 +272,35 @@ def _adapters(given: argparse.Namespace, run: Callable[..., Any], result: Report
     result.bars.append(Bar("adapters from disk over in memory", _ADAPTERS_BAR, rates[1] / rates[0]))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+KINDS = {"full": _full, "adapters": _adapters}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=_LIMITS, help="what learns")
-    parser.add_argument("--quick", action="store_true", help="a small model")
-    parser.add_argument("--layers", type=int, default=22, help="of 22")
-    parser.add_argument("--limit", help="of the control group")
-    parser.add_argument("--path", type=Path, help="folder of models and states, kept")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1, help="the fastest counts")
-    parser.add_argument("--out", type=Path, help="JSON file; default in bench/results")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--moved", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--in-memory", action="store_true", help=argparse.SUPPRESS)
-    return parser
+    made.add_argument("what", choices=_LIMITS, help="what learns")
+    made.add_argument("--quick", action="store_true", help="a small model")
+    made.add_argument("--layers", type=int, default=22, help="of 22")
+    made.add_argument("--limit", help="of the control group")
+    made.add_argument("--path", type=Path, help="folder of models and states, kept")
+    made.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
+    made.add_argument("--micro-batches", type=int, default=1)
+    made.add_argument("--steps", type=int, default=1, help="the fastest counts")
+    made.add_argument("--out", type=Path, help="JSON file; default in bench/results")
+    made.add_argument("--part", help=argparse.SUPPRESS)
+    made.add_argument("--moved", type=json.loads, help=argparse.SUPPRESS)
+    made.add_argument("--in-memory", action="store_true", help=argparse.SUPPRESS)
+    return made
 
 
 def main() -> None:
-    given = _parser().parse_args()
+    given = parser().parse_args()
     given.limit = given.limit or _LIMITS[given.what]
     config = (SMALL if given.quick else TINYLLAMA) | {"num_hidden_layers": given.layers}
     if given.part:
-        parts = {"write": _write, "train": trained, "bound": partial(bound, moved=given.moved)}
+        parts = {"write": write, "train": trained, "bound": partial(bound, moved=given.moved)}
         print(json.dumps(parts[given.part](given, config)))
         return
     with ExitStack() as stack:
@@ -309,7 +323,7 @@ def main() -> None:
             f"{given.what}: 1.1 billion weights in {given.limit}",
             ("", "", ""),
         )
-        {"full": _full, "adapters": _adapters}[given.what](given, run, result)
+        KINDS[given.what](given, run, result)
         result.publish(given.out)
 
 

@@ -1,5 +1,6 @@
 """Training of models that do not fit into memory: units stream forward and then in reverse."""
 
+from .attached import attach
 from .offload import offload
 from .optimizers import SGD, Adafactor, Adam, AdamW, Lion, Optimizer
 from .schedules import Schedule
@@ -14,5 +15,6 @@ __all__ = [
     "Optimizer",
     "Schedule",
     "Training",
+    "attach",
     "offload",
 ]

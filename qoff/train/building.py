@@ -15,6 +15,7 @@ from . import tiles as tiles_module
 from .activations import Activations
 from .boundaries import STAGES, Boundaries
 from .delayed import Delayed, NextWeights
+from .embedding import by_rows
 from .frozen import FrozenWeights
 from .gradients import Gradients
 from .head import FusedHead
@@ -119,6 +120,7 @@ def engine_of(
         after = NextWeights(homes, held.weights, later, slots[SLOTS:])
         waits = outer_grads[1][: 4 * units[-1].count].view(torch.float32)
         delayed = Delayed(held, sums, updater, after, waits)
+    by_rows(model, sums.sum_of)
     logits = memory("logits", 1)
     head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
     parts = Parts(

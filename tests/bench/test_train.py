@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import train, train_steps
+from bench import train, train_large, train_steps
+from bench.harness import Report
 
 
 def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +31,28 @@ def test_steps(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out.json").read_text())
     assert len(written["bars"]) == 1
     assert all(rate > 0 for rate in written["measured"].values())
+
+
+@pytest.mark.parametrize("what", ["full", "adapters"])
+def test_a_large_model(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_large, "_PROBE", 64 << 20)
+    sizes = ["--quick", "--layers", "1", "--tokens", "16", "--path", str(tmp_path)]
+    given = train_large.parser().parse_args([what, *sizes, "--limit", "1GiB"])
+    config = train_large.SMALL | {"num_hidden_layers": 1}
+    train_large.write(given, config)
+    report = Report("train_large", {}, "", ("", "", ""))
+
+    def run(limit: int | None, part: str, *more: str) -> dict[str, object]:
+        """A part, in this process."""
+        if part == "bound":
+            return train_large.bound(given, config, json.loads(more[1]))
+        given.in_memory = "--in-memory" in more
+        return train_large.trained(given, config) | {"peak": limit}
+
+    train_large.KINDS[what](given, run, report)
+    (bar,) = report.bars
+    assert bar.measured > 0
+    on_disk = report.measured["step"] if what == "full" else report.measured["from disk, in 1GiB"]
+    read = "states read" if what == "full" else "frozen weights read"
+    assert on_disk["moved"][read] > 0
+    assert on_disk["device"] > on_disk["host"] == 0
