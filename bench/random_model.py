@@ -117,7 +117,7 @@ def write_random_checkpoint(
                 "quantization_config": {
                     "bits": 4,
                     "group_size": GROUP,
-                    "solver": "random",
+                    "solver": "rtn",  # readers know no other that is as plain
                     "packing": packing,
                 },
             }

@@ -5,13 +5,15 @@ moments on disk: 16 bytes a weight with gradients) in 3 GiB. Beside a step stand
 disk's bytes at the rate of reads and writes alone, or the arithmetic, whichever takes longer. That
 is torch's products of the same shapes alone, with one more forward as layers are computed again,
 its attention, and the optimizer on memory. `adapters` trains LoRA beside its 4-bit weights from
-disk in 1 GiB, and the same in memory without a limit.
+disk in 1 GiB, and the same in memory without a limit. `tiles` trains all weights of one layer of
+hidden size 16,384, each of whose large matrices has 512 MiB, with 256 MiB of device memory.
 
 Every run is a process of its own in a control group (v1, so this needs root) that counts cached
 pages, too, and kills what takes more.
 
     python -m bench.train_large full                      # 40 GB of disk
     python -m bench.train_large adapters --micro-batches 8
+    python -m bench.train_large tiles --tokens 64         # 25 GB of disk
 """
 
 from __future__ import annotations
@@ -24,30 +26,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from bench.control_group import control_group, forget
 from bench.harness import Bar, Report
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
-from bench.sampling import timed
+from bench.train_bound import bound
 from bench.train_steps import adapted, random_model
 from qoff import train
-from qoff.kernels.cpu.optim.update import Moments, Rule, update
-from qoff.memory.arena import map_pages
-from qoff.train.homes import Homes
-from qoff.train.layout import PIECE
-from qoff.train.updates import BUFFERS
 from qoff.units import format_size, parse_size
 
-_ADAM = Rule("adam", 1e-3, 0.9, 0.999, keep=1 - 1e-5, root=1.1, eps=1e-8)
-_PROBE = 2 << 30  # bytes that are read and written to measure the disk
-_LIMITS = {"full": "3GiB", "adapters": "1GiB"}
+_LIMITS = {"full": "3GiB", "adapters": "1GiB", "tiles": "1GiB"}
+_TILED_MEMORY = 256 << 20
+_FOLDERS = {"full": "float", "adapters": "packed", "tiles": "float"}
 _FULL_BAR, _ADAPTERS_BAR = 0.8, 0.9
 
 
@@ -61,7 +56,7 @@ def batches_of(config: dict[str, Any], tokens: int, count: int) -> list[dict[str
 def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     """Seconds of steps, bytes to and from disk of one, and bytes of each tier."""
     options: dict[str, Any] = {"host_memory": 0, "disk": given.path}
-    if given.what == "full":
+    if given.what != "adapters":
         model: Any = given.path / "float"
     else:
         from transformers import AutoModelForCausalLM
@@ -70,10 +65,13 @@ def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]
         model = adapted(AutoModelForCausalLM.from_pretrained(given.path / "packed", **where))
         if given.in_memory:
             options = {}
+    tiled = given.what == "tiles"
+    if tiled:
+        options["device_memory"] = _TILED_MEMORY >> (4 * given.quick)
     start = time.perf_counter()
     training = train.offload(
         model,
-        train.AdamW(lr=1e-5),
+        train.AdamW(lr=1e-5, bits=8 if tiled else 32),
         tokens=given.tokens,
         micro_batches=given.micro_batches,
         **options,
@@ -97,108 +95,10 @@ def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]
         "device": after.device_peak,
         "host": after.host_peak,
         "rss": _peak_rss(),
+        "bound": options.get("device_memory"),
+        "weights": sum(p.numel() * p.itemsize for p in training.model.parameters()),
+        "largest": max(p.numel() * p.itemsize for p in training.model.parameters()),
     }
-
-
-def bound(given: argparse.Namespace, config: dict[str, Any], moved: dict[str, int]) -> Any:
-    """Seconds of a step's parts, each alone: products, attention, optimizer, disk."""
-    tokens, count, layers = given.tokens, given.micro_batches, config["num_hidden_layers"]
-    hidden, wide, heads = (
-        config[f"{name}"] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    size = hidden // heads
-    kv = config["num_key_value_heads"] * size
-    shapes = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
-    each = {shape: _products(shape, tokens) for shape in {*shapes}}
-    products = layers * sum(2 * each[s][0] + each[s][1] + each[s][2] for s in shapes)
-    products += sum(_products((config["vocab_size"], hidden), tokens))
-    attention = layers * _attention(tokens, heads, size, config["num_key_value_heads"])
-    weights = layers * sum(n * k for n, k in shapes) + 2 * config["vocab_size"] * hidden
-    read, written = (sum(n for name, n in moved.items() if name.endswith(x)) for x in _WAYS)
-    rate = _disk_rate(given.path)
-    return {
-        "products_s": count * products,
-        "attention_s": count * attention,
-        "optimizer_s": weights / _optimizer_rate(),
-        "disk_s": max(read, written) / rate,
-        "disk_rate": rate,
-        "weights": weights,
-    }
-
-
-_WAYS = ("read", "written")
-
-
-def _products(shape: tuple[int, int], tokens: int) -> list[float]:
-    """Seconds of forward, gradient of the input and of the weights, in bfloat16."""
-    n, k = shape
-    x, w, y = (torch.randn(s, dtype=torch.bfloat16) for s in ((tokens, k), (n, k), (tokens, n)))
-    return [_least(lambda: x @ w.t()), _least(lambda: y @ w), _least(lambda: y.t() @ x)]
-
-
-def _attention(tokens: int, heads: int, size: int, kv_heads: int) -> float:
-    """Seconds of a layer's attention: forward twice, and backward."""
-    q = torch.randn(1, heads, tokens, size, dtype=torch.bfloat16, requires_grad=True)
-    k, v = (
-        torch.randn(1, kv_heads, tokens, size, dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(2)
-    )
-
-    def run() -> Tensor:
-        wide = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-        return functional.scaled_dot_product_attention(q, *wide, is_causal=True)
-
-    def both() -> None:
-        run().sum().backward()
-
-    with torch.no_grad():
-        forward = _least(run)
-    return forward + _least(both)
-
-
-def _least(call: Callable[[], object]) -> float:
-    measure = timed(call, 0.0)
-    return min(measure() for _ in range(3))
-
-
-def _optimizer_rate() -> float:
-    """Weights per second of Adam on memory, with bfloat16 copies."""
-    n = 16 * PIECE
-    master, first, second, grad = (
-        map_pages(4 * n).view(torch.float32).fill_(1e-3) for _ in range(4)
-    )
-    copy = map_pages(2 * n).view(torch.bfloat16).fill_(1e-3)
-    return n / _least(lambda: update(_ADAM, master, grad, Moments(first, second), copy))
-
-
-def _disk_rate(folder: Path) -> float:
-    """Bytes per second, each way, of what passes through buffers as states do, unchanged."""
-    size = 12 * PIECE
-    homes = Homes(BUFFERS * size, 0, _PROBE // size * size, folder)
-    try:
-        places = [homes.home("probe", size, False) for _ in range(_PROBE // size)]
-        free = [homes.device.alloc(size, "probe") for _ in range(BUFFERS)]
-        for place in places:
-            homes.write(place, free[0], lambda: None).result()
-        start = time.perf_counter()
-        reads, writes = [], []
-        for i, place in enumerate(places):
-            if len(writes) == 2:
-                write, buffer = writes.pop(0)
-                write.result()
-                free.append(buffer)
-            for ahead in places[i + len(reads) : i + 2]:
-                if free:
-                    buffer = free.pop()
-                    reads.append((homes.read(ahead, buffer), buffer))
-            read, buffer = reads.pop(0)
-            read.result()
-            writes.append((homes.write(place, buffer, lambda: None), buffer))
-        for write, _ in writes:
-            write.result()
-        return len(places) * size / (time.perf_counter() - start)
-    finally:
-        homes.close()
 
 
 def _peak_rss() -> int:
@@ -208,7 +108,7 @@ def _peak_rss() -> int:
 
 def write(given: argparse.Namespace, config: dict[str, Any]) -> None:
     """The random model."""
-    if given.what == "full":
+    if given.what != "adapters":
         random_model(config, torch.bfloat16).save_pretrained(given.path / "float")
     else:
         write_random_checkpoint(given.path / "packed", config)
@@ -272,7 +172,40 @@ def _adapters(given: argparse.Namespace, run: Callable[..., Any], result: Report
     result.bars.append(Bar("adapters from disk over in memory", _ADAPTERS_BAR, rates[1] / rates[0]))
 
 
-KINDS = {"full": _full, "adapters": _adapters}
+def _tiles(given: argparse.Namespace, run: Callable[..., Any], result: Report) -> None:
+    forget(given.path / "float")
+    found = run(parse_size(given.limit), "train")
+    moved = found["moved"]
+    result.measured["step"] = found
+    result.rows += [
+        ("device memory", format_size(found["device"]), f"of {format_size(found['bound'])}"),
+        ("memory at its peak", format_size(found["peak"]), f"of {given.limit}"),
+        ("weights", format_size(found["weights"]), f"{format_size(found['largest'])} the largest"),
+        ("a step", f"{min(found['seconds']):.1f} s", f"{given.tokens} tokens"),
+        ("read", format_size(sum(n for name, n in moved.items() if name.endswith("read"))), ""),
+    ]
+    within = found["bound"] / found["device"]
+    result.bars.append(Bar("device memory over what is used", 1.0, within))
+    share = found["largest"] / found["bound"]
+    result.bars.append(Bar("the largest matrix over device memory", 1.0, share))
+
+
+def shape(given: argparse.Namespace) -> dict[str, Any]:
+    """The config of what is trained."""
+    if given.what != "tiles":
+        return (SMALL if given.quick else TINYLLAMA) | {"num_hidden_layers": given.layers}
+    hidden = 1024 if given.quick else 16384
+    return TINYLLAMA | {
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "vocab_size": 256,
+    }
+
+
+KINDS = {"full": _full, "adapters": _adapters, "tiles": _tiles}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -298,9 +231,15 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     given = parser().parse_args()
     given.limit = given.limit or _LIMITS[given.what]
-    config = (SMALL if given.quick else TINYLLAMA) | {"num_hidden_layers": given.layers}
+    config = shape(given)
     if given.part:
-        parts = {"write": write, "train": trained, "bound": partial(bound, moved=given.moved)}
+        parts = {
+            "write": write,
+            "train": trained,
+            "bound": lambda *_: bound(
+                config, given.tokens, given.micro_batches, given.moved, given.path
+            ),
+        }
         print(json.dumps(parts[given.part](given, config)))
         return
     with ExitStack() as stack:
@@ -314,13 +253,13 @@ def main() -> None:
                 found = json.loads(out)
                 return found if found is None else found | {"peak": group.peak if limit else None}
 
-        if not (folder / ("float" if given.what == "full" else "packed") / "config.json").exists():
+        if not (folder / _FOLDERS[given.what] / "config.json").exists():
             run(None, "write")
         settings = {k: v for k, v in vars(given).items() if k not in ("path", "out", "part")}
         result = Report(
             f"train_large-{given.what}",
             settings | {"config": config, "threads": len(os.sched_getaffinity(0))},
-            f"{given.what}: 1.1 billion weights in {given.limit}",
+            f"{given.what}, in {given.limit}",
             ("", "", ""),
         )
         KINDS[given.what](given, run, result)

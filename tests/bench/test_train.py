@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import train, train_large, train_steps
+from bench import train, train_bound, train_large, train_steps
 from bench.harness import Report
 
 
@@ -33,26 +33,28 @@ def test_steps(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in written["measured"].values())
 
 
-@pytest.mark.parametrize("what", ["full", "adapters"])
+@pytest.mark.parametrize("what", ["full", "adapters", "tiles"])
 def test_a_large_model(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_large, "_PROBE", 64 << 20)
+    monkeypatch.setattr(train_bound, "_PROBE", 64 << 20)
     sizes = ["--quick", "--layers", "1", "--tokens", "16", "--path", str(tmp_path)]
     given = train_large.parser().parse_args([what, *sizes, "--limit", "1GiB"])
-    config = train_large.SMALL | {"num_hidden_layers": 1}
+    config = train_large.shape(given)
     train_large.write(given, config)
     report = Report("train_large", {}, "", ("", "", ""))
 
     def run(limit: int | None, part: str, *more: str) -> dict[str, object]:
         """A part, in this process."""
         if part == "bound":
-            return train_large.bound(given, config, json.loads(more[1]))
+            return train_bound.bound(config, 16, 1, json.loads(more[1]), tmp_path)
         given.in_memory = "--in-memory" in more
         return train_large.trained(given, config) | {"peak": limit}
 
     train_large.KINDS[what](given, run, report)
-    (bar,) = report.bars
-    assert bar.measured > 0
-    on_disk = report.measured["step"] if what == "full" else report.measured["from disk, in 1GiB"]
-    read = "states read" if what == "full" else "frozen weights read"
+    assert report.bars[0].measured > 0
+    on_disk = report.measured["from disk, in 1GiB" if what == "adapters" else "step"]
+    read = "frozen weights read" if what == "adapters" else "states read"
+    if what == "tiles":
+        assert all(bar.met for bar in report.bars[:1])
+        assert on_disk["moved"]["gradients read"] > 0
     assert on_disk["moved"][read] > 0
     assert on_disk["device"] > on_disk["host"] == 0
