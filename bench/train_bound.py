@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def _attention(tokens: int, heads: int, size: int, kv_heads: int) -> float:
     )
 
     def run() -> Tensor:
-        wide = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-        return functional.scaled_dot_product_attention(q, *wide, is_causal=True)
+        wide, values = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        return functional.scaled_dot_product_attention(q, wide, values, is_causal=True)
 
     def both() -> None:
         run().sum().backward()
@@ -116,7 +117,8 @@ def _disk_rate(folder: Path) -> float:
         for place in places:
             homes.write(place, free[0], lambda: None).result()
         start = time.perf_counter()
-        reads, writes = [], []
+        reads: list[tuple[Future[None], Tensor]] = []
+        writes: list[tuple[Future[None], Tensor]] = []
         for i, place in enumerate(places):
             if len(writes) == 2:
                 write, buffer = writes.pop(0)

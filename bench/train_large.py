@@ -67,7 +67,7 @@ def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]
             options = {}
     tiled = given.what == "tiles"
     if tiled:
-        options["device_memory"] = _TILED_MEMORY >> (4 * given.quick)
+        options["device_memory"] = _TILED_MEMORY >> (2 * given.quick)
     start = time.perf_counter()
     training = train.offload(
         model,

@@ -60,7 +60,8 @@ class _Rows(torch.autograd.Function):
 
 def by_rows(model: Any, sum_of: Callable[[Tensor], Tensor]) -> bool:
     """Sum gradients of a model's input embeddings by rows, where they are torch's and learn."""
-    module = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    find: Any = getattr(model, "get_input_embeddings", lambda: None)
+    module: Any = find()
     plain = type(module) is nn.Embedding and module.max_norm is None
     if not plain or module.scale_grad_by_freq or module.sparse:
         return False

@@ -32,7 +32,7 @@ def trainer_of(model: Any, folder: Path, kind: type[Trainer] = Trainer, **change
         "gradient_checkpointing": True,
         **changes,
     }
-    return kind(model, TrainingArguments(str(folder), **options), train_dataset=ROWS)  # type: ignore[arg-type]
+    return kind(model, TrainingArguments(str(folder), **options), train_dataset=ROWS)
 
 
 def attached(model: Any, folder: Path, **changes: Any) -> tuple[Trainer, train.Training]:

@@ -62,7 +62,7 @@ def test_steps_are_those_of_a_loop_that_delays(
 
 @pytest.mark.parametrize(("before", "after"), [(PLACES[0], PLACES[2]), (PLACES[2], PLACES[0])])
 def test_a_resumed_run_is_the_same_bit_for_bit(before: str, after: str, tmp_path: Path) -> None:
-    half = {"dtype": torch.bfloat16}
+    half: dict[str, Any] = {"dtype": torch.bfloat16}
     whole, first = delayed(before, tmp_path, **half), delayed(before, tmp_path, **half)
     wanted = [whole.step(batches_of(i)) for i in range(5)]
     found = [first.step(batches_of(i)) for i in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,10 @@ TILE = 3000  # bytes: of matrices whose rows it does not divide
 
 
 def tiled(
-    place: str, folder: Path, patch: pytest.MonkeyPatch, norm: float | None = None, **model: object
+    place: str, folder: Path, patch: pytest.MonkeyPatch, norm: float | None = None, **model: Any
 ) -> train.Training:
     """Training in tiles, as the device has no room for a matrix."""
-    options = {"optimizer": train.AdamW(lr=LR, eps=EPS), "max_norm": norm}
+    options: dict[str, Any] = {"optimizer": train.AdamW(lr=LR, eps=EPS), "max_norm": norm}
     patch.setattr(MODULE, "_TILES", (TILE,))
     whole = offloaded(model_of("llama", **model), place, folder, **options).placement
     assert not whole.host["weights in tiles"] + whole.disk["weights in tiles"]
@@ -63,7 +64,7 @@ def test_steps_are_those_of_torch(
 def test_in_bfloat16_a_resumed_run_is_the_same_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = {"dtype": torch.bfloat16}
+    half: dict[str, Any] = {"dtype": torch.bfloat16}
     whole, first, second = (tiled(PLACES[2], tmp_path, monkeypatch, **half) for _ in range(3))
     wanted = [whole.step(batches_of(i)) for i in range(4)]
     found = [first.step(batches_of(i)) for i in range(2)]
