@@ -59,6 +59,7 @@ class Engine:
         for i, layer in enumerate(self.layers):
             layer.own = parts.held.frozen.forward_of(i, layer.own)
         self._random: dict[tuple[int, int], Tensor] = {}
+        self._state: Tensor | None = None
         self._stops: dict[tuple[int, int], Stop] = {}
         self._edges: dict[int, GradientEdge] = {}
 
@@ -195,9 +196,19 @@ class Engine:
                 lambda x: layer.compute(x, stop),
             )
         boundaries.save(i, m)
-        self._random[i, m] = torch.get_rng_state()
+        self._random[i, m] = self._generator()
         with torch.no_grad():
             return layer.compute(boundaries.at(m), stop)
+
+    def _generator(self) -> Tensor:
+        """The state of torch's generator; the last one where it has not changed.
+
+        Many small tensors that stay, between large ones that go, would have the heap grow.
+        """
+        now = torch.get_rng_state()
+        if self._state is None or not torch.equal(now, self._state):
+            self._state = now
+        return self._state
 
     def _again(self, i: int, m: int, ahead: Sequence[tuple[int, int]]) -> Tensor:
         """A layer once more and backward; returns the gradient of its input."""
