@@ -330,6 +330,7 @@ FAMILIES |= {
         "qk_nope_head_dim": 16,
         "v_head_dim": 32,
         "tie_word_embeddings": True,
+        "pad_token_id": None,  # whose embedding transformers makes zeros
     },
     "glm4-moe-lite": {
         "model_type": "glm4_moe_lite",

@@ -26,6 +26,7 @@ from qoff.models.native.decoder import check_kv, head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
+from qoff.plan.manual import Memory
 from tests.instruments import POISON
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import PACKED_ATTENTION, assert_close
@@ -71,9 +72,13 @@ def test_the_answers_do_not_depend_on_the_plan(
 def test_weights_stream_and_change_no_bit(
     checkpoint: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    with LLM(checkpoint, BATCHES) as llm:
-        rest, weights = llm.memory.total("device"), llm.runtime.residency.device_bytes
-    plan = replace(BATCHES, device_memory=rest + weights // 2)
+    plan = replace(BATCHES, prefill_tokens=16)
+    with LLM(checkpoint, plan) as llm:
+        spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
+    beside = Memory.of(plan, spec, head_shapes(spec), tiled=True).total("device")
+    plan = replace(plan, device_memory=beside + weights // 2)
+    with LLM(checkpoint, plan) as llm:
+        assert not llm.runtime.store.all_resident
     assert answers(checkpoint, plan) == expected
 
 
