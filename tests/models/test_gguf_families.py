@@ -106,6 +106,24 @@ def assert_same(found: Path, wanted: Path) -> None:
         assert torch.equal(value, same[name]), name
 
 
+def test_latent_attention_of_quantized_types(base: Path, tmp_path: Path) -> None:
+    """Keys' matrices are transposed, so the values of both are quantized again."""
+    model = GGUFModel.of(source_of(base, "deepseek-v3"))
+    model.kinds = {"attn_v_b": Kind.Q8_0, "attn_q_b": Kind.Q8_0}
+    wanted = model.rounded().write(tmp_path / "wanted.gguf")
+    found = model.write(tmp_path / "m.gguf")
+    assert_same(found, wanted)
+    info = open_source(found).info("blk.0.attn_kv_b.weight")
+    assert info is not None
+    assert (info.shape, info.quantized) == ((4 * 32, 64), (8, 32))
+    broken = dict(model.tensors)
+    broken["blk.0.attn_v_b.weight"] = broken["blk.0.attn_v_b.weight"][:3]
+    damaged = GGUFModel(model.architecture, model.metadata, broken).write(tmp_path / "d.gguf")
+    with pytest.raises(FormatError, match="expected .heads, latent, keys. and") as refusal:
+        open_source(damaged)
+    assert "\n" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4, Kind.BF16])
 @pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
 def test_types_of_experts(family: str, kind: Kind, base: Path, tmp_path: Path) -> None:

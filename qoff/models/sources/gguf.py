@@ -58,8 +58,8 @@ class GGUFSource:
     def info(self, name: str) -> TensorInfo | None:
         if (both := self._joined.get(name)) is not None:
             floats = both.kinds <= {*DENSE, *_AS_CONFIGURED}
-            anew = (_BITS_FROM_FLOATS, GROUP_SIZE)
-            return TensorInfo(both.shape, None) if floats else TensorInfo(both.shape, anew, True)
+            form = None if floats else (_BITS_FROM_FLOATS, GROUP_SIZE)
+            return TensorInfo(both.shape, form, anew=not floats)
         if name not in self._stored:
             return None
         stored = self._stored[name]
