@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,15 @@ def test_a_model_that_sees_becomes_its_language_model(
     tokens = torch.randint(3, 128, (19,))
     assert relative_rms(logits(tmp_path / "out", tokens), expected(model, tokens)) < NEARLY
     assert Checkpoint.open(tmp_path / "out").config["model_type"] == text
+
+
+def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
+    """By a name that transformers does not know."""
+    save_model(tmp_path / "model", "deepseek-v3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "kimi_k2"}))
+    convert(tmp_path / "model", tmp_path / "out", quant=EIGHT)
+    tokens = torch.randint(3, 128, (19,))
+    assert relative_rms(logits(tmp_path / "out", tokens), expected(model, tokens)) < NEARLY
+    assert Checkpoint.open(tmp_path / "out").config["model_type"] == "deepseek_v3"
