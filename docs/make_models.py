@@ -98,7 +98,7 @@ def table() -> str:
         for key in tested:
             traits |= dict.fromkeys(_traits(_spec(key)))
         if name in SOURCES:
-            traits = {"those of its language model, which it becomes": None}
+            traits = {"those of the model that it becomes": None}
         rows.append((f"`{name}`", family.models, "; ".join(traits), ", ".join(tested)))
     native = "".join("| " + " | ".join(row) + " |\n" for row in rows)
     others = "".join(f"- `{name}`: {_TRAITS[name]}\n" for name in MODULES)
@@ -119,7 +119,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
     found = [f"{norm} {' and '.join(place for place, used in places.items() if used)}"]
     rope = spec.rope
     if rope is not None:
-        part = "" if rope.dim == spec.head_dim else f" of {rope.dim / spec.head_dim:.0%} of a head"
+        whole = spec.rope_head_dim
+        part = "" if rope.dim == whole else f" of {rope.dim / whole:.0%} of a head"
         found.append(f"RoPE ({rope.kind}){part}")
     switches = {
         "some layers without RoPE": rope is not None and not all(spec.rope_layers),
