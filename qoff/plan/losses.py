@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from qoff.errors import ArgumentError, BudgetError, FormatError
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache import KVQuant
+from qoff.kvcache.quant import UnpackableError
 from qoff.schema import is_number
 
 from .manual import Plan
@@ -111,6 +113,21 @@ def _form(cell: Mapping[str, Any]) -> Form | None:
     return Form(WeightForm(int(bits), int(group), solver), kv, float(loss))
 
 
+def packable(forms: Sequence[Form], shapes: Sequence[HeadShape]) -> list[Form]:
+    """Those whose KV cache a model has: latent K and V have the same bits.
+
+    All of them where it has none, so that the first plan says why.
+    """
+
+    def packs(kv: KVQuant) -> bool:
+        try:
+            return bool(kv.packed_forms(shapes))
+        except UnpackableError:
+            return False
+
+    return [form for form in forms if packs(form.kv)] or list(forms)
+
+
 def best_form(
     forms: Sequence[Form],
     most: float,
@@ -124,6 +141,7 @@ def best_form(
     Of those as fast, the one that loses least. Raises ArgumentError where all lose more,
     BudgetError where no plan of any fits, with what the smallest form would need.
     """
+    forms = packable(forms, sizes_of(forms[0].weights).shapes)
     allowed = [form for form in forms if form.loss <= most]
     if not allowed:
         least = min(forms, key=lambda form: form.loss)

@@ -14,6 +14,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import KVBits
 from qoff.models.runtime import Runtime
+from qoff.plan.losses import assumed_forms, packable
 from tests.tiny_models import tiny_checkpoint
 
 
@@ -81,6 +82,17 @@ def test_every_layer_has_its_form() -> None:
     assert forms == [KVFormat(64), KVFormat(128, 8, 4), KVFormat(64)]
     with pytest.raises(OpError, match="heads of 16 channels"):
         KVQuant().forms([heads(16)])
+
+
+def test_latent_values_have_the_bits_of_the_keys() -> None:
+    latent = HeadShape(2, 1, 576, 1.0, latent=512)
+    assert KVQuant(4, 4).form(latent, 0) == KVFormat(576, latent=512)
+    with pytest.raises(OpError, match="give both the same bits, not 8 and 4"):
+        KVQuant(8, 4).form(latent, 0)
+    forms = assumed_forms(converted=True)
+    assert {(form.kv.k_bits, form.kv.v_bits) for form in forms} == {(4, 4), (8, 4)}
+    assert [form.kv for form in packable(forms, [latent])] == [KVQuant(4, 4)]
+    assert packable(forms, [heads(64)]) == forms
 
 
 @pytest.mark.parametrize("rotated", [False, True])
