@@ -80,17 +80,28 @@ def qoff(clients: int, model: str = "", options: Sequence[str] = ()) -> Iterator
 
 
 @contextmanager
-def llama_server(clients: int, slots: int | None = None) -> Iterator[Address]:
-    """llama.cpp's, with Q4_0, its fastest 4 bits. slots: None: one for each client."""
+def llama_server(
+    clients: int, slots: int | None = None, fit: int | None = None
+) -> Iterator[Address]:
+    """llama.cpp's, with Q4_0, its fastest 4 bits. slots: None: one for each client.
+
+    fit: bytes of main memory that it fits its context into.
+    """
     tool = native.llama_cpp("llama-server")
     if tool is None:
         raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
     path, port = llama_cpp.quantized(fetch_gguf(), "Q4_0"), _free_port()
     count, threads = slots or clients, str(len(os.sched_getaffinity(0)))
     command = [str(tool), "--model", str(path), "--port", str(port), "--parallel", str(count)]
-    command += ["--ctx-size", str(count * CONTEXT), "--threads", threads, "--log-disable"]
-    with _process(command, port):
-        yield Address(f"http://127.0.0.1:{port}/v1", "default", {"cache_prompt": False})
+    command += ["--threads", threads, "--log-disable"]
+    if fit is None:
+        command += ["--ctx-size", str(count * CONTEXT)]
+    else:  # it takes all of the machine's memory to be free
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        command += ["--no-mmap", "--fit", "on", "--fit-target", str((there - fit) >> 20)]
+        command += ["--fit-ctx", str(count * CONTEXT)]
+    with _process(command, port) as pid:
+        yield Address(f"http://127.0.0.1:{port}/v1", "default", {"cache_prompt": False}, pid)
 
 
 @contextmanager
@@ -127,8 +138,11 @@ def _free_port() -> int:
 @contextmanager
 def _process(
     command: Sequence[str], port: int, environment: dict[str, str] | None = None
-) -> Iterator[None]:
-    """A server that answers at /health when it is ready. Raises PeerNotBuiltError if it ends."""
+) -> Iterator[int]:
+    """A server that answers at /health when it is ready, by its number.
+
+    Raises PeerNotBuiltError if it ends.
+    """
     log = native.folder() / f"{Path(command[0]).name}-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -140,7 +154,7 @@ def _process(
             if process.poll() is not None or time.monotonic() > until:
                 raise PeerNotBuiltError(f"{command[0]} does not start: {log} says why")
             time.sleep(0.2)
-        yield
+        yield process.pid
         log.unlink()
     finally:
         process.terminate()

@@ -3,7 +3,8 @@
 links: link-bound rounds over simulated links. rounds: real plans on two models, each predicted with
 constants fitted on the other. regret: the chosen plan beside random ones that were run. grid:
 beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
-takes more. flexgen: its published figures by its own model, and qoff on its machine.
+takes more. flexgen: its published figures by its own model, and qoff on its machine. peers: what
+accelerate and llama.cpp plan for the same budgets. training: `qoff plan --train` of large models.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from bench.harness import Report
 
-MEASURES = ("links", "rounds", "regret", "grid", "budgets", "flexgen")
+MEASURES = ("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,9 +1,9 @@
 """Bytes at the peak beside those that were counted, and a cgroup that kills what takes more.
 
-A process of its own opens each plan in a memory cgroup (v1, as root). What it takes before, with
-libraries and compiled kernels, is measured; the limit is that, the plan's bytes of device and host
-memory, 1 %, and 8 MiB for what an open LLM has beside (tokenizer, stacks of threads). Files are
-read around the page cache.
+A process of its own opens each plan in a memory cgroup (v1, as root), twice: without a limit, for
+the peak, and with one. What it takes before, with libraries and compiled kernels, is measured; the
+limit is that, the plan's bytes of device and host memory, 1 %, and 8 MiB for what an open LLM has
+beside (tokenizer, stacks of threads). Files are read around the page cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from qoff.plan.workload import Lengths, Workload
 _ROOT = Path("/sys/fs/cgroup/memory")
 _OVER = 0.01  # of a plan's bytes
 _MIB = 1 << 20
-_PROCESS = 8 * _MIB  # tokenizer, threads' stacks, Python's own: not a plan's
+PROCESS = 8 * _MIB  # tokenizer, threads' stacks, Python's own: not a plan's
 
 
 @contextmanager
@@ -68,16 +68,12 @@ def measure(quick: bool) -> Report:
     path, work = fetch_checkpoint(), Work(4, 2, 128, 8) if quick else Work(4, 2, 256, 32)
     killed, over = 0, 0.0
     for label, plan in _plans(path, work, quick).items():
-        found = _run(path, plan, work)
-        if found is None:
-            killed += 1
-            result.rows.append((label, "", "", "", "yes"))
-            continue
-        counted, peak = found
-        over = max(over, (peak - _PROCESS) / counted - 1)
+        counted, peak, ended = _run(path, plan, work)
+        killed += ended
+        over = max(over, (peak - PROCESS) / counted - 1)
         mib = f"{counted / _MIB:.1f}", f"{peak / _MIB:.1f}"
-        result.rows.append((label, *mib, f"{peak / counted:.1%}", "no"))
-        result.measured[label] = {"counted": counted, "peak": peak}
+        result.rows.append((label, *mib, f"{peak / counted:.1%}", "yes" if ended else "no"))
+        result.measured[label] = {"counted": counted, "peak": peak, "killed": ended}
     result.bars.append(Bar("plans that are not killed", 1, float(not killed)))
     result.bars.append(Bar("1 - largest excess over what is counted", 1 - _OVER, 1 - over))
     return result
@@ -100,20 +96,19 @@ def _plans(path: Path, work: Work, quick: bool) -> dict[str, Plan]:
     return found | dict(list(by_hand.items())[: 2 if quick else None])
 
 
-def _run(path: Path, plan: Plan, work: Work) -> tuple[int, int] | None:
-    """Bytes counted and at the peak of a process; None if it was killed."""
+def _run(path: Path, plan: Plan, work: Work) -> tuple[int, int, bool]:
+    """Bytes counted and at the peak of a process, and whether a limit killed it."""
     with cgroup() as group, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(plan_text(plan))
         file.flush()
         numbers = [str(n) for n in (work.batch_size * work.batches, work.prompt, work.new)]
         command = [sys.executable, "-m", __name__, str(path), file.name, str(group), *numbers]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == -signal.SIGKILL:
-        return None
-    if done.returncode:
+    killed = done.returncode == -signal.SIGKILL
+    if not done.stdout or (done.returncode and not killed):
         raise QoffError(f"the plan's process failed: {done.stderr[-500:]}")
     counted, peak = json.loads(done.stdout.splitlines()[-1])
-    return counted, peak
+    return counted, peak, killed
 
 
 def _child(argv: Sequence[str] | None = None) -> None:
@@ -136,17 +131,18 @@ def _child(argv: Sequence[str] | None = None) -> None:
             return sum(sum(tiers[tier].values()) for tier in ("device", "host"))
 
     counted = answer(plan)  # compiles, and allocates what a process keeps
-    _trim()
-    (group / "memory.force_empty").write_text("0")  # of pages of files
-    limit = int((group / "memory.usage_in_bytes").read_text()) + int(counted * (1 + _OVER))
-    limit += _PROCESS
-    (group / "memory.limit_in_bytes").write_text(str(limit))
+    trim()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     answer(plan)
-    peak = _status("VmHWM") - before
+    print(json.dumps([counted, _status("VmHWM") - before]), flush=True)
+    trim()
+    (group / "memory.force_empty").write_text("0")  # of pages of files
+    limit = int((group / "memory.usage_in_bytes").read_text()) + int(counted * (1 + _OVER))
+    limit += PROCESS
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    answer(plan)
     (_ROOT / "cgroup.procs").write_text(str(os.getpid()))
-    print(json.dumps([counted, peak]))
 
 
 def _status(name: str) -> int:
@@ -155,10 +151,10 @@ def _status(name: str) -> int:
     return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give freed memory back to the system."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    ctypes.CDLL("libc.so.6").malloctrim(0)
 
 
 if __name__ == "__main__":

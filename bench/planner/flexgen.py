@@ -240,7 +240,7 @@ def _row(
 def _ours(result: Report, name: str, prompt: int) -> None:
     """What qoff's plan reaches in virtual time, with 4-bit weights and KV cache."""
     shape, requests = SHAPES[name], 512
-    sizes = ModelSizes.of(_config(shape), QuantConfig(packing="split32"))
+    sizes = ModelSizes.of(opt_config(shape), QuantConfig(packing="split32"))
     work = Workload(Lengths.of(prompt), Lengths.of(_NEW), requests)
     policy, wanted = FLOAT16["OPT-175B"][512]
     machine = t4(disk_fitted(OPT_175B, policy, 512, wanted))
@@ -276,7 +276,7 @@ def t4(by: Constants) -> MachineProfile:
     )
 
 
-def _config(shape: Shape) -> dict[str, Any]:
+def opt_config(shape: Shape) -> dict[str, Any]:
     return {
         "model_type": "opt",
         "architectures": ["OPTForCausalLM"],
