@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 from bench.harness import Report
 
+_OWN = {"turns", "rivals"}
 MEASURES = ("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training")
 
 
@@ -26,11 +28,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=MEASURES)
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
+    parser.add_argument("--turns", type=int, help="of rounds and regret, in each of which all run")
+    parser.add_argument("--rivals", type=int, help="of regret: plans drawn at random")
     parser.add_argument("--out", type=Path, help="folder of the JSON; default bench/results")
     args = parser.parse_args(argv)
     for name in args.only:
-        measure: Callable[[bool], Report] = import_module(f"bench.planner.{name}").measure
-        report = measure(args.quick)
+        measure: Callable[..., Report] = import_module(f"bench.planner.{name}").measure
+        given = {key: getattr(args, key) for key in signature(measure).parameters.keys() & _OWN}
+        own = {key: value for key, value in given.items() if value is not None}
+        report = measure(args.quick, **own)
         report.publish(args.out and args.out / f"{report.name}.json")
 
 

@@ -154,7 +154,7 @@ def _status(name: str) -> int:
 def trim() -> None:
     """Give freed memory back to the system."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloctrim(0)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 if __name__ == "__main__":

@@ -190,6 +190,7 @@ def _accelerate(budget: int, new: int) -> tuple[int, float]:
     path, dtype = fetch_float(), torch.bfloat16
     with init_empty_weights():
         empty: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    empty.tie_weights()
     places = infer_auto_device_map(
         empty, {"cpu": budget}, no_split_module_classes=empty._no_split_modules, dtype=dtype
     )

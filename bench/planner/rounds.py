@@ -148,24 +148,39 @@ def add(result: Report, name: str, runs: Measured, how: str, said: Mapping[str, 
         result.bars.append(Bar(f"{name}, {how}: Kendall's tau", _TAU, tau))
 
 
-def measure(quick: bool) -> Report:
+def measure(quick: bool, turns: int = 5) -> Report:
     """Both models, and each predicted with what was fitted on the other."""
-    result = Report(
-        "planner-rounds",
-        {"quick": quick},
-        "decode rounds, measured and predicted",
-        ("plan", "constants", "measured ms", "predicted ms", "error", "limit"),
-    )
+    turns = 1 if quick else turns
     folder = Path(tempfile.mkdtemp(prefix="qoff-planner-"))
     try:
         write_random_checkpoint(folder / "qoff", SMALL if quick else TINYLLAMA)
-        models = {
-            "135M": (fetch_checkpoint(), Work(2, 2, 128, 8) if quick else Work(2, 2, 256, 12)),
-            "1.1B random": (folder / "qoff", Work(2, 2, 64, 4) if quick else Work(2, 2, 128, 6)),
+        works = works_of(quick)
+        paths = fetch_checkpoint(), folder / "qoff"
+        runs = {
+            name: measured(path, work, turns)
+            for path, (name, work) in zip(paths, works.items(), strict=True)
         }
-        runs = {name: measured(*model, 1 if quick else 5) for name, model in models.items()}
     finally:
         shutil.rmtree(folder)
+    return compared(runs, {"quick": quick, "turns": turns})
+
+
+def works_of(quick: bool) -> dict[str, Work]:
+    """What the plans of each model do."""
+    return {
+        "135M": Work(2, 2, 128, 8) if quick else Work(2, 2, 256, 12),
+        "1.1B random": Work(2, 2, 64, 4) if quick else Work(2, 2, 128, 6),
+    }
+
+
+def compared(runs: Mapping[str, Measured], settings: dict[str, Any]) -> Report:
+    """Runs of two models beside what is predicted of them."""
+    result = Report(
+        "planner-rounds",
+        settings,
+        "decode rounds, measured and predicted",
+        ("plan", "constants", "measured ms", "predicted ms", "error", "limit"),
+    )
     fitted = {name: Factors.fitted(one) for name, one in runs.items()}
     for (name, one), other in zip(runs.items(), reversed(runs), strict=True):
         result.notes += [f"{name}: {text}" for text in one.refused]

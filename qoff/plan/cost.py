@@ -28,6 +28,8 @@ PLACED = ("weights on host", "weights on disk", "KV on host", "KV on disk")
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
 _OPS = 5  # of a layer
 STEP_CALLS = 8  # of an op: what Python does for a layer of a pass whose KV blocks come to it
+# What it does for a pass that is alone in its round, whose steps follow each other, and for others.
+PASS_CALLS, PASSES_CALLS = 30, 150
 _FLOAT = 4  # bytes
 
 
@@ -148,7 +150,7 @@ class CostModel:
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes)
         sizes, device = self.sizes, self.machine.device
-        seconds = self._matmuls(rows, rows) * passes
+        seconds = self._passes(rows, rows, passes, c.block)
         blocks = active * self.mean_blocks * self.kv.attention_top
         attention = self._attention(device) * blocks
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
@@ -169,7 +171,7 @@ class CostModel:
         read = piece * passes
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
-        seconds = self._matmuls(piece, np.minimum(prompts, c.batch_size)) * passes
+        seconds = self._passes(piece, np.minimum(prompts, c.batch_size), passes, c.block)
         own = np.minimum(piece, work.prompt.mean)
         heads = sum(s.heads * s.cached_width for s in self.sizes.shapes) / 2
         seconds = seconds + device.prompt_s * heads * read * own / 2
@@ -258,13 +260,25 @@ class CostModel:
         found: Array = 1 - held * (1 - chosen)
         return found
 
-    def _matmuls(self, rows: Array, head_rows: Array) -> Array:
-        """Seconds of a pass in matrices, and in calling the ops."""
+    def _passes(
+        self, rows: Array, head_rows: Array, passes: Array, block: npt.NDArray[np.bool_]
+    ) -> Array:
+        """Seconds of a round's passes in matrices, in calling the ops, and between them.
+
+        In the block schedule, those behind the first find what fits in the cache.
+        """
         device, sizes = self.machine.device, self.sizes
-        layers = device.matmul_s(self.layer_bits, rows) * sizes.layer_columns
-        head = device.matmul_s(self.head_bits, head_rows) * sizes.head_columns
-        calls = _OPS * sizes.spec.num_layers + 1
-        seconds: Array = layers + head + calls * device.call_s
+        calls = (_OPS * sizes.spec.num_layers + 1) * device.call_s
+        seconds = passes * (calls + pass_s(self.machine, passes))
+        largest = max(sizes.layer_bytes)
+        for bits, columns, nbytes, m in (
+            (self.layer_bits, sizes.layer_columns, largest, rows),
+            (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
+        ):
+            first = device.matmul_s(bits, m)
+            near = device.near_s(bits, m) if nbytes <= device.cache_bytes else first
+            again = np.where(block, near, first)
+            seconds = seconds + columns * (first + (passes - 1) * again)
         return seconds
 
     def _attention(self, processor: Processor, queries: Array | None = None) -> Array:
@@ -300,6 +314,13 @@ class CostModel:
         """Bits of the matrix of the logits."""
         bits = 8 * self.sizes.head_bytes / self.sizes.head_columns
         return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
+
+
+def pass_s(machine: MachineProfile, passes: Array) -> Array:
+    """Seconds of a pass beside its ops, in a round of so many; a GPU's launches run ahead."""
+    calls = np.where(passes > 1, PASSES_CALLS, PASS_CALLS)
+    found: Array = calls * (0.0 if machine.on_gpu else machine.device.call_s)
+    return found
 
 
 def _link_s(link: Link, nbytes: Array, requests: Array) -> Array:

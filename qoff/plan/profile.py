@@ -60,7 +60,9 @@ class Processor:
     floats, as training has them. attention: by the
     bits of K and V, from queries of a KV head to seconds for each byte of packed K and V.
     prompt_s: seconds for a query, a key, and a channel of one head, where prompts are read.
-    bytes_per_s: of its memory. call_s: seconds that each op adds. Raises ArgumentError.
+    bytes_per_s: of its memory. call_s: seconds that each op adds. near: as matmul, of matrices that
+    are still in the last cache, where a layer takes no more than `cache_bytes` of that. Raises
+    ArgumentError.
     """
 
     matmul: Mapping[str, Curve]
@@ -68,11 +70,16 @@ class Processor:
     prompt_s: float
     bytes_per_s: float
     call_s: float = 0.0
+    near: Mapping[str, Curve] = field(default_factory=dict)
+    cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_s", "bytes_per_s"):
             _check(name, getattr(self, name))
         _check("call_s", self.call_s, zero=True)
+        _check("cache_bytes", self.cache_bytes, zero=True)
+        for bits, curve in self.near.items():
+            _check_curve(f"near[{bits!r}]", curve)
         for name in ("matmul", "attention"):
             curves = getattr(self, name)
             if not isinstance(curves, Mapping) or "4" not in curves:
@@ -107,11 +114,23 @@ class Processor:
             self.prompt_s * times,
             self.bytes_per_s / times,
             self.call_s * times,
+            longer(self.near),
+            self.cache_bytes,
         )
 
     def matmul_s(self, bits: int, rows: Array) -> Array:
         """Seconds for each weight that rows of x are multiplied with; x has so many rows."""
         return _at(_nearest(self.matmul, bits), rows)
+
+    def near_s(self, bits: int, rows: Array) -> Array:
+        """The same of matrices that are in the last cache; as slow where that was not measured."""
+        far = self.matmul_s(bits, rows)
+        if not self.near:
+            return far
+        few = np.minimum(rows, _nearest(self.near, bits)[-1][0])
+        part = _at(_nearest(self.near, bits), few) / self.matmul_s(4, few)
+        found: Array = far * np.minimum(1.0, part)
+        return found
 
     def attention_s(self, form: KVFormat, group: Array) -> Array:
         """Seconds for each block of a KV head; group: queries of it.
@@ -235,8 +254,8 @@ def _made(kind: type, values: Any, name: str) -> Any:
         raise ArgumentError(f"{name} is {shown(values)}; expected an object")
     given = dict(values)
     if kind is Processor:
-        for curves in ("matmul", "attention"):
-            given[curves] = _curves(given.get(curves), f"{name}.{curves}")
+        for curves in ("matmul", "attention", "near"):
+            given[curves] = _curves(given.get(curves, {}), f"{name}.{curves}")
     try:
         return _known(kind, given, name)
     except ArgumentError as error:

@@ -113,7 +113,7 @@ def test_a_throttled_disk_changes_the_schedule(caplog: pytest.LogCaptureFixture)
         other.machine.read.rate = FAST / 50
         fixed = other.answer(60)
     assert _mean(throttled[:10]) == pytest.approx(_mean(fixed[:10]), rel=0.05)
-    assert _mean(throttled[-20:]) < 0.4 * _mean(fixed[-20:])
+    assert _mean(throttled[-20:]) < 0.5 * _mean(fixed[-20:])  # of which 4.5 ms is Python's
 
 
 def test_a_disk_that_recovers_is_used_again() -> None:

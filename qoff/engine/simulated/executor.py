@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from qoff.memory.io.thread_transfers import ThreadTransfers
 from qoff.memory.plan import EMBEDDING
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
-from qoff.plan.cost import STEP_CALLS
+from qoff.plan.cost import STEP_CALLS, pass_s
 from qoff.plan.gpu import memory_on_gpu
 
 from .machine import VirtualMachine
@@ -62,7 +63,8 @@ class _Simulated(Executor):
         self, machine: VirtualMachine, checkpoint: Checkpoint, plan: Plan, own: ExitStack
     ) -> None:
         self.machine = machine
-        ops = SimulatedOps(machine)
+        self.simulated_ops = ops = SimulatedOps(machine)
+        ops.pass_s = float(pass_s(machine.profile, np.asarray(plan.batches)))
         hooks = Instrumentation(
             clock=machine.clock, ops=ops, pages=unbacked, check_memory=lambda nbytes, what: None
         )
@@ -89,7 +91,9 @@ class _Simulated(Executor):
         return SimulatedSpill(self.machine, folder, nbytes, self._reader, instrumentation=hooks)
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
-        return _SimulatedRuntime(checkpoint, verify=False, **options)
+        found = _SimulatedRuntime(checkpoint, verify=False, **options)
+        found.ops = self.simulated_ops
+        return found
 
 
 class _SimulatedCpu(_Simulated, CpuExecutor):
@@ -148,7 +152,10 @@ class _SimulatedThreads(ThreadTransfers):
 class _SimulatedRuntime(Runtime):
     """Embeds without looking at weights that are in memory."""
 
+    ops: SimulatedOps
+
     def _embed(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        self.ops.begin_pass()
         if self.store.holds(EMBEDDING):
             return torch.empty(len(ids), self.spec.hidden_size)
         return super()._embed(ids, scale)

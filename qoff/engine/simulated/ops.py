@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from qoff.plan.profile import Processor
 
 from .machine import VirtualMachine
 
+_MATRICES = 4  # of a layer
+
 
 class SimulatedOps:
     """As `kernels.ops.Ops`. Results are memory that nobody writes to, except what decides.
@@ -39,7 +42,13 @@ class SimulatedOps:
         self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
         self.USES_OUT = not on_gpu
         self.step_s = 0.0  # of a layer of a pass whose KV blocks come to it
+        self.pass_s = 0.0  # of a pass beside its ops
+        self._last = deque[tuple[int, int]](maxlen=_MATRICES)  # used last: address and bytes
         self._random = torch.Generator().manual_seed(0)
+
+    def begin_pass(self) -> None:
+        """What Python does for a pass beside calling ops."""
+        self._machine.compute(self.pass_s, on_host=True)
 
     def w4_linear(
         self,
@@ -54,7 +63,7 @@ class SimulatedOps:
         **_: Any,
     ) -> Tensor:
         rows, columns = weight.shape
-        self._matmul(len(x), rows * columns, weight.bits)
+        self._matmul(len(x), rows * columns, weight.bits, self._is_near(weight))
         if out is not None:
             return out
         return x.new_empty(len(x), rows // 2 if end.gated else rows)
@@ -145,9 +154,18 @@ class SimulatedOps:
             self._attend(shape, cache, ragged)
         return qkv.new_empty(len(qkv), shape.out_width) if out is None else out
 
-    def _matmul(self, rows: float, weights: int, bits: int) -> None:
-        seconds = self._device.matmul_s(bits, np.asarray(rows)) * weights + self._device.call_s
+    def _matmul(self, rows: float, weights: int, bits: int, near: bool = False) -> None:
+        each = self._device.near_s if near else self._device.matmul_s
+        seconds = each(bits, np.asarray(rows)) * weights + self._device.call_s
         self._machine.compute(float(seconds))
+
+    def _is_near(self, weight: QTensor) -> bool:
+        """Whether the pass before had this matrix, and a layer's fit in the last cache."""
+        used = weight.codes.data_ptr(), weight.codes.nbytes + weight.scale_min.nbytes
+        found = used in self._last
+        if not found:
+            self._last.append(used)
+        return found and sum(nbytes for _, nbytes in self._last) <= self._device.cache_bytes
 
     def _attend(self, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
         packed = {span.slot: 0 for span in ragged.spans}
