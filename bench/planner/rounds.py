@@ -173,7 +173,7 @@ def works_of(quick: bool) -> dict[str, Work]:
     }
 
 
-def compared(runs: Mapping[str, Measured], settings: dict[str, Any]) -> Report:
+def compared(runs: dict[str, Measured], settings: dict[str, Any]) -> Report:
     """Runs of two models beside what is predicted of them."""
     result = Report(
         "planner-rounds",

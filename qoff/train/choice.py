@@ -223,16 +223,13 @@ def _placement(
     every, least = placed(sizes, None, None, False), placed(sizes, None, 0, True)
     if sum(every.totals) <= left:
         return None, every
-    best, bound = None, left - least.totals[0]
-    while bound >= 0:
+    best, bound, before = None, left - least.totals[0], -1
+    while bound > before:
         found = placed(sizes, None, bound, True)
-        spare = left - sum(found.totals[:2])
-        if spare < 0:
+        if sum(found.totals[:2]) > left:
             break
-        best = bound, found
-        if spare < PAGE:
-            break
-        bound += spare  # the more is in memory, the less is on its way
+        best, before = (bound, found), bound
+        bound = left - found.totals[0]  # the more is in memory, the less is on its way
     if best is None:
         _check(DEVICE, {**least.device, **_beside(job), "activations": activations}, machine)
     assert best is not None
