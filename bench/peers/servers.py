@@ -99,7 +99,7 @@ def llama_server(
     else:  # it takes all of the machine's memory to be free
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         command += ["--load-mode", "none", "--fit", "on", "--fit-target", str((there - fit) >> 20)]
-        command += ["--fit-ctx", str(count * CONTEXT)]
+        command += ["--fit-ctx", str(CONTEXT)]
     with _process(command, port) as pid:
         yield Address(f"http://127.0.0.1:{port}/v1", "default", {"cache_prompt": False}, pid)
 
