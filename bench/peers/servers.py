@@ -113,7 +113,7 @@ def vllm_cpu(clients: int) -> Iterator[Address]:
     port, path = _free_port(), fetch_float()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
     command += ["--served-model-name", "default", "--port", str(port), "--dtype", "bfloat16"]
-    command += ["--max-model-len", str(CONTEXT), "--gpu-memory-utilization", "0.4"]
+    command += ["--max-model-len", str(CONTEXT), "--gpu-memory-utilization", "0.2"]
     command += ["--max-num-seqs", str(_ANY_SLOTS), "--no-enable-prefix-caching"]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
