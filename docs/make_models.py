@@ -27,8 +27,8 @@ batches (`tests/models/test_decoder.py`). Other architectures: see below.
 
 """
 _REST = """
-Weights in FP8 (`quant_method` "fp8"), in which MiniMax M2 and DeepSeek V3 are published, are
-refused: convert a copy of the model in BF16, or a GGUF file of it.
+Weights in FP8, in which DeepSeek V3, R1, Kimi K2 and MiniMax M2 are published, are read as they are
+([formats.md](formats.md)).
 
 Models with latent attention run on a CPU only; a GPU is refused. Their KV cache keeps of a token
 what the heads' keys and values come of, and the part of the keys that turns: 324 bytes a layer of

@@ -29,7 +29,7 @@ from qoff.models.modules.configs import is_native
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.native.decoder import head_shapes
 from qoff.models.spec import DecoderSpec
-from qoff.quant import QTensor, QuantConfig
+from qoff.quant import QTensor, QuantConfig, comes_as_floats
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,15 @@ class ModelSizes:
         """The checkpoint that a model of floats is converted to; config: that of Hugging Face.
 
         Raises UnsupportedModelError for an architecture that `qoff.LLM` does not run, and for
-        weights that are quantized already, whose formats only their files tell.
+        weights whose codes are taken over, whose formats only their files tell.
         """
         if not is_native(config):
             raise UnsupportedModelError(
                 f"config.json: model_type {config.get('model_type')!r} runs through transformers' "
                 "modules, which are not planned for; use qoff.load with device_memory"
             )
-        if config.get("quantization_config"):
+        stored = config.get("quantization_config")
+        if stored and not comes_as_floats(stored, "config.json: quantization_config."):
             raise UnsupportedModelError(
                 "config.json: the weights are quantized already, and only their files tell how "
                 "many bytes they become; convert the model first (qoff convert), and plan that"

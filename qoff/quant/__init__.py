@@ -9,7 +9,7 @@ from .gguf import GGUFFile
 from .grouped import widened
 from .matrix import Format, QuantConfig, quantize
 from .rows import concat_rows
-from .schemes import CONFIG_FILES, SCHEMES, read_scheme
+from .schemes import CONFIG_FILES, SCHEMES, comes_as_floats, read_scheme
 from .stored import Scheme, StoredTensors, TensorInfo
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Scheme",
     "StoredTensors",
     "TensorInfo",
+    "comes_as_floats",
     "concat_rows",
     "quantize",
     "read_scheme",

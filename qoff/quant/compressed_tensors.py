@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from qoff.errors import FormatError, UnsupportedModelError
+from qoff.errors import FormatError
 from qoff.kernels.layout.qtensor import QTensor
 
 from .grouped import Grouping, unpack_bits
@@ -58,12 +58,9 @@ class CompressedTensors:
         stored = settings.one_of("format", (_FORMAT, "mixed-precision"), None)
         if settings.values.get("transform_config"):
             raise settings.unsupported("transform_config", "none")
-        sparsity = settings.values.get("sparsity_config") or {}
-        _inner(settings, "sparsity_config", sparsity).one_of("format", ("dense",), "dense")
-        groups = settings.values.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
-            raise settings.unsupported("config_groups", "an object with a group of modules")
-        return cls(tuple(sorted({_bits(settings, key, groups[key], stored) for key in groups})))
+        settings.inner("sparsity_config").one_of("format", ("dense",), "dense")
+        groups = config_groups(settings)
+        return cls(tuple(sorted({_bits(group, stored) for group in groups})))
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         grouping = self._grouping(tensors, module)
@@ -110,23 +107,24 @@ class CompressedTensors:
         return Grouping((n, k), fitting[0], columns, f"actorder, tensor {order}")
 
 
-def _bits(settings: Settings, key: str, group: Any, stored: str) -> int:
+def config_groups(settings: Settings) -> list[Settings]:
+    """Return the groups of modules that a config has, at least one."""
+    groups = settings.inner("config_groups")
+    if not groups.values:
+        raise settings.unsupported("config_groups", "an object with a group of modules")
+    return [groups.inner(key) for key in groups.values]
+
+
+def _bits(outer: Settings, stored: str) -> int:
     """Return the bits of one of the groups of modules that a config has."""
-    outer = _inner(settings, f"config_groups.{key}", group)
     outer.one_of("format", (_FORMAT,) if stored != _FORMAT else (_FORMAT, None), None)
     for name in ("input_activations", "output_activations"):
         if outer.values.get(name) is not None:
             raise outer.unsupported(name, "null (weights alone)")
-    weights = _inner(outer, "weights", outer.values.get("weights"))
+    weights = outer.inner("weights")
     weights.one_of("type", ("int",), "int")
     weights.one_of("strategy", ("group", "channel"), None)
     return int(weights.one_of("num_bits", _BITS, None))
-
-
-def _inner(settings: Settings, key: str, values: Any) -> Settings:
-    if not isinstance(values, dict):
-        raise UnsupportedModelError(f"{settings.where}{key} is {values!r}; supported: an object")
-    return Settings(f"{settings.where}{key}.", values)
 
 
 def _zeros(tensors: StoredTensors, name: str, shape: tuple[int, int], bits: int) -> Tensor:

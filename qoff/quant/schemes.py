@@ -10,18 +10,29 @@ from qoff.errors import UnsupportedModelError
 from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
+from .fp8 import FLOAT_QUANTIZED, FP8
 from .gptq import GPTQ
 from .mxfp4 import MXFP4
 from .stored import Scheme, Settings
 
+
+def _compressed(settings: Settings) -> Scheme:
+    """Integers, or floats."""
+    if settings.values.get("format") == FLOAT_QUANTIZED:
+        return FP8.from_compressed(settings)
+    return CompressedTensors.from_settings(settings)
+
+
 SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = {
     "awq": AWQ.from_settings,
     "bitsandbytes": lambda settings: BitsAndBytes(),  # whose tensors say how they are stored
-    "compressed-tensors": CompressedTensors.from_settings,
+    "compressed-tensors": _compressed,
+    "fbgemm_fp8": lambda settings: FP8("weight_scale"),
+    "fp8": FP8.from_settings,
     "gptq": GPTQ.from_settings,
     "mxfp4": lambda settings: MXFP4(),
 }
-_OTHERS = {"fp8": "Convert a copy of the model in BF16, or a GGUF file of it"}
+_FLOATS = (BitsAndBytes, FP8, MXFP4)
 # configs in a file of their own, as older versions wrote them
 CONFIG_FILES: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -40,6 +51,11 @@ def read_scheme(config: object, where: str, method: str | None = None) -> Scheme
     if not isinstance(found, str) or found not in SCHEMES:
         raise UnsupportedModelError(
             f"{where}quant_method is {found!r}; supported: {', '.join(SCHEMES)}, and models that "
-            f"are not quantized. {_OTHERS.get(str(found), 'Convert the original model')}"
+            f"are not quantized. Convert the original model"
         )
     return SCHEMES[found](Settings(where, settings))
+
+
+def comes_as_floats(config: object, where: str) -> bool:
+    """Whether all values of a model stored so are quantized anew. Raises as `read_scheme` does."""
+    return isinstance(read_scheme(config, where), _FLOATS)

@@ -40,7 +40,7 @@ class StoredTensors(Protocol):
         """Return dtype and shape of a tensor, None if there is none of this name."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows start..stop-1 of a tensor that is there."""
+        """Read rows start..stop-1 of a tensor that is there; a scalar whole."""
 
 
 class Scheme(Protocol):
@@ -136,6 +136,13 @@ class Settings:
         if (type(value), value) not in [(type(x), x) for x in supported]:  # True is not 1
             raise self.unsupported(key, ", ".join(map(repr, supported)))
         return value
+
+    def inner(self, key: str) -> Settings:
+        """Return the object under a key, or an empty one. Raises UnsupportedModelError."""
+        found = self.values.get(key) or {}
+        if not isinstance(found, dict):
+            raise self.unsupported(key, "an object")
+        return Settings(f"{self.where}{key}.", found)
 
     def group_size(self, *keys: str) -> int:
         """Return the value of the first key there is, -1 (one group a row) or above 0."""

@@ -151,7 +151,7 @@ def test_a_hub_id_is_downloaded_and_converted_once(
     ("change", "message"),
     [
         ({"model_type": "mystery"}, "mystery"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8'; supported: awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'; supported: awq"),
     ],
 )
 def test_an_unsupported_hub_model_is_refused_before_its_weights_come(

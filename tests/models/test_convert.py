@@ -271,9 +271,9 @@ def _edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ({"model_type": "t5"}, UnsupportedModelError, r"model_type is 't5'"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, r"hidden_act is 'relu6'"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
+            {"quantization_config": {"quant_method": "hqq"}},
             UnsupportedModelError,
-            r"config.json: quantization_config.quant_method is 'fp8'; supported: awq, .*gptq",
+            r"config.json: quantization_config.quant_method is 'hqq'; supported: awq, .*gptq",
         ),
         ({"intermediate_size": 112}, FormatError, r"gate_proj.weight has shape \(96, 64\)"),
     ],

@@ -193,7 +193,8 @@ class Tensors:
         return None if found is None else (found.dtype, tuple(found.shape))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.tensors[name][start:stop].clone()
+        found = self.tensors[name]
+        return (found[start:stop] if found.shape else found).clone()
 
 
 def pieces(scheme: Scheme, tensors: dict[str, Tensor], rows: int = 16) -> list[QTensor | Tensor]:

@@ -33,10 +33,12 @@ COMPANIONS = (
 POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.json
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_ONE_BYTE = ("BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0")
+_ONE_BYTE = ("BOOL", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 _DTYPES = {
     **DTYPES,
     "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     # Of these only the sizes count: they are refused where the tensor is wanted.
     **dict.fromkeys(_ONE_BYTE, torch.uint8),
     **dict.fromkeys(("I16", "U16"), torch.int16),
@@ -97,7 +99,7 @@ class SafetensorsSource:
 
     def info(self, name: str) -> TensorInfo | None:
         stored = self._tensors.get(name)
-        return None if stored is None else TensorInfo(stored.shape, None)
+        return None if stored is None else TensorInfo(self._of_floats(name).shape, None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
         for start in range(0, self._tensors[name].shape[0], rows):
@@ -112,7 +114,7 @@ class SafetensorsSource:
 
     def whole(self, name: str) -> Tensor:
         """Read a tensor of floats, of any number of dimensions."""
-        stored = self._tensors[name]
+        stored = self._of_floats(name)
         count = math.prod(stored.shape) * stored.dtype.itemsize
         return stored.read(0, count).view(stored.shape)
 
@@ -122,8 +124,10 @@ class SafetensorsSource:
         return None if stored is None else (stored.dtype, stored.shape)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows start..stop-1 of a tensor, as far as there are so many."""
+        """Read rows start..stop-1 of a tensor, as far as there are so many; a scalar whole."""
         stored = self._tensors[name]
+        if not stored.shape:
+            return self.whole(name)
         rows = range(*slice(start, stop).indices(stored.shape[0]))
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
         data = stored.read(start * row_bytes, len(rows) * row_bytes)
@@ -133,6 +137,16 @@ class SafetensorsSource:
         paths = {name: self.path / name for name in COMPANIONS}
         paths[POOLING] = self.path / "1_Pooling" / "config.json"
         return {name: path for name, path in paths.items() if path.is_file()}
+
+    def _of_floats(self, name: str) -> _Stored:
+        """A tensor that is no part of another. Raises FormatError for values without scales."""
+        stored = self._tensors[name]
+        if stored.dtype == torch.float8_e4m3fn:
+            raise FormatError(
+                f"{self.path}: tensor {name} is of 8-bit floats, and quantization_config in "
+                "config.json says of no scales for it; get the model again, or one in BF16"
+            )
+        return stored
 
     def _open_sharded(self) -> None:
         index = self.path / _INDEX
