@@ -18,7 +18,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -39,6 +39,8 @@ from qoff.checkpoint import Checkpoint, read_weight
 from qoff.checkpoint.layout import QuantEntry
 from qoff.cli.convert import calibration_ids
 from qoff.errors import QoffError
+from qoff.eval.mixing.mixing import mixed_for_bits
+from qoff.eval.mixing.sensitivity import Sensitivities
 from qoff.eval.perplexity.metrics import Scores, summarize
 from qoff.eval.perplexity.models import open_float, stored_reference, tokenizer_of
 from qoff.eval.perplexity.records import Records
@@ -48,12 +50,15 @@ from qoff.eval.perplexity.windows import cut
 from qoff.eval.texts import CALIBRATION_TEXT, DEFAULT_TEXT, digest, encode, read_text
 from qoff.models import names
 from qoff.models.convert.convert import convert
+from qoff.models.convert.unconverted import Unconverted
+from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor, QuantConfig
 
 WINDOW = 512  # tokens
 Weights = tuple[Mapping[str, Tensor], float]  # matrices by name, and bits a weight of them
-DEFAULT = "qoff gptq, group 64"
+DEFAULT = "qoff gptq, group 32"
+MIXED = (4.25, 4.77)  # bits a weight that formats are chosen for: those of IQ4_XS and of Q4_K_M
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,15 @@ def ours(inputs: Inputs, quant: QuantConfig) -> Weights:
     return found, stored / count
 
 
+def mixed(inputs: Inputs, bits: float) -> Weights:
+    """What a conversion with `--target-bits` stores; losses are measured on a third of the text."""
+    quant, measured = QuantConfig(solver="gptq"), torch.arange(len(inputs.ids)) % 3 == 0
+    model, solver = Unconverted.of(open_source(inputs.source)), inputs.ids[~measured]
+    found = Sensitivities(model, inputs.ids[measured], quant, calibration=solver)
+    formats = mixed_for_bits(found, found.of(), bits).formats
+    return ours(replace(inputs, ids=solver), replace(quant, weights=formats))
+
+
 def package(inputs: Inputs, name: str) -> Weights:
     """What a package makes of the model, in an environment of its own."""
     python = native.quantizers_python()
@@ -125,12 +139,16 @@ def peers(steps: int = STEPS) -> list[Peer]:
     """All, the one that others are compared with first."""
     no_llama = "" if native.llama_cpp("llama-imatrix") else "llama.cpp is not built"
     no_package = "" if native.quantizers_python() else "no environment of quantizers"
-    own = [(4, 64, "gptq"), (4, 32, "gptq"), (4, 64, "hqq"), (4, 64, "mse"), (4, 64, "rtn")]
+    own = [
+        *((QuantConfig(4, group, solver), "") for solver in ("gptq", "hqq") for group in (32, 64)),
+        (QuantConfig(4, 64, "gptq", scale_dtype=torch.float16), ", 16-bit scales"),
+    ]
     return [
         *(
-            Peer(f"qoff {solver}, group {g}", partial(ours, quant=QuantConfig(bits, g, solver)))
-            for bits, g, solver in own
+            Peer(f"qoff {quant.solver}, group {quant.group_size}{end}", partial(ours, quant=quant))
+            for quant, end in own
         ),
+        *(Peer(f"qoff gptq, {bits} bits", partial(mixed, bits=bits)) for bits in MIXED),
         *(
             Peer(f"llama.cpp {kind}, importance", partial(llama_cpp, kind=kind), no_llama)
             for kind in ("Q4_K_M", "Q4_K_S", "IQ4_XS")

@@ -12,6 +12,7 @@ from bench.variants.variant import (
     DTYPES,
     FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
+    SCALES,
     TENSOR_CORES,
     WIDE_CODES,
     Variant,
@@ -32,7 +33,8 @@ _GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
 
 def variants(capability: int) -> Iterator[Variant]:
     """Both types with each number of tokens; widths, other groups, uneven K, programs along K,
-    float32 scales and no bias with types in turn. Without tensor cores: groups and widths."""
+    float32 scales and no bias with types in turn; groups of 32 have compact scales. Without tensor
+    cores: groups and widths."""
     yield from _quantize(capability)
     yield from _dequantize(capability)
     if capability < 80:
@@ -94,14 +96,15 @@ def _linear(
     tokens: int = 1,
     rows: int = _MANY,
     even: bool = True,
-    scale: str = "fp16",
+    scale: str = "",
     bias: bool = True,
     end: str = "",
 ) -> Variant:
     row_bytes = (1 << 16) + (0 if even else max(16, group * bits // 8))
     columns = row_bytes * 8 // bits
     codes = empty(torch.uint8, rows, row_bytes)
-    scale_min = empty(DTYPES[scale], columns // group, rows, 2)
+    scale = scale or ("u8" if group == 32 else "fp16")
+    scale_min = empty(SCALES[scale], columns // group, rows, 2)
     weight = QTensor(codes, scale_min, (rows, columns), bits, group, "split32")
     x = empty(DTYPES[dtype], tokens, columns)
     silu = "silu" in end
@@ -131,9 +134,9 @@ def _dequantize(capability: int) -> Iterator[Variant]:
     traits = frozenset({WIDE_CODES})
     for i, (bits, group) in enumerate(product((4, 8), (32, 64, 128))):
         for j, dtype in enumerate(float_types(capability)):
-            scale = ("fp16", "fp32")[(i + j) % 2]
+            scale = ("u8", "fp16", "fp32")[(i + j) % 3]
             codes = empty(torch.uint8, 4096, 4096 * bits // 8)
-            scale_min = empty(DTYPES[scale], 4096 // group, 4096, 2)
+            scale_min = empty(SCALES[scale], 4096 // group, 4096, 2)
             weight = QTensor(codes, scale_min, (4096, 4096), bits, group, "split32")
             launch = partial(dequantize, weight, DTYPES[dtype])
             name = f"{dtype}-{bits}bit-group{group}-scale{scale}"

@@ -13,6 +13,7 @@ from bench.variants.variant import (
     DTYPES,
     FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
+    SCALES,
     TENSOR_CORES,
     WIDE_CODES,
     Variant,
@@ -30,7 +31,7 @@ _Form = tuple[str, int, int, str, dict[str, Any]]
 _PAIRS: tuple[_Form, ...] = (
     ("fp16", 4, 64, "silu", {}),
     ("bf16", 4, 64, "", {"even": False}),
-    ("bf16", 4, 32, "clamped_swiglu", {"bias": True}),
+    ("bf16", 4, 32, "clamped_swiglu", {"bias": True, "scale": "u8"}),
     ("fp16", 4, 128, "gelu_tanh", {}),
     ("fp16", 4, 32, "", {"scale": "fp32", "bias": True}),
     ("fp16", 8, 64, "gelu", {"bias": True}),
@@ -43,7 +44,7 @@ _TILES: tuple[_Form, ...] = (
     ("fp16", 4, 64, "silu", {"block": 64}),
     ("bf16", 4, 64, "", {"block": 64}),
     ("bf16", 4, 32, "clamped_swiglu", {"block": 32, "bias": True}),
-    ("bf16", 4, 32, "", {"block": 16, "bias": True}),
+    ("bf16", 4, 32, "", {"block": 16, "bias": True, "scale": "u8"}),
     ("fp16", 4, 128, "gelu_tanh", {"block": 64}),
     ("bf16", 4, 64, "", {"block": 64, "even": False, "scale": "fp32"}),
     ("fp16", 8, 64, "gelu", {"block": 64, "bias": True}),
@@ -107,7 +108,7 @@ def _call(
 
     def weight(rows: int) -> QExperts:
         codes = empty(torch.uint8, _EXPERTS, rows, row_bytes)
-        scale_min = empty(DTYPES[scale], _EXPERTS, width // group, rows, 2)
+        scale_min = empty(SCALES[scale], _EXPERTS, width // group, rows, 2)
         return QExperts(codes, scale_min, (rows, width), bits, group, "split32")
 
     x = empty(DTYPES[dtype], 3, width)

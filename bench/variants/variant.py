@@ -22,6 +22,7 @@ WIDE_CODES = "wide codes"  # 128-bit global loads (or asynchronous copies) of co
 NO_SHARED_IN_LOOP = "no shared memory in the loop"  # no layout conversion through shared memory
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+SCALES = {"u8": torch.uint8, "fp16": torch.float16, "fp32": torch.float32}
 _PROCESSORS = 128  # of the GPU that launchers believe to have
 _GRID_MAX = (2**31 - 1, 65535, 65535)
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import default_pool, take
+from qoff.kernels.cpu.linear.scales import HALF, ROW_BLOCK_BYTES, SINGLE, width_of
 from qoff.kernels.cpu.operands import address, check_rows, fail, int64s, offsets
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import EXPONENT, SHIFT, STEPS
 
 
 class EmbeddingArguments(ctypes.Structure):
@@ -20,14 +22,14 @@ class EmbeddingArguments(ctypes.Structure):
 
     _fields_ = (
         *int64s(
-            "ids", "offset", "tokens", "n", "k", "codes", "scale_min", "wide", "group", "bits",
+            "ids", "offset", "tokens", "n", "k", "codes", "scale_min", "width", "group", "bits",
             "residual", "residual_stride", "out", "out_stride", "wrong",
         ),
         ("scale", ctypes.c_float),
     )  # fmt: skip
 
 
-(IDS, OFFSET, M, N, K, CODES, SCALE_MIN, WIDE, GROUP, BITS, RESIDUAL, RESIDUAL_STRIDE, OUT,
+(IDS, OFFSET, M, N, K, CODES, SCALE_MIN, WIDTH, GROUP, BITS, RESIDUAL, RESIDUAL_STRIDE, OUT,
  OUT_STRIDE, WRONG, FACTOR) = offsets(EmbeddingArguments)  # fmt: skip
 _PART = 512  # numbers of a row, in one item: a multiple of every group size
 
@@ -47,12 +49,17 @@ def _six_bits(words, i):
 def _write_group(args, codes, scale_min, lane, first, residual, out):
     """One group of a row from number `first` on; the row's codes are 4 bytes of each 64."""
     bits, factor = simd.peek_i64(args + BITS), simd.peek_f32(args + FACTOR)
-    if simd.peek_i64(args + WIDE) != 0:
+    width = simd.peek_i64(args + WIDTH)
+    if width == SINGLE:
         scale = simd.peek_f32(scale_min + 4 * lane)
         minimum = simd.peek_f32(scale_min + 64 + 4 * lane)
-    else:
+    elif width == HALF:
         scale = simd.peek_f16(scale_min + 2 * lane)
         minimum = simd.peek_f16(scale_min + 32 + 2 * lane)
+    else:
+        scale = simd.exponent_f32(simd.peek_u8(scale_min + lane), SHIFT, EXPONENT - bits)
+        zero = np.float32(simd.peek_u8(scale_min + 16 + lane))
+        minimum = zero * (scale * (np.float32(-1 << bits) / np.float32(STEPS)))
     for i in range(first, first + simd.peek_i64(args + GROUP)):
         # A word has 4 numbers, or 4 in its low nibbles and the next 4 in its high ones.
         if bits == 6:
@@ -77,7 +84,7 @@ def _write_part(args, token, part):
     k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
     block, lane = row // 16, row % 16
     codes = simd.peek_i64(args + CODES) + block * 2 * k * simd.peek_i64(args + BITS) + 4 * lane
-    group_bytes = 64 << simd.peek_i64(args + WIDE)
+    group_bytes = ROW_BLOCK_BYTES << simd.peek_i64(args + WIDTH)
     scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * group_bytes
     residual = simd.peek_i64(args + RESIDUAL)
     if residual != 0:
@@ -127,7 +134,7 @@ def embedding(
     stride = 0 if residual is None else 4 * residual.stride(0)
     a = EmbeddingArguments(
         ids.data_ptr(), offset, len(ids), n, k, weight.codes.data_ptr(),
-        weight.scale_min.data_ptr(), weight.scale_min.dtype == torch.float32, weight.group_size,
+        weight.scale_min.data_ptr(), width_of(weight.scale_min.dtype), weight.group_size,
         weight.bits, address(residual), stride, out.data_ptr(), 4 * out.stride(0), 0, scale,
     )  # fmt: skip
     default_pool().run(embedding_job.address, a)

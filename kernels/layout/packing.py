@@ -1,7 +1,8 @@
 """The layouts ("packings") of quantized matrices: pack, unpack, and move between them.
 
 A matrix has N rows (outputs) and K columns (inputs), a code of 4, 6 or 8 bits for each element, and
-a scale and a minimum for each run of `group_size` columns of a row.
+a scale and a minimum for each run of `group_size` columns of a row: two floats, or two bytes that
+stand for them (`scales`).
 
 split32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
     4 bit  codes[N, K/2]: K in blocks of 32 elements = 16 bytes; byte j of a block holds element j
@@ -31,6 +32,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qoff.errors import OpError
+
+from .scales import COMPACT
 
 BITS = (4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -176,8 +179,12 @@ def spread_six(codes: Tensor, scale_min: Tensor) -> None:
     """Make 6-bit codes in bytes, packing split32, four times as large and scales a quarter.
 
     Kernels on bytes are exact to parts of the middle of their range. Groups whose scale has no
-    exact quarter stay as they are, so no value changes.
+    exact quarter stay as they are, so no value changes. Compact scales are those of a span, which
+    stays.
     """
+    if scale_min.dtype == COMPACT:
+        codes.bitwise_left_shift_(2)
+        return
     step = max(1, 32 * _BLOCKS // codes.shape[1])
     for some, scale in zip(codes.split(step), scale_min[..., 0].split(step, dim=1), strict=True):
         quarter = scale / 4

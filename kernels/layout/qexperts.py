@@ -29,7 +29,7 @@ class QExperts:
     """
 
     codes: Tensor  # uint8 [E, ...], each as `packing` lays out one matrix
-    scale_min: Tensor  # float16 or float32 [E, ...], likewise
+    scale_min: Tensor  # as of a QTensor, [E, ...], likewise
     shape: tuple[int, int]  # (N, K) of one matrix
     bits: int  # 4, 6 or 8
     group_size: int  # 32, 64 or 128

@@ -11,6 +11,7 @@ from qoff.errors import OpError
 
 from .packing import (
     ROW_BLOCK,
+    pack_scale_min,
     packed_shapes,
     read_bits,
     rows16_to_split32,
@@ -22,6 +23,7 @@ from .packing import (
     unpack_scale_min,
     widen_six,
 )
+from .scales import COMPACT, SCALE_DTYPES, expanded
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +31,12 @@ class QTensor:
     """A quantized matrix: w[n, k] = code[n, k] * scale[n, k // g] + minimum[n, k // g].
 
     The value is computed in float32 as float32(code) * float32(scale) + float32(minimum), whatever
-    the packing. Raises OpError when the parts do not fit each other.
+    the packing; scale and minimum may be stored as compact ones, see `scales`. Raises OpError when
+    the parts do not fit each other.
     """
 
     codes: Tensor  # uint8, laid out by `packing`
-    scale_min: Tensor  # float16 or float32, laid out by `packing`
+    scale_min: Tensor  # float16, float32 or, compact, uint8; laid out by `packing`
     shape: tuple[int, int]  # (N, K): outputs (rows), inputs (columns)
     bits: int  # 4, 6 or 8
     group_size: int  # elements along K that share a scale and a minimum: 32, 64 or 128
@@ -49,8 +52,8 @@ class QTensor:
                 f"codes of a {what} are uint8 {codes_shape}, "
                 f"not {self.codes.dtype} {tuple(self.codes.shape)}"
             )
-        if self.scale_min.dtype not in (torch.float16, torch.float32):
-            raise OpError(f"scales are float16 or float32, not {self.scale_min.dtype}")
+        if self.scale_min.dtype not in SCALE_DTYPES:
+            raise OpError(f"scales are uint8, float16 or float32, not {self.scale_min.dtype}")
         if tuple(self.scale_min.shape) != scale_min_shape:
             raise OpError(
                 f"scale_min of a {what} is {scale_min_shape}, not {tuple(self.scale_min.shape)}"
@@ -72,10 +75,31 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the matrix [N, K], computed in float32 and rounded once to `dtype`."""
         codes = unpack_codes(self.codes, self.shape, self.bits, self.packing)
-        scale, minimum = unpack_scale_min(self.scale_min, self.shape, self.packing)
+        scale, minimum = self.scales()
         values = codes.view(*scale.shape, self.group_size).float()  # [N, K/g, g]
-        values.mul_(scale.float()[..., None]).add_(minimum.float()[..., None])
+        values.mul_(scale[..., None]).add_(minimum[..., None])
         return values.view(self.shape).to(dtype)
+
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """Scale and minimum of each group, float32 [N, K/g]."""
+        scale, minimum = unpack_scale_min(self.scale_min, self.shape, self.packing)
+        if scale.dtype == COMPACT:
+            return expanded(scale, minimum, self.bits)
+        return scale.float(), minimum.float()
+
+    def with_scales(self, dtype: torch.dtype) -> QTensor:
+        """Return the same matrix with scales stored as `dtype`, for which float32 is always exact.
+
+        Raises OpError for compact ones, which only a solver makes.
+        """
+        if dtype == self.scale_min.dtype:
+            return self
+        if dtype == COMPACT:
+            raise OpError(f"scales of {self.scale_min.dtype} are not made compact")
+        if self.scale_min.dtype != COMPACT:
+            return replace(self, scale_min=self.scale_min.to(dtype))
+        scale, minimum = (part.to(dtype) for part in self.scales())
+        return replace(self, scale_min=pack_scale_min(scale, minimum, self.packing))
 
     def to_packing(self, name: str) -> QTensor:
         """Return the same matrix in packing `name`, bit for bit (self if it has it already).

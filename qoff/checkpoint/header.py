@@ -19,6 +19,7 @@ import torch
 
 from qoff.errors import FormatError, OpError
 from qoff.kernels.layout.packing import PACKINGS, packed_shapes
+from qoff.kernels.layout.scales import SCALE_DTYPES
 from qoff.schema import load_object, shown
 
 from .layout import (
@@ -226,6 +227,6 @@ def _quantized(name: str, tensors: dict[str, TensorEntry], description: Any) -> 
             f"{name!r} {shape} in {bits} bits should have codes and scales {expected}, found "
             f"{codes.dtype} {codes.shape} and {scale_min.shape}"
         )
-    if scale_min.dtype not in (DTYPES["F16"], DTYPES["F32"]):
-        raise ValueError(f"scales of {name!r} are {scale_min.dtype}, not float16 or float32")
+    if scale_min.dtype not in SCALE_DTYPES:
+        raise ValueError(f"scales of {name!r} are {scale_min.dtype}, not uint8, float16 or float32")
     return QuantEntry(name, size, bits, group_size, packing, codes, scale_min)

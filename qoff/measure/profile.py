@@ -37,7 +37,7 @@ from .machine import machine
 _LARGE, _SMALL, _TINY = 8 << 20, 1 << 20, 64 << 10  # bytes of a request
 _FILE = 256 << 20  # bytes that are written and read, around the page cache
 _POOL = 64 << 20  # bytes that are read in turn, more than caches hold
-_SIZE, _GROUP = 4096, 64  # rows and columns of a matrix, columns of a group
+_SIZE, _GROUP = 4096, 32  # rows and columns of a matrix, columns of a group
 _SHORT = 1024  # rows and columns of a matrix that takes tens of microseconds
 _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
@@ -109,11 +109,11 @@ def seconds_of(call: Callable[[], object], samples: int = 5) -> float:
 
 
 def random_matrix(shape: tuple[int, int], bits: int, packing: str, device: str = "cpu") -> QTensor:
-    """A matrix of random codes, in groups of 64."""
+    """A matrix of random codes, in groups of 32 with compact scales."""
     codes, scales = packed_shapes(shape, bits, _GROUP, packing)
     return QTensor(
         torch.randint(256, codes, dtype=torch.uint8, device=device),
-        torch.full(scales, 0.01, dtype=torch.float16, device=device),
+        torch.full(scales, 128, dtype=torch.uint8, device=device),
         shape,
         bits,
         _GROUP,

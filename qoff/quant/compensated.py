@@ -17,10 +17,11 @@ from torch import Tensor
 from qoff.errors import OpError, QuantizationError
 from qoff.kernels.layout.packing import check_format, pack_codes, pack_scale_min
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import COMPACT
 
 from .matrix import Format
 from .refined import refined
-from .solvers import mse
+from .solvers import compact, floats_of, mse
 
 # Of the mean of the diagonal of the Hessian: texts that it was not measured on lose least.
 DAMPING = 0.1
@@ -63,7 +64,7 @@ def compensated(
     order = importance.argsort()  # the last one first
     feedback = _feedback(hessian[order][:, order], name)
     w = w.float()
-    codes = _rounded(w, feedback, scale, minimum, order, form)
+    codes = _rounded(w, feedback, *floats_of((scale, minimum), form.bits), order, form)
     del feedback
     damped = hessian.clone()
     damped.diagonal().add_(DAMPING * (float(importance.mean()) or 1.0))
@@ -76,13 +77,22 @@ def compensated(
 def _ranges(
     w: Tensor, importance: Tensor, form: Format, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of each group, [N, G], of least squared error weighted by importance."""
+    """Scale and minimum of each group, [N, G], of least squared error weighted by importance.
+
+    As they are stored.
+    """
     weighted = importance.view(-1, form.group_size)
     # Groups of inputs that are always 0 keep their values.
     positive = weighted + weighted.mean().clamp_min(1e-30) * 1e-4
     groups = w.float().view(len(w), -1, form.group_size)
     parts = groups.split(max(1, _CHUNK // w.shape[1]))
-    found = [mse(part, form.bits, scale_dtype, positive, _SHRINKS, _REFITS) for part in parts]
+    dtype = torch.float32 if scale_dtype == COMPACT else scale_dtype
+    found = [mse(part, form.bits, dtype, positive, _SHRINKS, _REFITS) for part in parts]
+    if scale_dtype == COMPACT:
+        found = [
+            compact(part, form.bits, one, importance=positive)
+            for part, one in zip(parts, found, strict=True)
+        ]
     return torch.cat([scale for scale, _ in found]), torch.cat([least for _, least in found])
 
 
@@ -106,12 +116,12 @@ def _rounded(
 ) -> Tensor:
     """Codes, uint8 [N, K], of a matrix whose columns are rounded from the last of `order` on.
 
-    scale, minimum: [N, G].
+    scale, minimum: float32 [N, G].
     """
     n, k = w.shape
     most = 2**form.bits - 1
     places = order.tolist()
-    wide, low = scale.float().T.contiguous(), minimum.float().T.contiguous()
+    wide, low = scale.T.contiguous(), minimum.T.contiguous()
     inverse = torch.where(wide == 0, 0, 1 / wide)
     columns = w.T[order]  # [K, N]; rounded ones become their errors
     codes = torch.empty(k, n, dtype=torch.uint8)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import BITS, GROUP_SIZES, pack_codes, pack_scale_min, unpack_codes
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import COMPACT
 
 from .stored import TensorInfo
 
@@ -114,8 +115,11 @@ def widened(q: QTensor, bits: int, group_size: int) -> QTensor:
     half = q.to_packing("split32")
     codes, scale_min = half.codes, half.scale_min
     if bits != q.bits:
-        codes = pack_codes(unpack_codes(codes, q.shape, q.bits, "split32"), bits, "split32")
+        wide = unpack_codes(codes, q.shape, q.bits, "split32")
+        if scale_min.dtype == COMPACT:
+            wide = wide << (bits - q.bits)  # of the same span
+        codes = pack_codes(wide, bits, "split32")
     if group_size != q.group_size:
         scale_min = scale_min.repeat_interleave(q.group_size // group_size, dim=0)
-    wide = replace(half, codes=codes, scale_min=scale_min, bits=bits, group_size=group_size)
-    return wide.to_packing(q.packing)
+    found = replace(half, codes=codes, scale_min=scale_min, bits=bits, group_size=group_size)
+    return found.to_packing(q.packing)

@@ -22,9 +22,10 @@ from qoff.kernels.layout.packing import (
     packed_shapes,
 )
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import COMPACT, SCALE_DTYPES
 from qoff.kernels.reference.quantization import nearest_levels
 
-from .solvers import SOLVERS
+from .solvers import SOLVERS, floats_of, solved
 
 CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
 ROUTER_BITS = 8  # of small matrices that choose experts
@@ -43,7 +44,7 @@ class Format:
     """
 
     bits: int = 4
-    group_size: int = 64
+    group_size: int = 32
 
     def __post_init__(self) -> None:
         _check(self)
@@ -60,16 +61,17 @@ class Format:
 class QuantConfig:
     """How the weights of a model are quantized. Raises QuantizationError for a bad value.
 
+    scale_dtype: of scale and minimum; uint8: compact ones, a byte each (`kernels.layout.scales`).
     weights: formats of some matrices, by a pattern (`fnmatch`) of their names in the checkpoint,
     like "model.layers.3.mlp.down_proj" or "*.o_proj"; of several that match, the last one counts.
     """
 
     bits: int = 4
-    group_size: int = 64
+    group_size: int = 32
     solver: str = "hqq"
     head_bits: int = 6  # of the embedding and the head
     packing: str = "split32"
-    scale_dtype: torch.dtype = torch.float16
+    scale_dtype: torch.dtype = COMPACT
     weights: Mapping[str, Format] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = {
     "group_size": GROUP_SIZES,
     "solver": (*SOLVERS, *CALIBRATED),
     "packing": tuple(PACKINGS),
-    "scale_dtype": (torch.float16, torch.float32),
+    "scale_dtype": SCALE_DTYPES,
 }
 
 
@@ -157,7 +159,7 @@ def _fastest(device: torch.device) -> torch.device:
 
 def _has_kernel(config: QuantConfig, device: torch.device) -> bool:
     """Whether Triton does the same."""
-    known = config.solver == "rtn" and config.bits in (4, 8)
+    known = config.solver == "rtn" and config.bits in (4, 8) and config.scale_dtype != COMPACT
     return known and device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -193,8 +195,8 @@ def _solved(w: Tensor, config: QuantConfig) -> QTensor:
     """Quantize a few rows by the solver."""
     (n, k), bits, group, packing = w.shape, config.bits, config.group_size, config.packing
     groups = w.float().reshape(n, k // group, group)
-    scale, minimum = SOLVERS[config.solver](groups, bits, config.scale_dtype)
-    codes = nearest_levels(groups, scale, minimum, bits).to(torch.uint8)
+    scale, minimum = solved(config.solver, groups, bits, config.scale_dtype)
+    codes = nearest_levels(groups, *floats_of((scale, minimum), bits), bits).to(torch.uint8)
     packed = pack_codes(codes.view(n, k), bits, packing)
     return QTensor(packed, pack_scale_min(scale, minimum, packing), (n, k), bits, group, packing)
 

@@ -2,13 +2,18 @@
 
 Both lower e H e^T, the square error of the outputs, for the errors e of a row and the second
 moments H of its inputs. The best scales and minima of a row are those of a linear system once its
-codes are known; coordinate descent, as in Behdin et al., "QuantEase" (2023), goes on from there.
+codes are known (of compact scales, the minima alone); coordinate descent, as in Behdin et al.,
+"QuantEase" (2023), goes on from there.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from qoff.kernels.layout.scales import COMPACT, expanded, zero_for
+
+from .solvers import floats_of
 
 _RIDGE = 1e-3  # of the curvature in each scale and minimum
 _PART = 1 << 24  # numbers of the systems that are solved together
@@ -31,14 +36,47 @@ def refined(
 
     n, k = w.shape
     levels, groups = codes.float(), scale.shape[1]
-    rows = max(1, _PART // max(k, 4 * groups**2))
-    parts = [slice(start, start + rows) for start in range(0, n, rows)]
-    fitted = [_fitted(w[i], hessian, levels[i], scale[i], minimum[i]) for i in parts]
-    scale, minimum = (torch.cat(x) for x in zip(*fitted, strict=True))
-    wide, low = scale.float(), minimum.float()
+    if scale.dtype == COMPACT:
+        minimum = _moved(w, hessian, levels, scale, minimum, bits)
+    else:
+        rows = max(1, _PART // max(k, 4 * groups**2))
+        parts = [slice(start, start + rows) for start in range(0, n, rows)]
+        fitted = [_fitted(w[i], hessian, levels[i], scale[i], minimum[i]) for i in parts]
+        scale, minimum = (torch.cat(x) for x in zip(*fitted, strict=True))
+    wide, low = floats_of((scale, minimum), bits)
     error = torch.addcmul(low[..., None], levels.view(n, groups, -1), wide[..., None]).view(n, k)
     descend(levels, error.sub_(w) @ hessian, wide, hessian, order, bits)
     return levels.to(torch.uint8), scale, minimum
+
+
+def _moved(
+    w: Tensor, hessian: Tensor, levels: Tensor, span: Tensor, zero: Tensor, bits: int
+) -> Tensor:
+    """Zero points of compact scales of less error, uint8 [N, G], for codes and spans as they are.
+
+    Minima without rounding are one linear system for all rows; a row keeps its own where rounded
+    ones are worse.
+    """
+    (n, k), groups = w.shape, span.shape[1]
+    size = k // groups
+
+    def error(zero: Tensor) -> tuple[Tensor, Tensor]:
+        scale, minimum = expanded(span, zero, bits)
+        grouped = levels.view(n, groups, size)
+        found = w - torch.addcmul(minimum[..., None], grouped, scale[..., None]).view(n, k)
+        products = found @ hessian
+        return products, (products * found).sum(1)
+
+    missing, before = error(zero)
+    curvature = hessian.view(groups, size, groups, size).sum((1, 3)).double()
+    curvature.diagonal().mul_(1 + _RIDGE)
+    factor, failed = torch.linalg.cholesky_ex(curvature)
+    if int(failed):
+        return zero
+    change = torch.cholesky_solve(missing.view(n, groups, size).sum(2).double().T, factor).T
+    scale, minimum = expanded(span, zero, bits)
+    found = zero_for(minimum + change.float(), scale * 2.0**bits)
+    return torch.where((error(found)[1] < before)[:, None], found, zero)
 
 
 def _fitted(

@@ -12,6 +12,7 @@ from torch import Tensor
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import common
 
 Weight = TypeVar("Weight", QTensor, Tensor)
 
@@ -19,7 +20,8 @@ Weight = TypeVar("Weight", QTensor, Tensor)
 def concat_rows(parts: Sequence[QTensor]) -> QTensor:
     """Stack matrices of the same K, bits and group one below the other, in the first's packing.
 
-    Scales become float32 if they are in any part. Raises QuantizationError for parts that differ.
+    Scales become float32 where they are not stored alike. Raises QuantizationError for parts that
+    differ.
     """
     if not parts:
         raise QuantizationError("concat_rows needs at least one matrix")
@@ -32,12 +34,12 @@ def concat_rows(parts: Sequence[QTensor]) -> QTensor:
             )
     blocks = all(part.packing == "rows16" and part.shape[0] % ROW_BLOCK == 0 for part in parts)
     halves = parts if blocks else [part.to_packing("split32") for part in parts]
-    wide = any(part.scale_min.dtype == torch.float32 for part in parts)
-    dtype = torch.float32 if wide else first.scale_min.dtype
+    dtype = common(part.scale_min.dtype for part in parts)
+    halves = [part.with_scales(dtype) for part in halves]
     joined = replace(
         halves[0],
         codes=torch.cat([part.codes for part in halves]),
-        scale_min=torch.cat([part.scale_min.to(dtype) for part in halves], dim=0 if blocks else 1),
+        scale_min=torch.cat([part.scale_min for part in halves], dim=0 if blocks else 1),
         shape=(sum(part.shape[0] for part in parts), first.shape[1]),
     )
     return joined.to_packing(first.packing)

@@ -1,9 +1,9 @@
 """Choosing the scale and the minimum of each group of weights, without data.
 
-A solver takes groups float32 [N, G, g] and returns scale and minimum [N, G] as they will be stored;
-codes follow from those by rounding to the nearest. Errors are those of the values that the stored
-scale and minimum give, so that no solver is worse than `rtn` in the norm it minimizes. All raise
-QuantizationError as `minmax_scale` does.
+A solver takes groups float32 [N, G, g] and returns scale and minimum [N, G] as they will be stored,
+or, in float32, what compact ones are made of (`solved`); codes follow from those by rounding to the
+nearest. Errors are those of the values that the stored scale and minimum give, so that no solver is
+worse than `rtn` in the norm it minimizes. All raise QuantizationError as `minmax_scale` does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qoff.errors import QuantizationError
+from qoff.kernels.layout.scales import COMPACT, SPAN_MAX, expanded, span_below, zero_for
 from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 
 Range = tuple[Tensor, Tensor]  # scale and minimum
@@ -93,6 +95,68 @@ def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> Range:
 
 # rtn, round to nearest, spans each group from its minimum to its maximum.
 SOLVERS: Mapping[str, Solver] = {"hqq": hqq, "mse": mse, "rtn": minmax_scale}
+_SPANS = (0, 1, 2)  # the one below a group's and two above it are tried
+_ZEROS = 2  # zero points that are tried with each: that of the middle, that of its codes
+
+
+def solved(name: str, groups: Tensor, bits: int, scale_dtype: torch.dtype) -> Range:
+    """What a solver of SOLVERS finds, as it is stored in `scale_dtype`, compact ones too."""
+    solver = SOLVERS[name]
+    if scale_dtype != COMPACT:
+        return solver(groups, bits, scale_dtype)
+    norm = HQQ_NORM if name == "hqq" else 2
+    return compact(groups, bits, solver(groups, bits, torch.float32), norm)
+
+
+def floats_of(found: Range, bits: int) -> Range:
+    """Scale and minimum, as they are stored, in float32."""
+    if found[0].dtype == COMPACT:
+        return expanded(*found, bits)
+    return found[0].float(), found[1].float()
+
+
+def compact(
+    groups: Tensor, bits: int, found: Range, norm: float = 2, importance: Tensor | None = None
+) -> Range:
+    """Compact scales of groups [N, G, g], those near a range in float32 that lose least.
+
+    The loss is that of `mse`, or with another norm that of `hqq`. Returns spans and zero points,
+    uint8 [N, G]; raises QuantizationError for spans that there are none of.
+    """
+    (scale, minimum), top, steps = found, 2**bits - 1, 2.0**bits
+    middle, highest = minimum + top / 2 * scale, minimum + top * scale
+    # Where 0 is not between the ends of a range, a span reaches to it.
+    span = torch.maximum(scale * steps, torch.maximum(highest * (steps / top), -minimum))
+    if not bool((span <= SPAN_MAX).all()):
+        raise QuantizationError(
+            f"weights up to {float(groups.abs().max()):.4g} overflow compact scales; use float16 "
+            "scales"
+        )
+    below = span_below(span)
+    best = torch.zeros_like(below, dtype=torch.uint8), torch.zeros_like(below, dtype=torch.uint8)
+    error = torch.full_like(scale, torch.inf)
+    for above in _SPANS:
+        chosen = (below + above).clamp_(max=255).to(torch.uint8)
+        wide, _ = expanded(chosen, best[1], bits)
+        least = middle - top / 2 * wide
+        for _ in range(_ZEROS):
+            tried = chosen, zero_for(least, wide * steps)
+            floats = expanded(*tried, bits)
+            missing = groups - nearest_levels(groups, *floats, bits).mul_(wide[..., None])
+            least = _mean(missing, importance)
+            lost = missing.sub_(floats[1][..., None]).abs_().pow_(norm)
+            lost = (lost if importance is None else lost.mul_(importance)).sum(2)
+            wins = lost < error
+            best = torch.where(wins, tried[0], best[0]), torch.where(wins, tried[1], best[1])
+            error = torch.where(wins, lost, error)
+    return best
+
+
+def _mean(values: Tensor, importance: Tensor | None) -> Tensor:
+    """Means of groups [N, G, g], weighted by the importance of columns [G, g]: [N, G]."""
+    if importance is None:
+        return values.mean(2)
+    return (values * importance).sum(2) / importance.sum(1).clamp_min(_TINY)
 
 
 def _error(

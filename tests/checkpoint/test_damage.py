@@ -152,7 +152,7 @@ HEADERS: dict[str, tuple[Damage, str]] = {
         tensor(".scale_min", dtype="I32", shape=[1, 48, 1]),
         "should have codes",
     ),
-    "scales of bfloat16": (tensor(".scale_min", dtype="BF16"), "not float16 or float32"),
+    "scales of bfloat16": (tensor(".scale_min", dtype="BF16"), "not uint8, float16 or float32"),
     "no scales": (without(MATRIX + ".scale_min"), "scale_min' is missing"),
     "no codes": (without(MATRIX + ".codes"), "codes' is missing"),
     "described, not there": (

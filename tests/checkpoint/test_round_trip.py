@@ -29,6 +29,7 @@ from qoff.checkpoint import (
 from qoff.checkpoint.layout import DTYPES, INDEX_FILE
 from qoff.errors import DiskReadError
 from qoff.kernels.layout.packing import PACKINGS
+from qoff.kernels.layout.scales import SCALE_DTYPES
 from qoff.quant import QTensor
 from tests.checkpoint.samples import write as write_checkpoint
 from tests.kernels.operands import random_weight
@@ -51,7 +52,7 @@ quantized = st.builds(
     st.sampled_from([4, 6, 8]),
     st.sampled_from([32, 64, 128]),
     st.sampled_from(list(PACKINGS)),
-    st.sampled_from([torch.float16, torch.float32]),
+    st.sampled_from(SCALE_DTYPES),
 )
 eight_byte_rows = st.lists(st.integers(0, 4), max_size=3).map(lambda shape: [*shape, 8])
 dense_tensors = st.builds(dense, eight_byte_rows, st.sampled_from(list(DTYPES.values())))

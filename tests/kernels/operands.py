@@ -8,6 +8,7 @@ from torch import Tensor
 from qoff.kernels.layout.packing import pack_codes, pack_scale_min
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import COMPACT, span_below
 
 
 def random_weight(
@@ -21,6 +22,11 @@ def random_weight(
 ) -> QTensor:
     """A QTensor [n, k] of uniform codes, every group with its own scale and minimum."""
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
+    if scale_dtype == COMPACT:
+        span = span_below((0.5 + torch.rand(n, k // group_size)) / k**0.5).to(torch.uint8)
+        zero = torch.randint(70, 180, span.shape, dtype=torch.uint8)
+        packed = pack_codes(codes, bits, packing), pack_scale_min(span, zero, packing)
+        return QTensor(*packed, (n, k), bits, group_size, packing)
     scale = (0.5 + torch.rand(n, k // group_size)) / 2**bits / k**0.5
     minimum = -scale * (2**bits - 1) * (0.3 + 0.4 * torch.rand(n, k // group_size))
     return QTensor(

@@ -9,13 +9,14 @@ from qoff.errors import OpError
 from qoff.kernels.cpu.linear.dequantize import DTYPES
 from qoff.kernels.cpu.linear.dequantize import dequantize as kernel
 from qoff.kernels.dequantize import dequantize, times_matrix
+from qoff.kernels.layout.scales import SCALE_DTYPES
 from tests.kernels.operands import random_weight
 from tests.tolerances import assert_close
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(1, 96, 32), (33, 128, 64), (160, 256, 128)])
-@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_equals_reference(n: int, k: int, group: int, bits: int, scale_dtype: torch.dtype) -> None:
     weight = random_weight(n, k, bits, group, scale_dtype=scale_dtype)
     for dtype in (*DTYPES, torch.float16):

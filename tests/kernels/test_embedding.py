@@ -7,6 +7,7 @@ import torch
 
 from qoff.errors import OpError
 from qoff.kernels.embedding import embedding
+from qoff.kernels.layout.scales import SCALE_DTYPES
 from tests.kernels.operands import random_weight
 
 
@@ -20,7 +21,7 @@ def test_equals_reference(n: int, bits: int, packing: str) -> None:
 
 
 @pytest.mark.parametrize("packing", ["rows16", "split32"])
-@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_scaled_rows_are_added_in_place(scale_dtype: torch.dtype, packing: str) -> None:
     weight = random_weight(33, 96, 4, 32, scale_dtype=scale_dtype, packing=packing)
     ids, hidden = torch.randint(0, 30, (5,)), torch.randn(5, 200)[:, :96]

@@ -106,8 +106,9 @@ def test_large_gates(activation: str) -> None:
     assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
-def test_float32_scales_and_strided_rows() -> None:
-    mlp = ExpertsMlp(*random_experts(3, 64, 96, scale_dtype=torch.float32), "silu")
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
+def test_other_scales_and_strided_rows(scale_dtype: torch.dtype) -> None:
+    mlp = ExpertsMlp(*random_experts(3, 64, 96, scale_dtype=scale_dtype), "silu")
     x, routing = torch.randn(5, 100)[:, 20:84], routed(5, 3, 2)
     found = experts(x, *routing, mlp)
     assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS

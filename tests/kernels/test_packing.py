@@ -18,6 +18,8 @@ from qoff.kernels.layout.packing import (
     unpack_scale_min,
 )
 from qoff.kernels.layout.qtensor import QTensor, repack_into
+from qoff.kernels.layout.scales import SCALE_DTYPES
+from qoff.quant import widened
 
 packings = st.sampled_from(list(PACKINGS))
 
@@ -28,10 +30,12 @@ def matrices(draw, packing="split32"):
     n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([4, 6, 8]))
     group = draw(st.sampled_from([32, 64, 128]))
     k = group * draw(st.integers(1, 4))
-    dtype = draw(st.sampled_from([torch.float16, torch.float32]))
+    dtype = draw(st.sampled_from(SCALE_DTYPES))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=random)
     scale, minimum = torch.randn(2, n, k // group, generator=random).to(dtype)
+    if dtype == torch.uint8:
+        scale, minimum = torch.randint(256, (2, n, k // group), generator=random).to(dtype)
     packed = pack_codes(codes, bits, packing), pack_scale_min(scale, minimum, packing)
     return QTensor(*packed, (n, k), bits, group, packing), codes, scale, minimum
 
@@ -90,7 +94,7 @@ def test_padding_rows_are_zero_even_in_used_memory(matrix):
     q, *_ = matrix
     used = q.to_packing("rows16")
     used.codes.fill_(255)
-    used.scale_min.fill_(torch.nan)
+    used.scale_min.view(torch.uint8).fill_(255)  # floats are NaN
     repack_into(q, used)
     rows = (
         used.codes.transpose(1, 2).flatten(0, 1),
@@ -104,8 +108,10 @@ def test_padding_rows_are_zero_even_in_used_memory(matrix):
 @given(matrices(), packings)
 def test_values_are_those_of_the_formula_in_every_packing(matrix, packing):
     q, codes, scale, minimum = matrix
-    wide = (x.float().repeat_interleave(q.group_size, 1) for x in (scale, minimum))
-    step, low = wide
+    if scale.dtype == torch.uint8:
+        span = (1 + scale % 8 / 8) * 2.0 ** (scale.float().div(8).floor() - 20)
+        scale, minimum = span / 2**q.bits, -span * minimum / 256
+    step, low = (x.float().repeat_interleave(q.group_size, 1) for x in (scale, minimum))
     expected = codes.float() * step + low
     assert torch.equal(q.to_packing(packing).dequantize(), expected)
     half = q.to_packing(packing).dequantize(torch.bfloat16)
@@ -120,6 +126,16 @@ def test_kernels_read_the_same_values(matrix, packing, wanted):
     widened = q.bits == 6 and wanted == "split32"
     assert (found.packing, found.bits) == (wanted, 8 if widened else q.bits)
     assert torch.equal(found.dequantize(), q.dequantize())
+
+
+@settings(deadline=None, max_examples=20)
+@given(matrices(), packings, st.sampled_from([0, 2, 4]), st.sampled_from([1, 2]))
+def test_wider_codes_smaller_groups_and_float32_scales_keep_values(matrix, packing, more, parts):
+    q = matrix[0].to_packing(packing)
+    bits, group = min(8, q.bits + more), max(32, q.group_size // parts)
+    expected = q.dequantize()
+    assert torch.equal(widened(q, bits, group).dequantize(), expected)
+    assert torch.equal(q.with_scales(torch.float32).dequantize(), expected)
 
 
 @settings(deadline=None, max_examples=40)
@@ -164,8 +180,9 @@ def test_large_matrices_repack_in_pieces():
                 assert torch.equal(got.scale_min, want.scale_min)
 
 
-def test_four_bits_of_group_64_cost_four_and_a_half():
-    q = _zeros(48, 256, 4, 64)
+@pytest.mark.parametrize(("group", "dtype"), [(64, torch.float16), (32, torch.uint8)])
+def test_four_bits_cost_four_and_a_half(group, dtype):
+    q = _zeros(48, 256, 4, group, dtype)
     for name in PACKINGS:
         assert q.to_packing(name).nbytes * 8 == 4.5 * 48 * 256
 
@@ -219,7 +236,7 @@ def _six_bits(row, col):
     return sum(block[j - 24 + 8 * i] >> 6 << 2 * i for i in range(3))
 
 
-def _zeros(n: int, k: int, bits: int, group: int) -> QTensor:
+def _zeros(n: int, k: int, bits: int, group: int, dtype=torch.float16) -> QTensor:
     codes = torch.zeros(n, k * bits // 8, dtype=torch.uint8)
-    scale_min = torch.zeros(k // group, n, 2, dtype=torch.float16)
+    scale_min = torch.zeros(k // group, n, 2, dtype=dtype)
     return QTensor(codes, scale_min, (n, k), bits, group, "split32")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qoff.errors import OpError
+from qoff.kernels.layout.scales import SCALE_DTYPES
 from qoff.kernels.triton.linear.dequantize import DequantizeConfig, dequantize, dequantize_into
 from tests.kernels.packed import quantized
 from tests.tolerances import assert_close
@@ -11,7 +12,7 @@ from tests.tolerances import assert_close
 FORMATS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)]
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (3, 5), (17, 3)])
 def test_equals_the_reference(rows, groups, bits, group, scale_dtype):

@@ -51,9 +51,11 @@ def case(
     group: int = 32,
     dtype: torch.dtype = torch.float16,
     activation: str = "silu",
+    scale_dtype: torch.dtype = torch.float16,
 ) -> tuple[Tensor, Tensor, Tensor, ExpertsMlp]:
     """Operands of the op, with biases."""
-    weights = random_experts(experts, hidden, inner, bits, group, packing="split32")
+    form = {"packing": "split32", "scale_dtype": scale_dtype}
+    weights = random_experts(experts, hidden, inner, bits, group, **form)
     biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)
     mlp = ExpertsMlp(*weights, activation, *biases)
     return (torch.randn(tokens, hidden).to(dtype), *routed(tokens, experts, per_token), mlp)
@@ -77,6 +79,12 @@ def test_equals_reference(shape: tuple[int, ...], block: int) -> None:
 @pytest.mark.parametrize("block", [0, 16])
 def test_in_bfloat16(block: int) -> None:
     operands = case(*SHAPES[1], dtype=torch.bfloat16)
+    check(triton_ops.experts(*operands, block=block), operands)
+
+
+@pytest.mark.parametrize("block", [0, 16])
+def test_compact_scales(block: int) -> None:
+    operands = case(*SHAPES[1], scale_dtype=torch.uint8)
     check(triton_ops.experts(*operands, block=block), operands)
 
 

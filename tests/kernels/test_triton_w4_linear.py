@@ -102,8 +102,11 @@ def test_scratch_in_several_pieces(tokens):
 
 
 @pytest.mark.parametrize("config", WAYS)
-def test_float32_scales(config):
-    check(2, 4, 64, 20, 192, torch.float16, config, torch.float32)
+@pytest.mark.parametrize(
+    ("bits", "scale_dtype"), [(4, torch.float32), (4, torch.uint8), (8, torch.uint8)]
+)
+def test_other_scales(bits, scale_dtype, config):
+    check(2, bits, 32, 20, 96, torch.float16, config, scale_dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -126,9 +126,14 @@ def test_activations_of_8_bits_are_rounded_as_said(tokens: int, bits: int) -> No
     assert relative_rms(actual, reference_ops.w4_linear(x.double(), weight)) > INT16_ACTIVATIONS
 
 
-def test_float32_scales() -> None:
-    weight = random_weight(48, 128, scale_dtype=torch.float32)
-    x = torch.randn(3, 128)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("bits", "scale_dtype"),
+    [(4, torch.float32), (4, torch.uint8), (6, torch.uint8), (8, torch.uint8)],
+)
+def test_other_scales(bits: int, scale_dtype: torch.dtype, tokens: int) -> None:
+    weight = random_weight(40, 128, bits, 32, scale_dtype=scale_dtype)
+    x = torch.randn(tokens, 128)
     expected = reference_ops.w4_linear(x.double(), weight)
     assert relative_rms(w4_linear(x, weight), expected) < INT16_ACTIVATIONS
 

@@ -38,11 +38,15 @@ def weights(n: int, k: int, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("k", [128, 192])  # a block of columns, and a block and a half
-def test_outputs_are_closer_than_those_of_other_solvers(form: Format, k: int) -> None:
+@pytest.mark.parametrize("scales", [torch.float16, torch.uint8])
+def test_outputs_are_closer_than_those_of_other_solvers(
+    form: Format, k: int, scales: torch.dtype
+) -> None:
     w, moments = weights(48, k), alike(k, 8)
-    found = output_error(w, compensated(w, moments, form).dequantize(), moments)
+    q = compensated(w, moments, form, scale_dtype=scales)
+    found = output_error(w, q.dequantize(), moments)
     for solver in ("rtn", "mse", "hqq"):
-        other = quantize(w, form.bits, form.group_size, solver)
+        other = quantize(w, form.bits, form.group_size, solver, scale_dtype=scales)
         assert found < 0.5 * output_error(w, other.dequantize(), moments)
 
 

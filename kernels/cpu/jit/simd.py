@@ -266,6 +266,18 @@ def peek_i32(b, address):
     return b.sext(load(b, address, 0, I32), I64)
 
 
+@vector_intrinsic(_i64, _i64)
+def peek_u8(b, address):
+    return b.zext(load(b, address, 0, I8), I64)
+
+
+@vector_intrinsic(_f32, _i64, _i64, _i64)
+def exponent_f32(b, byte, shift, exponent):
+    """The float32 whose bits are `byte` << shift and the biased exponent, added."""
+    exponent = b.shl(exponent, ir.Constant(I64, 23))
+    return b.bitcast(b.trunc(b.add(b.shl(byte, shift), exponent), I32), F32)
+
+
 @vector_intrinsic(_f32, _i64)
 def peek_f32(b, address):
     return load(b, address, 0, F32)

@@ -33,6 +33,7 @@ from qoff.kernels.cpu.operands import fail, int64s, offsets
 from qoff.kernels.layout.packing import BITS, ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
 
+from .scales import ROW_BLOCK_BYTES, store_scales, width_of
 from .tile import UNROLL, codes_32
 
 _OP = "dequantize"
@@ -44,12 +45,12 @@ class DequantizeArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes and flags; blocks: of 16 rows."""
 
     _fields_ = int64s(
-        "codes", "scale_min", "wide", "group", "bits", "k", "blocks", "narrow", "out", "out_stride",
-        "scratch",
+        "codes", "scale_min", "width", "group", "bits", "k", "blocks", "narrow", "out",
+        "out_stride", "scratch",
     )  # fmt: skip
 
 
-(CODES, SCALE_MIN, WIDE, GROUP, BITS_OF, K, BLOCKS, NARROW, OUT, OUT_STRIDE, SCRATCH) = offsets(
+(CODES, SCALE_MIN, WIDTH, GROUP, BITS_OF, K, BLOCKS, NARROW, OUT, OUT_STRIDE, SCRATCH) = offsets(
     DequantizeArguments
 )
 
@@ -108,17 +109,12 @@ def _dequantize_32(b, bits, narrow, *operands):
 
 
 @inner
-def dequantize_block(codes, scale_min, wide, group, bits, k, narrow, out, stride, scratch):
+def dequantize_block(codes, scale_min, width, group, bits, k, narrow, out, stride, scratch):
     """One block of 16 rows of k columns; scratch: SCRATCH_BYTES."""
     each = 2 if narrow != 0 else 4
     for first in range(0, k, group):
-        at = scale_min + first // group * (64 << wide)
-        if wide != 0:
-            simd.store_f32(scratch, simd.load_f32(at))
-            simd.store_f32(scratch + 64, simd.load_f32(at + 64))
-        else:
-            simd.store_f32(scratch, simd.load_f16(at))
-            simd.store_f32(scratch + 64, simd.load_f16(at + 32))
+        at = scale_min + first // group * (ROW_BLOCK_BYTES << width)
+        store_scales(bits, width, at, scratch)
         for column in range(first, first + group, UNROLL):
             _dequantize_32(bits, narrow, codes + 2 * bits * column, scratch, out + each * column,
                            stride)  # fmt: skip
@@ -128,12 +124,12 @@ def dequantize_block(codes, scale_min, wide, group, bits, k, narrow, out, stride
 def _block(args, scratch, block):
     """One block of 16 rows."""
     k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
-    bits, wide = simd.peek_i64(args + BITS_OF), simd.peek_i64(args + WIDE)
+    bits, width = simd.peek_i64(args + BITS_OF), simd.peek_i64(args + WIDTH)
     stride = simd.peek_i64(args + OUT_STRIDE)
     codes = simd.peek_i64(args + CODES) + block * 2 * k * bits
-    scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * (64 << wide)
+    scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * (ROW_BLOCK_BYTES << width)
     dequantize_block(
-        codes, scale_min, wide, group, bits, k, simd.peek_i64(args + NARROW),
+        codes, scale_min, width, group, bits, k, simd.peek_i64(args + NARROW),
         simd.peek_i64(args + OUT) + 16 * block * stride, stride, scratch,
     )  # fmt: skip
 
@@ -170,7 +166,7 @@ def dequantize(weight: QTensor, out: Tensor, pool: Pool | None = None) -> Tensor
     with pool.lock:
         arguments = DequantizeArguments(
             weight.codes.data_ptr(), weight.scale_min.data_ptr(),
-            weight.scale_min.dtype == torch.float32, weight.group_size, weight.bits, k, blocks,
+            width_of(weight.scale_min.dtype), weight.group_size, weight.bits, k, blocks,
             out.dtype == torch.bfloat16, out.data_ptr(), out.stride(0) * out.itemsize,
             pool.workspace(pool.threads * SCRATCH_BYTES),
         )  # fmt: skip

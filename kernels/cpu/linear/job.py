@@ -15,6 +15,7 @@ from qoff.kernels.cpu.operands import int64s, offsets
 from .activation import activated, gated, sigmoid
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
 from .quantize import quantize_groups
+from .scales import ROW_BLOCK_BYTES
 from .tile import AHEAD_BYTES, UNROLL, tile
 
 
@@ -23,7 +24,7 @@ class LinearArguments(ctypes.Structure):
 
     _fields_ = (
         *int64s(
-            "x", "x_stride", "tokens", "k", "n", "codes", "scale_min", "wide", "group", "bits",
+            "x", "x_stride", "tokens", "k", "n", "codes", "scale_min", "width", "group", "bits",
             "bias", "bias_stride", "residual", "residual_stride", "activation", "gated", "score",
             "more", "out", "out_stride", "high", "low", "scales", "normed", "scratch", "planes",
             "row_norms",
@@ -35,7 +36,7 @@ class LinearArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-(X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDE, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
+(X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDTH, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
  RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
  SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
 SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
@@ -167,9 +168,9 @@ def _tile(args, scratch, block, row_blocks, token, tokens, part):
     part: how many tiles of these rows were before.
     """
     k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
-    bits, wide = simd.peek_i64(args + BITS), simd.peek_i64(args + WIDE)
+    bits, width = simd.peek_i64(args + BITS), simd.peek_i64(args + WIDTH)
     groups = k // group
-    codes_stride, scale_stride = 2 * k * bits, groups * (64 << wide)
+    codes_stride, scale_stride = 2 * k * bits, groups * (ROW_BLOCK_BYTES << width)
     codes = simd.peek_i64(args + CODES) + block * codes_stride
     scale_min = simd.peek_i64(args + SCALE_MIN) + block * scale_stride
     high = simd.peek_i64(args + HIGH) + token * k
@@ -186,7 +187,7 @@ def _tile(args, scratch, block, row_blocks, token, tokens, part):
         if plus != 0:
             plus += token * plus_stride + 64 * block
     tile(bits, row_blocks, tokens, simd.peek_i64(args + PLANES), codes, codes_stride, scale_min,
-         scale_stride, wide, group, groups, high, low, k, scales, to, block_stride, stride, plus,
+         scale_stride, width, group, groups, high, low, k, scales, to, block_stride, stride, plus,
          plus_stride, ahead)  # fmt: skip
     if not direct:
         _epilogue(args, scratch, block, row_blocks, token, tokens)

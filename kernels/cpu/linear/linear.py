@@ -18,6 +18,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from .activation import NUMBERS
 from .job import SCRATCH_BYTES, LinearArguments, linear_job
 from .norm import set_norm, set_rows
+from .scales import width_of
 
 _OP = "w4_linear"
 
@@ -40,7 +41,7 @@ def _arguments(weight: QTensor, pool: Pool) -> LinearArguments:
         k=weight.shape[1],
         codes=codes,
         scale_min=scale_min,
-        wide=weight.scale_min.dtype == torch.float32,
+        width=width_of(weight.scale_min.dtype),
         group=weight.group_size,
         bits=weight.bits,
     )

@@ -22,7 +22,6 @@ from qoff.kernels.cpu.jit.emit import (
     F32,
     I32,
     I64,
-    V_F16,
     V_F32,
     V_I32,
     const_f32,
@@ -38,6 +37,8 @@ from qoff.kernels.cpu.jit.emit import (
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.layout.packing import BITS
 
+from .scales import ROW_BLOCK_BYTES, scale_and_minimum
+
 VECTOR_BYTES = 64
 UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group
 AHEAD_BYTES = 256  # of later codes that a tile of several tokens asks for in such a pass
@@ -51,7 +52,7 @@ class Operands:
     codes_stride: ir.Value  # to the next row block
     scale_min: ir.Value  # first row block's scales and minima
     scale_min_stride: ir.Value
-    wide_scales: ir.Value  # 1: float32 scales and minima, 0: float16
+    width: ir.Value  # of a scale and of a minimum, see `scales.width_of`
     group_size: ir.Value
     groups: ir.Value
     high: ir.Value  # int8 [tokens, K]
@@ -111,24 +112,6 @@ def _dot_32(b, bits, codes, ahead, planes, accumulators):
                     sums[plane] = dot_u8s8(b, sums[plane], part, x)
 
 
-def _scale_and_minimum(b, address, wide):
-    """Scales and minima of one group of a row block, as two float32 vectors."""
-    with b.if_else(b.icmp_signed("!=", wide, _const(0))) as (if_wide, if_narrow):
-        with if_wide:
-            from_wide = [load(b, address, offset, V_F32) for offset in (0, 64)]
-            wide_block = b.block
-        with if_narrow:
-            from_narrow = [b.fpext(load(b, address, o, V_F16), V_F32) for o in (0, 32)]
-            narrow_block = b.block
-    result = []
-    for first, second in zip(from_wide, from_narrow, strict=True):
-        phi = b.phi(V_F32)
-        phi.add_incoming(first, wide_block)
-        phi.add_incoming(second, narrow_block)
-        result.append(phi)
-    return result
-
-
 def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
     """Emit the whole tile: loops over groups and, inside, over runs of 32 elements.
 
@@ -137,7 +120,7 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
     runs = b.sdiv(o.group_size, _const(UNROLL))
     run_bytes = UNROLL * 16 * bits // 8
     group_bytes = b.mul(runs, _const(run_bytes))
-    scale_bytes = b.shl(_const(VECTOR_BYTES), o.wide_scales)
+    scale_bytes = b.shl(_const(ROW_BLOCK_BYTES), o.width)
     pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
 
     group, sums, close_groups = loop(b, o.groups, [const_f32(0.0)] * len(pairs))
@@ -176,7 +159,7 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
     totals: list[ir.Value] = []
     for row in range(row_blocks):
         address = b.add(scale_at, b.mul(o.scale_min_stride, _const(row)))
-        scale, minimum = _scale_and_minimum(b, address, o.wide_scales)
+        scale, minimum = scale_and_minimum(b, address, o.width, bits)
         for token in range(tokens):
             i = len(totals)
             exact = integers[planes * i]

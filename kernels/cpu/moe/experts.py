@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.linear.activation import NUMBERS
+from qoff.kernels.cpu.linear.scales import width_of
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 
@@ -95,7 +96,7 @@ def _matrix(weight: QExperts, bias: Tensor | None) -> MatrixArguments:
         codes_stride=codes_stride,
         scale_min=weight.scale_min.data_ptr(),
         scale_min_stride=scale_min_stride,
-        wide=weight.scale_min.dtype == torch.float32,
+        width=width_of(weight.scale_min.dtype),
         group=weight.group_size,
         bits=weight.bits,
         bias=address(bias),

@@ -17,6 +17,7 @@ from qoff.kernels.cpu.linear.activation import gated as gated_activation
 from qoff.kernels.cpu.linear.job import CACHED_BYTES, later_codes, with_bias
 from qoff.kernels.cpu.linear.norm_job import LONG
 from qoff.kernels.cpu.linear.quantize import quantize_groups
+from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES
 from qoff.kernels.cpu.linear.tile import tile
 from qoff.kernels.cpu.operands import int64s, offsets
 
@@ -25,8 +26,8 @@ class MatrixArguments(ctypes.Structure):
     """One matrix of each expert and the quantized inputs of its pairs; distances are in bytes."""
 
     _fields_ = int64s(
-        "n", "k", "codes", "codes_stride", "scale_min", "scale_min_stride", "wide", "group", "bits",
-        "bias", "high", "low", "scales",
+        "n", "k", "codes", "codes_stride", "scale_min", "scale_min_stride", "width", "group",
+        "bits", "bias", "high", "low", "scales",
     )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class ExpertsArguments(ctypes.Structure):
     )  # fmt: skip
 
 
-(N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDE, GROUP, BITS, BIAS, HIGH, LOW,
+(N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDTH, GROUP, BITS, BIAS, HIGH, LOW,
  SCALES) = offsets(MatrixArguments)  # fmt: skip
 (GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
  RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
@@ -149,9 +150,9 @@ def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
 def _tile(args, matrix, scratch, expert, block, place, tokens, part):
     """One tile of accumulators [2, tokens, 16]; part: how many of these rows were before."""
     k, group = simd.peek_i64(matrix + K), simd.peek_i64(matrix + GROUP)
-    bits, wide = simd.peek_i64(matrix + BITS), simd.peek_i64(matrix + WIDE)
+    bits, width = simd.peek_i64(matrix + BITS), simd.peek_i64(matrix + WIDTH)
     groups = k // group
-    codes_stride, scale_stride = 2 * k * bits, groups * (64 << wide)
+    codes_stride, scale_stride = 2 * k * bits, groups * (ROW_BLOCK_BYTES << width)
     codes = simd.peek_i64(matrix + CODES) + expert * simd.peek_i64(matrix + CODES_STRIDE)
     scale_min = simd.peek_i64(matrix + SCALE_MIN)
     scale_min += expert * simd.peek_i64(matrix + SCALE_MIN_STRIDE)
@@ -161,7 +162,7 @@ def _tile(args, matrix, scratch, expert, block, place, tokens, part):
     codes += block * codes_stride
     ahead = later_codes(codes, 2 * codes_stride, k, part)
     tile(bits, 2, tokens, simd.peek_i64(args + PLANES), codes, codes_stride,
-         scale_min + block * scale_stride, scale_stride, wide, group, groups, high, low, k, scales,
+         scale_min + block * scale_stride, scale_stride, width, group, groups, high, low, k, scales,
          scratch, 64 * tokens, 64, 0, 0, ahead)  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def dequantize_kernel(
     mask = inside[:, None] & (byte >= 0)[None, :]
     packed = tl.load(codes + run[:, None] * RUN + byte[None, :], mask=mask, other=0)
     pair = (run % groups) * scale_stride + run // groups
-    scale, minimum = load_scale_min(scale_min, pair, inside)
+    scale, minimum = load_scale_min(scale_min, pair, inside, BITS)
     if BITS == 4:
         low, high = low_high(packed, tl.float16, ASM)
         low_value = low.to(tl.float32) * scale[:, None] + minimum[:, None]

@@ -69,7 +69,7 @@ def fma_sums(x, codes, scale_min, row, N, row_bytes, FORM: tl.constexpr):
         x_wide = inside[None, :, None] & (byte >= 0)[None, None, :]
         packed = tl.load(code_pointer + first * GROUP_BYTES, mask=wide, other=0)
         live = inside[None, :] & (row >= 0)[:, None]
-        scale, minimum = load_scale_min(scale_min, pair + first * N, live)
+        scale, minimum = load_scale_min(scale_min, pair + first * N, live, BITS)
         x_here = x_pointer + first * (GROUP_BYTES * SPREAD)
         values = tl.load(x_here, mask=x_wide, other=0.0).to(tl.float32)
         x_sum = values

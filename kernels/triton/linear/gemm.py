@@ -267,7 +267,7 @@ def gemm_sums(
             live = live & (group * GROUP_BYTES < left)[None, :]
         first_group = done // GROUP_BYTES
         index = (first_group + group)[None, :] * N + safe_row[:, None]
-        scale, minimum = load_scale_min(scale_min, index, live)
+        scale, minimum = load_scale_min(scale_min, index, live, FORM.bits)
         weights = _weights(packed, scale, minimum, DTYPE, FORM.bits, FORM.asm)
         total = dot16(weights, inputs, total, FORM.asm)
     return total

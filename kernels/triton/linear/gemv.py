@@ -174,7 +174,7 @@ def gemv_sums(
         if BITS == 4:
             second = tl.load(x_pointer + done * SPREAD + 8, mask=inside, other=0)
         here = index + step * (WARPS * GROUPS) * N
-        scale, minimum = load_scale_min(scale_min, here, live)
+        scale, minimum = load_scale_min(scale_min, here, live, BITS)
         code_sum, x_sum = _group_sums(packed, first, second, OFFSET, RAISED, DTYPE, FORM)
         total += code_sum * scale
         if not RAISED:

@@ -19,6 +19,11 @@ import os
 import triton
 import triton.language as tl
 
+from qoff.kernels.layout import scales
+
+SPAN_SHIFT, SPAN_EXPONENT = tl.constexpr(scales.SHIFT), tl.constexpr(scales.EXPONENT)
+ZERO_STEPS = tl.constexpr(scales.STEPS)
+
 # Four packed bytes $4 to low nibbles ($0, $1) and high nibbles ($2, $3), offsets left in. `prmt`
 # puts a byte of the second source (the exponent, four times) above each nibble.
 _SPLIT = """{{
@@ -129,9 +134,17 @@ def byte_values(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_scale_min(scale_min, index, mask):
-    """Scale and minimum (float32) of the groups at `index`, in units of pairs; 0 where masked."""
-    if scale_min.dtype.element_ty == tl.float16:
+def load_scale_min(scale_min, index, mask, BITS: tl.constexpr):
+    """Scale and minimum (float32) of the groups at `index`, in units of pairs, of codes of BITS.
+
+    0 where masked; of compact ones, 0 is the minimum alone.
+    """
+    if scale_min.dtype.element_ty == tl.uint8:
+        pairs = tl.load(scale_min.to(tl.pointer_type(tl.uint16)) + index, mask=mask, other=0)
+        span = (pairs & 255).to(tl.uint32) << SPAN_SHIFT
+        scale = (span + ((SPAN_EXPONENT - BITS) << 23)).to(tl.float32, bitcast=True)
+        minimum = (pairs >> 8).to(tl.float32) * (scale * (-(2.0**BITS) / ZERO_STEPS))
+    elif scale_min.dtype.element_ty == tl.float16:
         pairs = tl.load(scale_min.to(tl.pointer_type(tl.uint32)) + index, mask=mask, other=0)
         scale = pairs.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         minimum = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -131,7 +131,7 @@ def skinny_sums(
             live = live & ((group * GROUP_BYTES)[None, None, :] < left)
         first_group = (first_byte + done) // GROUP_BYTES
         pair = (first_group[:, None, None] + group[None, None, :]) * N + safe_row[None, :, None]
-        scale, minimum = load_scale_min(scale_min, pair, live)
+        scale, minimum = load_scale_min(scale_min, pair, live, BITS)
         factor = _spread(scale, DTYPE, BYTES // GROUPS)
         middle = _spread(minimum + CENTRE * scale, DTYPE, BYTES // GROUPS)
         if BITS == 4:

@@ -36,6 +36,7 @@ FORMATS = (
     Format(4, 32),
     Format(6, 128),
     Format(6, 64),
+    Format(6, 32),
     Format(8, 128),
     Format(8, 64),
 )

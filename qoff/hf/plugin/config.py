@@ -33,7 +33,7 @@ class QoffConfig(QuantizationConfigMixin):
     def __init__(
         self,
         bits: int = 4,
-        group_size: int = 64,
+        group_size: int = 32,
         solver: str = "hqq",
         head_bits: int = 6,
         modules_to_not_convert: list[str] | None = None,

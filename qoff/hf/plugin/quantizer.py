@@ -154,7 +154,8 @@ class QoffHfQuantizer(HfQuantizer):
 
         bits = config.head_bits if sensitive else config.bits
         packing = packing_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        return read_bits(bits, packing) / 8 + 4 / config.group_size
+        scale = 2 if self.pre_quantized else config.quant().scale_dtype.itemsize
+        return read_bits(bits, packing) / 8 + 2 * scale / config.group_size
 
     def get_quantize_ops(self) -> ConversionOps:
         from .operations import Quantize

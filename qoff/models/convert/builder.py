@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.layout.packing import GROUP_SIZES, packed_shapes
+from qoff.kernels.layout.scales import COMPACT, common
 from qoff.memory.plan import is_expert
 from qoff.models.names import ROW_BLOCK, Part, Weight
 from qoff.models.sources import Source
@@ -42,17 +43,22 @@ class Builder:
         """Return a weight as it is written: a QTensor in the wanted packing, or float32 [rows]."""
         if weight.columns is None:
             return self._vector(weight)
-        form = self.note(prefix, weight)
-        out = _empty((weight.rows, weight.columns), form, self.quant)
+        form, scales = self.note(prefix, weight), self._scales(prefix, weight)
+        out = _empty((weight.rows, weight.columns), form, self.quant.packing, scales)
         for rows, data, name in self._pieces(weight):
             order = rows.argsort()
-            piece = self.quantized(data, form, name)
+            piece = self.quantized(data, form, name, scales)
             if not bool((rows.diff() > 0).all()):
                 piece = reordered(piece, order)
-            if piece.scale_min.dtype.itemsize > out.scale_min.dtype.itemsize:
-                out = replace(out, scale_min=out.scale_min.to(piece.scale_min.dtype))
+            out = out.with_scales(common((piece.scale_min.dtype, out.scale_min.dtype)))
             _place(piece, out, rows[order])
         return out
+
+    def _scales(self, prefix: str, weight: Weight) -> torch.dtype:
+        """How scales of a matrix are stored: where parts keep their own, others' are like those."""
+        chosen = self.quant.scale_dtype
+        imported = chosen == COMPACT and self.format(prefix, weight)[1]
+        return torch.float16 if imported else chosen
 
     def note(self, prefix: str, weight: Weight) -> Format:
         """Count the format of a matrix that is built now, and return it."""
@@ -135,7 +141,7 @@ class Builder:
             )
         shapes = packed_shapes((weight.rows, weight.columns), form.bits, group, self.quant.packing)
         codes, scale_min = (torch.Size(shape).numel() for shape in shapes)
-        return codes + scale_min * self.quant.scale_dtype.itemsize
+        return codes + scale_min * self._scales(prefix, weight).itemsize
 
     def _info(self, name: str) -> TensorInfo:
         info = self.source.info(name)
@@ -202,15 +208,26 @@ class Builder:
         for data in self.source.chunks(part.source, rows):
             yield data if factor is None else _floats(data, part.source) @ factor
 
-    def quantized(self, data: Tensor | QTensor, form: Format, name: str) -> QTensor:
-        """Return rows of a matrix in a format, without calibration; name: what errors call it."""
+    def quantized(
+        self, data: Tensor | QTensor, form: Format, name: str, scales: torch.dtype | None = None
+    ) -> QTensor:
+        """Return rows of a matrix in a format, without calibration; name: what errors call it.
+
+        scales: how they are stored, by default as configured.
+        """
         quant, bits, group = self.quant, form.bits, form.group_size
         if isinstance(data, QTensor):
             if form.holds(Format(data.bits, data.group_size)):
                 return widened(data, bits, group).to_packing(quant.packing)
             data = data.dequantize()
         return quantize(
-            data, bits, group, quant.data_free, quant.packing, quant.scale_dtype, name=name
+            data,
+            bits,
+            group,
+            quant.data_free,
+            quant.packing,
+            scales or quant.scale_dtype,
+            name=name,
         )
 
     def _vector(self, weight: Weight) -> Tensor:
@@ -228,7 +245,7 @@ def with_uniform_experts(
 ) -> dict[str, QTensor | Tensor]:
     """The weights of a layer, its experts' matrices of a kind in one form that holds all of them.
 
-    The widest codes, the smallest groups, and float32 scales where any has them: no value changes.
+    The widest codes, the smallest groups, and float32 scales where they differ: no value changes.
     """
     alike: dict[str, list[str]] = defaultdict(list)
     for name, weight in weights.items():
@@ -238,11 +255,9 @@ def with_uniform_experts(
     for names in alike.values():
         matrices = [weight for name in names if isinstance(weight := weights[name], QTensor)]
         bits, group = max(m.bits for m in matrices), min(m.group_size for m in matrices)
-        wide = any(m.scale_min.dtype == torch.float32 for m in matrices)
-        dtype = torch.float32 if wide else matrices[0].scale_min.dtype
+        dtype = common(m.scale_min.dtype for m in matrices)
         for name, matrix in zip(names, matrices, strict=True):
-            same = widened(matrix, bits, group)
-            found[name] = replace(same, scale_min=same.scale_min.to(dtype))
+            found[name] = widened(matrix.with_scales(dtype), bits, group)
     return found
 
 
@@ -258,21 +273,21 @@ def _finite(values: Tensor, name: str) -> Tensor:
     return values
 
 
-def _empty(shape: tuple[int, int], form: Format, quant: QuantConfig) -> QTensor:
-    codes, scale_min = packed_shapes(shape, form.bits, form.group_size, quant.packing)
+def _empty(shape: tuple[int, int], form: Format, packing: str, scales: torch.dtype) -> QTensor:
+    codes, scale_min = packed_shapes(shape, form.bits, form.group_size, packing)
     return QTensor(
         torch.zeros(codes, dtype=torch.uint8),
-        torch.zeros(scale_min, dtype=quant.scale_dtype),
+        torch.zeros(scale_min, dtype=scales),
         shape,
         form.bits,
         form.group_size,
-        quant.packing,
+        packing,
     )
 
 
 def _place(piece: QTensor, out: QTensor, rows: Tensor) -> None:
     """Write a piece into the rows of `out`, which are whole blocks of 16 but for the last."""
-    scale_min = piece.scale_min.to(out.scale_min.dtype)
+    scale_min = piece.with_scales(out.scale_min.dtype).scale_min
     if out.packing == "split32":
         out.codes[rows] = piece.codes
         out.scale_min[:, rows] = scale_min
