@@ -22,7 +22,7 @@ from .options import (
     named,
 )
 
-_GRID = "bits=4,8 group=64,128 solver=hqq kv=float,4:4,8:4 window=0,64"
+_GRID = "bits=4,8 group=32,64 solver=hqq kv=float,4:4,8:4 window=0,64"
 
 
 def _names(*kinds: type) -> set[str]:

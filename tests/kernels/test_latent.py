@@ -18,6 +18,7 @@ from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.scales import COMPACT, SCALE_DTYPES
 from qoff.kernels.reference import ops as reference
 from qoff.kernels.reference.attention import attend
 from qoff.kernels.reference.elementwise import rms_norm, rope
@@ -32,8 +33,9 @@ SHAPES = [
 SUMS = 1e-5
 
 
-def weight_of(shape: LatentShape, bits: int = 8) -> QTensor:
-    return quantize(torch.randn(shape.rows, shape.latent), bits, 32, packing="rows16")
+def weight_of(shape: LatentShape, bits: int = 8, scales: torch.dtype = COMPACT) -> QTensor:
+    w = torch.randn(shape.rows, shape.latent)
+    return quantize(w, bits, 32, packing="rows16", scale_dtype=scales)
 
 
 def heads_of(shape: LatentShape) -> HeadShape:
@@ -52,8 +54,11 @@ def tables(shape: LatentShape) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 20])
 @pytest.mark.parametrize(("shape", "bits"), [*zip(SHAPES, (4, 6, 8), strict=True)])
-def test_products_with_each_heads_matrices(shape: LatentShape, bits: int, tokens: int) -> None:
-    weight, norm = weight_of(shape, bits), norm_of(shape)
+@pytest.mark.parametrize("scales", SCALE_DTYPES)
+def test_products_with_each_heads_matrices(
+    shape: LatentShape, bits: int, scales: torch.dtype, tokens: int
+) -> None:
+    weight, norm = weight_of(shape, bits, scales), norm_of(shape)
     # Queries and what is compressed lie side by side, as a projection leaves them.
     both = torch.randn(tokens, shape.heads * shape.query_dim + shape.head_dim)
     q, kv = both.split([shape.heads * shape.query_dim, shape.head_dim], 1)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.emit import V_F32, const_i32, store, switch
+from qoff.kernels.cpu.jit.emit import V_F32, const_i32, load, store, switch
 from qoff.kernels.cpu.jit.pool import Pool, default_pool, take
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.linear.dequantize import SCRATCH_BYTES, dequantize_block
+from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES, store_scales, width_of
 from qoff.kernels.cpu.linear.tile import UNROLL, codes_32
 from qoff.kernels.cpu.operands import check_dense, check_rows, fail, int64s, offsets
 from qoff.kernels.layout.ending import Norm
@@ -37,7 +38,7 @@ class LatentArguments(ctypes.Structure):
     _fields_ = (
         *int64s(
             "x", "x_stride", "kv", "kv_stride", "norm", "tokens", "heads", "latent", "plain",
-            "turning", "values", "codes", "scale_min", "wide", "group", "bits", "out",
+            "turning", "values", "codes", "scale_min", "width", "group", "bits", "out",
             "out_stride", "scratch",
         ),
         ("eps", ctypes.c_float),
@@ -45,11 +46,12 @@ class LatentArguments(ctypes.Structure):
 
 
 (X, X_STRIDE, KV, KV_STRIDE, NORM, M, HEADS, LATENT, PLAIN, TURNING, VALUES, CODES, SCALE_MIN,
- WIDE, GROUP, BITS_OF, OUT, OUT_STRIDE, SCRATCH, EPS) = offsets(LatentArguments)  # fmt: skip
+ WIDTH, GROUP, BITS_OF, OUT, OUT_STRIDE, SCRATCH, EPS) = offsets(LatentArguments)  # fmt: skip
 
 
-def _emit_columns(b, bits, codes, scale, minimum, out):
+def _emit_columns(b, bits, codes, scales, out):
     """32 columns of a row block, each a vector of 16 rows."""
+    scale, minimum = (load(b, scales, offset, V_F32) for offset in (0, 64))
     for first, quad in codes_32(b, codes, bits):
         for i in range(4):
             byte = b.and_(b.lshr(quad, const_i32(8 * i)), const_i32(255))
@@ -57,24 +59,20 @@ def _emit_columns(b, bits, codes, scale, minimum, out):
             store(b, value, out, 64 * (first + i))
 
 
-@vector_intrinsic(types.void, types.int64, types.int64, simd.f32x16, simd.f32x16, types.int64)
+@vector_intrinsic(types.void, *[types.int64] * 4)
 def _columns_32(b, bits, *operands):
-    """Write 32 columns of 16 rows, [32, 16] float32. Scales and minima: of each row."""
+    """Write 32 columns of 16 rows, [32, 16] float32; scales: of rows, as `store_scales` writes."""
     cases = {each: partial(_emit_columns, b, each, *operands) for each in BITS}
     switch(b, bits, cases)
 
 
 @inner
-def _columns(codes, scale_min, wide, group, bits, k, out):
-    """A block of 16 rows as [k, 16] float32."""
+def _columns(codes, scale_min, width, group, bits, k, out, scratch):
+    """A block of 16 rows as [k, 16] float32; scratch: SCRATCH_BYTES."""
     for first in range(0, k, group):
-        at = scale_min + first // group * (64 << wide)
-        if wide != 0:
-            scale, minimum = simd.load_f32(at), simd.load_f32(at + 64)
-        else:
-            scale, minimum = simd.load_f16(at), simd.load_f16(at + 32)
+        store_scales(bits, width, scale_min + first // group * (ROW_BLOCK_BYTES << width), scratch)
         for column in range(first, first + group, UNROLL):
-            _columns_32(bits, codes + 2 * bits * column, scale, minimum, out + 64 * column)
+            _columns_32(bits, codes + 2 * bits * column, scratch, out + 64 * column)
 
 
 @inner
@@ -83,10 +81,8 @@ def _block_of(args, row):
     k, block = simd.peek_i64(args + LATENT), row // ROW_BLOCK
     codes = simd.peek_i64(args + CODES) + block * 2 * k * simd.peek_i64(args + BITS_OF)
     groups = k // simd.peek_i64(args + GROUP)
-    scale_min = simd.peek_i64(args + SCALE_MIN) + block * groups * (
-        64 << simd.peek_i64(args + WIDE)
-    )
-    return codes, scale_min
+    group_bytes = ROW_BLOCK_BYTES << simd.peek_i64(args + WIDTH)
+    return codes, simd.peek_i64(args + SCALE_MIN) + block * groups * group_bytes
 
 
 @inner
@@ -131,7 +127,7 @@ def _absorb_head(args, head, scratch):
     for row in range(0, plain, ROW_BLOCK):
         codes, scale_min = _block_of(args, first + row)
         dequantize_block(
-            codes, scale_min, simd.peek_i64(args + WIDE), simd.peek_i64(args + GROUP),
+            codes, scale_min, simd.peek_i64(args + WIDTH), simd.peek_i64(args + GROUP),
             simd.peek_i64(args + BITS_OF), latent, 0, matrix + 4 * latent * row, 4 * latent,
             scratch,
         )  # fmt: skip
@@ -160,8 +156,8 @@ def _expand_head(args, head, scratch):
     for row in range(0, values, ROW_BLOCK):
         codes, scale_min = _block_of(args, first + row)
         _columns(
-            codes, scale_min, simd.peek_i64(args + WIDE), simd.peek_i64(args + GROUP),
-            simd.peek_i64(args + BITS_OF), latent, matrix + 4 * latent * row,
+            codes, scale_min, simd.peek_i64(args + WIDTH), simd.peek_i64(args + GROUP),
+            simd.peek_i64(args + BITS_OF), latent, matrix + 4 * latent * row, scratch,
         )  # fmt: skip
     x_stride, out_stride = simd.peek_i64(args + X_STRIDE), simd.peek_i64(args + OUT_STRIDE)
     x = simd.peek_i64(args + X) + 4 * head * latent
@@ -270,7 +266,7 @@ def _arguments(
         x=x.data_ptr(), x_stride=4 * x.stride(0), tokens=len(x), heads=shape.heads,
         latent=shape.latent, plain=shape.plain, turning=shape.turning, values=shape.values,
         codes=weight.codes.data_ptr(), scale_min=weight.scale_min.data_ptr(),
-        wide=weight.scale_min.dtype == torch.float32, group=weight.group_size, bits=weight.bits,
+        width=width_of(weight.scale_min.dtype), group=weight.group_size, bits=weight.bits,
         out=out.data_ptr(), out_stride=4 * out.stride(0),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ class Cell:
 
     @property
     def weights_name(self) -> str:
-        """Like "4 bits, group 64, hqq"."""
+        """Like "4 bits, group 32, hqq"."""
         if self.weights is None:
             return "as they are"
         return f"{self.weights.bits} bits, group {self.weights.group_size}, {self.weights.solver}"
@@ -40,7 +40,7 @@ class Grid:
     """The values of each axis; a float32 KV cache has no window."""
 
     bits: tuple[int, ...] = (4, 8)
-    group: tuple[int, ...] = (64,)
+    group: tuple[int, ...] = (32,)
     solver: tuple[str, ...] = ("hqq",)
     kv: tuple[str, ...] = (FLOAT, "4:4", "8:4", "8:8")  # bits of K and V
     window: tuple[int, ...] = (64,)  # newest tokens unpacked
@@ -57,7 +57,7 @@ class Grid:
             name, _, values = part.partition("=")
             if name not in known or not values or name in found:
                 raise ArgumentError(
-                    f"axis {part!r}; a grid is written like 'bits=4,8 group=64 kv=float,4:4 "
+                    f"axis {part!r}; a grid is written like 'bits=4,8 group=32 kv=float,4:4 "
                     f"window=0,64', of {', '.join(known)}, each once"
                 )
             items = tuple(dict.fromkeys(values.split(",")))
