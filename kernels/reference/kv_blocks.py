@@ -34,7 +34,7 @@ def quantize_blocks(k: Tensor, v: Tensor, form: KVFormat, opening: Tensor | None
 def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     """Undo `quantize_blocks`: float32 K [..., 64, D] and V [..., 64, value_dim]."""
     k_codes, k_scale, k_min = form.key_views(records)
-    k = _unpack(k_codes, form.k_bits)
+    k = unpack(k_codes, form.k_bits)
     k = k * k_scale.float()[..., None, :] + k_min.float()[..., None, :]
     if form.latent:
         return k, latent_values(k, form.latent)
@@ -42,7 +42,7 @@ def dequantize_blocks(records: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     scale, minimum = (
         x.float().unflatten(-1, (form.parts, BLOCK_TOKENS))[..., None] for x in (v_scale, v_min)
     )
-    v = _parts(_unpack(v_codes, form.v_bits), form) * scale + minimum
+    v = _parts(unpack(v_codes, form.v_bits), form) * scale + minimum
     return k, v.movedim(-3, -2).flatten(-2)
 
 
@@ -124,7 +124,7 @@ def _anchored(
     return scale, first - torch.where(below, top - steps, steps) * scale.half().float()
 
 
-def _unpack(codes: Tensor, bits: int) -> Tensor:
+def unpack(codes: Tensor, bits: int) -> Tensor:
     """Undo `_pack`: float32 [..., 64, D]."""
     if bits == 8:
         return codes.float()

@@ -72,11 +72,11 @@ def test_the_answers_do_not_depend_on_the_plan(
 def test_weights_stream_and_change_no_bit(
     checkpoint: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    plan = replace(BATCHES, prefill_tokens=16)
+    plan = replace(BATCHES, prefill_tokens=4)  # more take more than all weights of this model
     with LLM(checkpoint, plan) as llm:
         spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
     beside = Memory.of(plan, spec, head_shapes(spec), tiled=True).total("device")
-    plan = replace(plan, device_memory=beside + weights // 2)
+    plan = replace(plan, device_memory=beside + weights // 4)
     with LLM(checkpoint, plan) as llm:
         assert not llm.runtime.store.all_resident
     assert answers(checkpoint, plan) == expected
@@ -117,7 +117,6 @@ def test_generates_what_transformers_does(checkpoint: Path) -> None:
 def test_a_token_of_deepseek_v3_takes_324_bytes_of_a_layer() -> None:
     form = KVFormat(576, latent=512)
     assert form.nbytes == 324 * BLOCK_TOKENS
-    assert form.bits_per_value == 4.5
 
 
 def test_what_there_is_not_is_refused_in_a_line(checkpoint: Path) -> None:

@@ -86,7 +86,7 @@ def assert_same_records(actual, expected, form):
     for index in (1, 2, 4, 5):
         assert_close(*parts[index])
     for (codes, wanted), bits in ((parts[0], form.k_bits), (parts[3], form.v_bits)):
-        codes, wanted = (reference.levels(x, bits) for x in (codes, wanted))
+        codes, wanted = (reference.unpack(x, bits) for x in (codes, wanted))
         apart = (codes.int() - wanted.int()).abs()
         assert bool((apart <= 1).all())
         assert int(apart.sum()) <= MOVED_CODES * apart.numel()
