@@ -112,6 +112,15 @@ def test_values_may_be_channels_of_the_keys(head_dim: int, latent: int, bits: in
     check(make(form, 18, 1, (2, 5), (3, 1)), window=100, soft_cap=3.0)
 
 
+@pytest.mark.parametrize(("head_dim", "latent"), [(256, 0), (640, 512)])
+def test_the_largest_score_of_8_bit_keys_fits(head_dim: int, latent: int) -> None:
+    form = KVFormat(head_dim, 8, 8, latent)
+    case = make(form, 2, 1, (1,))
+    k, v = torch.rand(2, 2, 1, 64, head_dim) / 100
+    k[..., 5, :] = 1  # a token whose codes are all 255, and queries without a small channel
+    check(replace(case, q=torch.ones_like(case.q), pool=quantize_blocks(k, v, form)))
+
+
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8, 16, 17, 40])
 def test_any_number_of_queries_shares_a_kv_head(heads: int, bits: tuple[int, int]) -> None:

@@ -20,6 +20,7 @@ from qoff.kernels.cpu.jit.emit import (
     V_F32,
     V_I32,
     at,
+    const_f32,
     const_i32,
     const_i64,
     dot_u8s8,
@@ -101,9 +102,11 @@ def _zero_sums(rows):
 
 
 def _exact(b, sums, row):
-    """256 * high + low, as float32."""
-    high, low = (_total(b, [one[2 * row + plane] for one in sums]) for plane in (0, 1))
-    return b.sitofp(b.add(b.shl(high, const_i32(8)), low), V_F32)
+    """256 * high + low, rounded once to float32: of more than 256 channels it may pass 2**31."""
+    high, low = (
+        b.sitofp(_total(b, [one[2 * row + plane] for one in sums]), V_F32) for plane in (0, 1)
+    )
+    return fma(b, high, const_f32(256.0), low)
 
 
 def _total(b, vectors):
