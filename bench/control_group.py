@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from qoff.errors import ArgumentError
@@ -50,16 +50,17 @@ def control_group(limit: int | None) -> Iterator[ControlGroup]:
     Raises ArgumentError where there can be none.
     """
     folder = _GROUPS / f"qoff-bench-{os.getpid()}"
-    try:
-        folder.mkdir()
-        if limit is not None:
-            (folder / "memory.limit_in_bytes").write_text(str(limit))
-    except OSError as error:
-        raise ArgumentError(f"{folder}: {error.strerror}; this needs cgroup v1 and root") from error
-    try:
+    with ExitStack() as undo:
+        try:
+            folder.mkdir()
+            undo.callback(folder.rmdir)
+            if limit is not None:
+                (folder / "memory.limit_in_bytes").write_text(str(limit))
+        except OSError as error:
+            raise ArgumentError(
+                f"{folder}: {error.strerror}; this needs cgroup v1 and root"
+            ) from error
         yield ControlGroup(folder)
-    finally:
-        folder.rmdir()
 
 
 def forget(folder: Path) -> None:

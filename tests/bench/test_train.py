@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import train, train_bound, train_large, train_steps
+from bench import control_group, train, train_bound, train_large, train_steps
 from bench.harness import Report
+from qoff.errors import ArgumentError
 
 
 def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +59,19 @@ def test_a_large_model(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert on_disk["moved"]["gradients read"] > 0
     assert on_disk["moved"][read] > 0
     assert on_disk["device"] > on_disk["host"] == 0
+
+
+def test_a_control_group_that_cannot_be_bounded_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(control_group, "_GROUPS", tmp_path)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with (
+        pytest.raises(ArgumentError, match="Permission denied; this needs cgroup v1 and root"),
+        control_group.control_group(1 << 30),
+    ):
+        pass
+    assert not [*tmp_path.iterdir()]
