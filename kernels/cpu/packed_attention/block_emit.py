@@ -103,14 +103,12 @@ def _zero_sums(rows):
 
 def _exact(b, sums, row):
     """256 * high + low, rounded once to float32: of more than 256 channels it may pass 2**31."""
-    high, low = (
-        b.sitofp(_total(b, [one[2 * row + plane] for one in sums]), V_F32) for plane in (0, 1)
-    )
+    high, low = (_total(b, [one[2 * row + plane] for one in sums]) for plane in (0, 1))
     return fma(b, high, const_f32(256.0), low)
 
 
 def _total(b, vectors):
-    return vectors[0] if len(vectors) == 1 else b.add(*vectors)
+    return b.sitofp(vectors[0] if len(vectors) == 1 else b.add(*vectors), V_F32)
 
 
 def _emit_narrow_scores(b, rows, codes, ahead, query, plane, out, out_stride):
@@ -254,6 +252,21 @@ def block_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out,
     switch(b, kind, {case: partial(by_rows, b, rows, emit) for case, emit in emitters.items()})
 
 
+def _weigh_any(b, kind, upper, rows, *args):
+    """`_emit_weigh` for each kind of codes and number of rows, and a choice among them."""
+
+    def weigh(case, which):
+        by_rows(b, rows, lambda n: _emit_weigh(b, case, which, n, *args))
+
+    planes = {which: partial(weigh, NIBBLES, which) for which in (0, 1)}
+    cases = {
+        NIBBLES: partial(switch, b, upper, planes),
+        NARROW: partial(weigh, NARROW, 0),
+        WHOLE: partial(weigh, WHOLE, 0),
+    }
+    switch(b, kind, cases)
+
+
 @vector_intrinsic(types.void, *[_i64] * 12)
 def block_weigh(
     b, kind, upper, rows, codes, stride, ahead, weights, correction, step, shift, out, out_stride
@@ -267,17 +280,7 @@ def block_weigh(
     `out_stride` bytes apart.
     """
     args = (codes, stride, ahead, weights, (correction, step, shift), out, out_stride)
-
-    def weigh(case, which):
-        by_rows(b, rows, lambda n: _emit_weigh(b, case, which, n, *args))
-
-    planes = {which: partial(weigh, NIBBLES, which) for which in (0, 1)}
-    cases = {
-        NIBBLES: partial(switch, b, upper, planes),
-        NARROW: partial(weigh, NARROW, 0),
-        WHOLE: partial(weigh, WHOLE, 0),
-    }
-    switch(b, kind, cases)
+    _weigh_any(b, kind, upper, rows, *args)
 
 
 @vector_intrinsic(types.void, *[_i64] * 14)
@@ -290,14 +293,4 @@ def block_weigh_latent(b, kind, upper, rows, codes, stride, weights, correction,
     """
     factors = (correction, step, shift, total)
     args = (codes, stride, const_i64(0), weights, factors, out, out_stride, (scale, minimum))
-
-    def weigh(case, which):
-        by_rows(b, rows, lambda n: _emit_weigh(b, case, which, n, *args))
-
-    planes = {which: partial(weigh, NIBBLES, which) for which in (0, 1)}
-    cases = {
-        NIBBLES: partial(switch, b, upper, planes),
-        NARROW: partial(weigh, NARROW, 0),
-        WHOLE: partial(weigh, WHOLE, 0),
-    }
-    switch(b, kind, cases)
+    _weigh_any(b, kind, upper, rows, *args)
