@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
 from fractions import Fraction
+from functools import cache
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -64,6 +66,25 @@ def check_machine(nbytes: int, what: str) -> None:
             f"host memory: {what} take {nbytes:,} bytes, and the machine has {there:,}; "
             "use smaller sizes, or less device_memory or host_memory"
         )
+
+
+def return_freed() -> None:
+    """Give memory that was freed, and that the C library keeps for later, back to the system.
+
+    glibc keeps it below whatever is in use: of the 45 MiB that reading a tokenizer takes, 30. Does
+    nothing with other libraries. Milliseconds.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
+        return None
 
 
 class refusals(ContextDecorator):  # noqa: N801 - used as a function, around every pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.convert.convert import convert
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
-from qoff.system_memory import machine_memory, refusals
+from qoff.system_memory import machine_memory, refusals, return_freed
 from tests.tiny_models import QUANT, tiny_checkpoint, tiny_model
 
 HUGE = 1 << 61
@@ -55,6 +56,22 @@ def test_the_memory_of_a_machine(
     group: str, limits: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
     assert fake_machine(tmp_path, group, limits) == expected
+
+
+@pytest.mark.skipif(system_memory._trim() is None, reason="needs the GNU C library")
+def test_freed_memory_below_what_is_in_use_is_given_back() -> None:
+    size, libc = 32 << 20, ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(32 << 10) for _ in range(size >> 15)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 32 << 10)
+    for piece in pieces[:-1]:
+        libc.free(piece)
+    before = system_memory._held("host")
+    return_freed()
+    given = before - system_memory._held("host")
+    libc.free(pieces[-1])
+    assert given > size // 2
 
 
 def test_this_machine_has_some() -> None:

@@ -1,60 +1,60 @@
 """Bytes at the peak beside those that were counted, and a cgroup that kills what takes more.
 
-A process of its own opens each plan in a memory cgroup (v1, as root), twice: without a limit, for
-the peak, and with one. What it takes before, with libraries and compiled kernels, is measured; the
-limit is that, the plan's bytes of device and host memory, 1 %, and 8 MiB for what an open LLM has
-beside (tokenizer, stacks of threads). Files are read around the page cache.
+A process of its own opens each plan in a memory cgroup (v1, as root) three times: to compile, for
+the peak, and with a limit. Requests are of several lengths, half of them sampled. What was there
+before (Python, libraries, compiled kernels) does not count, and its tokenizer is measured: an
+object of a library, as large as a vocabulary makes it. The limit is what the group has, the
+tokenizer, and 1 % more than the plan's bytes of device and host memory. It counts what the kernel
+takes for the process, too, and pages of files as far as they cannot be dropped.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from bench.control_group import control_group
 from bench.demo import fetch_checkpoint
 from bench.harness import Bar, Report
 from bench.offload import Work, plans
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import BudgetError, QoffError
+from qoff.hf.load import load_tokenizer
 from qoff.plan import Plan
 from qoff.plan.machine import assumed_profile
 from qoff.plan.saved import plan_text, read_plan
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
+from qoff.system_memory import return_freed
 
-_ROOT = Path("/sys/fs/cgroup/memory")
 _OVER = 0.01  # of a plan's bytes
 _MIB = 1 << 20
-PROCESS = 8 * _MIB  # tokenizer, threads' stacks, Python's own: not a plan's
 
 
-@contextmanager
-def cgroup() -> Iterator[Path]:
-    """A memory cgroup of v1. Raises QoffError where none can be made."""
-    folder = _ROOT / f"qoff-planner-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise QoffError(f"{folder}: {error.strerror}; this needs cgroups v1, as root") from error
-    try:
-        yield folder
-    finally:
-        folder.rmdir()
+class Ran(NamedTuple):
+    """Bytes that a plan counts, at the peak, and of the tokenizer; whether a limit killed it."""
+
+    counted: int
+    peak: int
+    tokenizer: int
+    killed: bool
+
+    @property
+    def over(self) -> float:
+        """The part of what is counted that is taken beyond it."""
+        return (self.peak - self.tokenizer) / self.counted - 1
 
 
 def measure(quick: bool) -> Report:
@@ -63,17 +63,15 @@ def measure(quick: bool) -> Report:
         "planner-budgets",
         {"quick": quick},
         "main memory: bytes counted, and at the peak of a process that is killed beyond them",
-        ("plan", "counted MiB", "at the peak MiB", "of it", "killed"),
+        ("plan", "counted MiB", "tokenizer MiB", "at the peak MiB", "beyond both", "killed"),
     )
     path, work = fetch_checkpoint(), Work(4, 2, 128, 8) if quick else Work(4, 2, 256, 32)
-    killed, over = 0, 0.0
-    for label, plan in _plans(path, work, quick).items():
-        counted, peak, ended = _run(path, plan, work)
-        killed += ended
-        over = max(over, (peak - PROCESS) / counted - 1)
-        mib = f"{counted / _MIB:.1f}", f"{peak / _MIB:.1f}"
-        result.rows.append((label, *mib, f"{peak / counted:.1%}", "yes" if ended else "no"))
-        result.measured[label] = {"counted": counted, "peak": peak, "killed": ended}
+    found = {label: _run(path, plan, work) for label, plan in _plans(path, work, quick).items()}
+    for label, one in found.items():
+        mib = [f"{n / _MIB:.1f}" for n in (one.counted, one.tokenizer, one.peak)]
+        result.rows.append((label, *mib, f"{one.over:+.1%}", "yes" if one.killed else "no"))
+        result.measured[label] = one._asdict()
+    killed, over = (max(getattr(x, n) for x in found.values()) for n in ("killed", "over"))
     result.bars.append(Bar("plans that are not killed", 1, float(not killed)))
     result.bars.append(Bar("1 - largest excess over what is counted", 1 - _OVER, 1 - over))
     return result
@@ -96,53 +94,74 @@ def _plans(path: Path, work: Work, quick: bool) -> dict[str, Plan]:
     return found | dict(list(by_hand.items())[: 2 if quick else None])
 
 
-def _run(path: Path, plan: Plan, work: Work) -> tuple[int, int, bool]:
-    """Bytes counted and at the peak of a process, and whether a limit killed it."""
-    with cgroup() as group, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+def _run(path: Path, plan: Plan, work: Work) -> Ran:
+    """What a process in a cgroup of its own takes."""
+    with control_group(None) as group, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(plan_text(plan))
         file.flush()
         numbers = [str(n) for n in (work.batch_size * work.batches, work.prompt, work.new)]
-        command = [sys.executable, "-m", __name__, str(path), file.name, str(group), *numbers]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    killed = done.returncode == -signal.SIGKILL
-    if not done.stdout or (done.returncode and not killed):
+        command = [sys.executable, "-m", __name__, str(path), file.name, str(group.folder)]
+        done = subprocess.run(
+            [*command, *numbers],
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=group.join,
+        )
+        control = (group.folder / "memory.oom_control").read_text().splitlines()
+    killed = "oom_kill 0" not in control
+    if done.returncode and not (killed and done.stdout):
         raise QoffError(f"the plan's process failed: {done.stderr[-500:]}")
-    counted, peak = json.loads(done.stdout.splitlines()[-1])
-    return counted, peak, killed
+    return Ran(*json.loads(done.stdout.splitlines()[-1]), killed)
 
 
 def _child(argv: Sequence[str] | None = None) -> None:
-    """Open a plan in a cgroup and answer; prints bytes counted and at the peak."""
+    """Open a plan in a cgroup and answer; prints the first three numbers of `Ran`."""
     parser = argparse.ArgumentParser()
     for name in ("path", "plan", "group"):
         parser.add_argument(name, type=Path)
     for name in ("count", "prompt", "new"):
         parser.add_argument(name, type=int)
     args = parser.parse_args(argv)
-    group, plan = args.group, read_plan(args.plan)
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    prompts = torch.randint(1000, (args.count, args.prompt)).tolist()
-    params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True)
+    group, plan = args.group, replace(read_plan(args.plan), adapt=False)
+    lengths = [args.prompt - i * args.prompt // (2 * args.count) for i in range(args.count)]
+    prompts = [torch.randint(1000, (length,)).tolist() for length in lengths]
+    kinds = (
+        SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True),
+        SamplingParams(
+            top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=args.new, ignore_eos=True
+        ),
+    )
+    params = [kinds[i % 2] for i in range(args.count)]
 
-    def answer(one: Plan) -> int:
-        with LLM(args.path, replace(one, adapt=False), device="cpu") as llm:
+    def answer() -> int:
+        with LLM(args.path, plan, device="cpu") as llm:
             llm.generate(prompts, params)
             tiers = llm.memory_by_tier()
             return sum(sum(tiers[tier].values()) for tier in ("device", "host"))
 
-    counted = answer(plan)  # compiles, and allocates what a process keeps
-    trim()
+    counted = answer()  # compiles, and allocates what a process keeps
+    own = tokenizer_bytes(args.path)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    answer(plan)
-    print(json.dumps([counted, _status("VmHWM") - before]), flush=True)
+    answer()
+    print(json.dumps([counted, _status("VmHWM") - before, own]), flush=True)
     trim()
     (group / "memory.force_empty").write_text("0")  # of pages of files
-    limit = int((group / "memory.usage_in_bytes").read_text()) + int(counted * (1 + _OVER))
-    limit += PROCESS
-    (group / "memory.limit_in_bytes").write_text(str(limit))
-    answer(plan)
-    (_ROOT / "cgroup.procs").write_text(str(os.getpid()))
+    usage = int((group / "memory.usage_in_bytes").read_text())
+    (group / "memory.limit_in_bytes").write_text(str(usage + own + int(counted * (1 + _OVER))))
+    answer()
+
+
+def tokenizer_bytes(path: Path) -> int:
+    """What a checkpoint's tokenizer keeps; memory that was freed is given back."""
+    trim()
+    before = _status("VmRSS")
+    tokenizer = load_tokenizer(path)
+    found = _status("VmRSS") - before
+    del tokenizer
+    trim()
+    return found
 
 
 def _status(name: str) -> int:
@@ -152,9 +171,9 @@ def _status(name: str) -> int:
 
 
 def trim() -> None:
-    """Give freed memory back to the system."""
+    """Give memory back that is freed, or garbage."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return_freed()
 
 
 if __name__ == "__main__":

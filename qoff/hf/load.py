@@ -33,7 +33,7 @@ from qoff.quant import QuantConfig
 from qoff.quant.gguf_split import parts
 from qoff.schema import read_object
 from qoff.settings import cache_directory
-from qoff.system_memory import refusals
+from qoff.system_memory import refusals, return_freed
 
 from .budget import Budget, Scoring
 from .generation_config import read_generation_config
@@ -328,6 +328,7 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
+    return_freed()  # what it was read through is several times as large
     return tokenizer
 
 
