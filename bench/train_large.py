@@ -12,7 +12,7 @@ Every run is a process of its own in a control group (v1, so this needs root) th
 pages, too, and kills what takes more.
 
     python -m bench.train_large full                      # 40 GB of disk
-    python -m bench.train_large adapters --micro-batches 8
+    python -m bench.train_large adapters --tokens 512 --micro-batches 128
     python -m bench.train_large tiles --tokens 64         # 25 GB of disk
 """
 
@@ -63,8 +63,7 @@ def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]
 
         where = {} if given.in_memory else {"device_map": "disk"}
         model = adapted(AutoModelForCausalLM.from_pretrained(given.path / "packed", **where))
-        if given.in_memory:
-            options = {}
+        options = {} if given.in_memory else options | {"device_memory": given.device_memory}
     tiled = given.what == "tiles"
     if tiled:
         options["device_memory"] = _TILED_MEMORY >> (2 * given.quick)
@@ -115,7 +114,7 @@ def write(given: argparse.Namespace, config: dict[str, Any]) -> None:
 
 
 def _child(given: argparse.Namespace, part: str, *more: str) -> list[str]:
-    names = ("path", "layers", "tokens", "micro_batches", "steps")
+    names = ("path", "layers", "tokens", "micro_batches", "steps", "device_memory")
     sizes = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names]
     quick = ["--quick"] if given.quick else []
     return [
@@ -220,6 +219,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--path", type=Path, help="folder of models and states, kept")
     made.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
     made.add_argument("--micro-batches", type=int, default=1)
+    made.add_argument(
+        "--device-memory",
+        default="96MiB",
+        help="of adapters from disk: where hidden states of all micro-batches do not fit, they "
+        "are on disk, too",
+    )
     made.add_argument("--steps", type=int, default=1, help="the fastest counts")
     made.add_argument("--out", type=Path, help="JSON file; default in bench/results")
     made.add_argument("--part", help=argparse.SUPPRESS)

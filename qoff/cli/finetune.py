@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,6 +66,7 @@ def finetune(
     seed: int = Option(0, min=0, max=(1 << 31) - 1, help="Of order, adapters and dropout."),
     save_every: int = Option(100, min=1, help="Steps between two checkpoints."),
     tensorboard: Path | None = Option(None, help="Folder for curves that TensorBoard shows."),
+    plot: Path | None = Option(None, help="Draw the losses as FILE.svg and FILE.png."),
     strict: bool = Option(False, "--strict", help="End at the first line that is broken."),
     overwrite: bool = Option(False, "--overwrite", help="Begin anew, whatever OUTPUT has."),
 ) -> None:
@@ -72,6 +74,7 @@ def finetune(
 
     A run that was ended goes on from its last checkpoint when the same command is given again.
     """
+    from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
     from qoff.hf.load import load_tokenizer, local_source
     from qoff.train import finetune as work
@@ -85,6 +88,8 @@ def finetune(
     work.check_place(output, overwrite)
     if tensorboard is not None:
         writer_class()  # before a model is loaded
+    if plot is not None:
+        new_figure(1, 1)  # so is this
     path = local_source(model)
     tokenizer = load_tokenizer(path)
     broken = 0
@@ -147,6 +152,28 @@ def finetune(
             run.go(steps, epochs, save_every, tell)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted after step {run.steps}; {run.where}") from None
+    finally:
+        if plot is not None:
+            _draw(plot, run.log)
     run.export(tokenizer)
     what = "all weights" if full else "the adapter"
     typer.echo(f"{output}: {what} after {run.steps:,} steps")
+
+
+def _draw(path: Path, log: Path) -> None:
+    """Losses by step, of what is learned and what is held out."""
+    from qoff.eval.charts import new_figure, save
+
+    with log.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure = new_figure(8.0, 4.0)
+    axes = figure.subplots()
+    for name, style in (("loss", "-"), ("held_out_loss", "o--")):
+        points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats a token")
+    axes.legend()
+    for file_name in save(figure, path):
+        typer.echo(f"wrote {file_name}", err=True)

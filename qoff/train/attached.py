@@ -177,6 +177,11 @@ def _check(trainer: Any) -> None:
     ):
         if getattr(args, name, None):
             raise ArgumentError(f"{name}={getattr(args, name)!r} is not for streaming: {why}")
+    if getattr(trainer, "aux_loss_enabled", False):  # of TRL
+        raise ArgumentError(
+            "router_aux_loss_coef: the loss of routers is not there in training by streaming; set "
+            "it to 0.0"
+        )
     if trainer.compute_loss_func is not None or (own_loss and not usual):
         raise ArgumentError(
             f"{kind.__name__} has a loss of its own; streaming trains the model's, on its labels"

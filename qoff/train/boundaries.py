@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -16,13 +16,22 @@ from qoff.memory.arena import PAGE, round_up
 from .homes import Home, Homes
 
 STAGES = 3  # on their way to disk, or from there
+STAGES_WITHOUT_COLUMN = 6  # an input and a gradient at work, the next two, two on their way out
 _Form: TypeAlias = tuple[torch.Size, torch.dtype]
+_Key: TypeAlias = tuple[int, int]  # unit and micro-batch
+
+
+def _none(i: int, m: int) -> bool:
+    return False
 
 
 class Boundaries:
-    """A column of hidden states, one for each micro-batch, and a home for each unit's inputs.
+    """What each unit is given, and the gradients of that, for each micro-batch.
 
-    column: memory for each micro-batch. homes: by unit and micro-batch. stages: for those on disk.
+    column: memory for the hidden states, or gradients, that are at work, one for each micro-batch;
+    empty where those have no room: then a unit reads its input from where that is kept, and
+    gradients have homes, too. homes: of inputs by unit and micro-batch, and of gradients behind
+    those where there is no column. stages: for those on disk.
     """
 
     def __init__(
@@ -33,82 +42,136 @@ class Boundaries:
         stages: Sequence[Tensor],
     ) -> None:
         self._homes, self._column, self._inputs = homes, column, inputs
+        self._gradients = len(inputs) - (not column)  # the number of their row, where they have one
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for stage in stages:
             self._free.put(stage)
-        self._writes: dict[tuple[int, int], Future[None]] = {}
-        self._reads: deque[tuple[tuple[int, int], Tensor, Future[None]]] = deque()
-        self._held = False  # the first of the reads, by who called `load`
+        self._most = len(stages) - (1 if column else 2)  # reads at once
+        self._writes: dict[_Key, Future[None]] = {}
+        self._reads: dict[_Key, tuple[Tensor, Future[None]]] = {}
+        self._held: list[_Key] = []  # of the reads, by who called `_load`
         self._forms: dict[int, _Form] = {}  # of what is in the column
-        self._saved: dict[tuple[int, int], _Form] = {}  # of inputs, by unit and micro-batch
+        self._saved: dict[_Key, _Form] = {}  # of inputs and gradients, by unit and micro-batch
 
-    def put(self, m: int, hidden: Tensor) -> Tensor:
-        """Take hidden states, or a gradient of them, into the column; returns the copy."""
+    def put(self, i: int, m: int, hidden: Tensor) -> Tensor:
+        """Take what unit i will be given; returns a copy, that stays until anything is asked for.
+
+        Raises DiskWriteError.
+        """
+        if not self._column:
+            return self._keep((i, m), hidden.detach())
         self._forms[m] = hidden.shape, hidden.dtype
-        place = self.at(m)
+        place = self._at(m)
         place.copy_(hidden.detach())
         return place
 
-    def at(self, m: int) -> Tensor:
-        """What is in the column."""
-        return _view(self._column[m], self._forms[m])
+    def put_gradient(self, m: int, grad: Tensor) -> None:
+        """Take the gradient of what a unit was given. Raises DiskWriteError."""
+        self.put(self._gradients, m, grad)
 
-    def save(self, i: int, m: int) -> None:
-        """Keep what is in the column as the input of unit i."""
-        home, now = self._inputs[i][m], self.at(m)
-        self._saved[i, m] = form = self._forms[m]
-        if home.memory is not None:
-            _view(home.memory, form).copy_(now)
-            return
-        stage = self._free.get()
-        _view(stage, form).copy_(now)
-        self._writes[i, m] = self._homes.write(
-            home, stage[: self._whole(now)], lambda: self._free.put(stage)
-        )
+    def forms(self, count: int) -> list[_Form]:
+        """Shapes and dtypes of what unit 0 is given, of so many micro-batches."""
+        return [self._forms[m] if self._column else self._saved[0, m] for m in range(count)]
 
-    def load(self, i: int, m: int, ahead: Sequence[tuple[int, int]]) -> Tensor:
-        """The input of unit i, until the next `load`; those of `ahead` are wanted next, in order.
+    def given(self, i: int, m: int, ahead: Iterable[_Key]) -> Tensor:
+        """What unit i is given, until the next call; those of `ahead` are wanted next, in order.
 
         Raises DiskReadError, DiskWriteError.
         """
-        if self._held:
-            self._drop()
-        for unit, batch in [(i, m), *ahead][: STAGES - 1]:
-            if all(key != (unit, batch) for key, *_ in self._reads):
-                self._read(unit, batch)
-        home = self._inputs[i][m]
-        if home.memory is not None:
-            return _view(home.memory, self._saved[i, m])
-        _, stage, read = self._reads[0]
-        self._held = True
-        read.result()
-        return _view(stage, self._saved[i, m])
+        return self._at(m) if self._column else self._load([(i, m)], ahead, again=True)[0]
+
+    def save(self, i: int, m: int) -> None:
+        """Keep what unit i is given, for `back`."""
+        if self._column:
+            self._keep((i, m), self._at(m))
+
+    def back(
+        self, i: int, m: int, ahead: Sequence[_Key], kept: Callable[[int, int], bool] = _none
+    ) -> tuple[Tensor | None, Tensor]:
+        """The input of unit i, and the gradient behind it, until the next call.
+
+        kept: whether an input is elsewhere; None then. Raises DiskReadError, DiskWriteError.
+        """
+        x, *after = [[] if kept(*key) else [key] for key in ((i, m), *ahead)]
+        if self._column:
+            found = self._load(x, chain.from_iterable(after))
+            return found[0] if found else None, self._at(m)
+        behind = [[*key, (self._gradients, n)] for key, (_, n) in zip(after, ahead, strict=True)]
+        *found, grad = self._load([*x, (self._gradients, m)], chain.from_iterable(behind))
+        return found[0] if found else None, grad
+
+    def gradient(self, m: int) -> Tensor:
+        """That of what unit 0 was given, until the next call."""
+        return self._at(m) if self._column else self._load([(self._gradients, m)], ())[0]
 
     def stop(self) -> None:
         """Wait for all that is on its way, and forget it."""
         for write in self._writes.values():
             write.exception()
         self._writes.clear()
-        while self._reads:
-            self._drop()
+        self._saved.clear()
+        self._held.clear()
+        for key in list(self._reads):
+            self._drop(key)
 
-    def _read(self, i: int, m: int) -> None:
-        home = self._inputs[i][m]
-        if home.memory is None:
-            self._writes.pop((i, m)).result()
-            stage = self._free.get()
-            nbytes = self._whole(_view(stage, self._saved[i, m]))
-            self._reads.append(((i, m), stage, self._homes.read(home, stage[:nbytes])))
+    def _at(self, m: int) -> Tensor:
+        return _view(self._column[m], self._forms[m])
 
-    def _drop(self) -> None:
-        _, stage, read = self._reads.popleft()
-        self._held = False
+    def _keep(self, key: _Key, now: Tensor) -> Tensor:
+        home = self._home(key)
+        self._saved[key] = form = now.shape, now.dtype
+        if home.memory is not None:
+            place = _view(home.memory, form)
+            place.copy_(now)
+            return place
+        stage = self._free.get()
+        place = _view(stage, form)
+        place.copy_(now)
+        self._writes[key] = self._homes.write(
+            home, stage[: round_up(now.nbytes, PAGE)], lambda: self._free.put(stage)
+        )
+        return place
+
+    def _load(
+        self, wanted: Sequence[_Key], ahead: Iterable[_Key], again: bool = False
+    ) -> list[Tensor]:
+        """again: they will be asked for once more."""
+        while self._held:
+            self._drop(self._held.pop())
+        for key in wanted:
+            if self._home(key).memory is None and key not in self._reads:
+                self._read(key, again)
+        for key in ahead:
+            if self._home(key).memory is not None or key in self._reads:
+                continue
+            # A gradient is there again when the unit before has made it.
+            if len(self._reads) >= self._most or key not in self._writes:
+                break
+            self._read(key, again)
+        return [self._view(key) for key in wanted]
+
+    def _view(self, key: _Key) -> Tensor:
+        memory = self._home(key).memory
+        if memory is None:
+            memory, read = self._reads[key]
+            self._held.append(key)
+            read.result()
+        return _view(memory, self._saved[key])
+
+    def _read(self, key: _Key, again: bool) -> None:
+        (self._writes[key] if again else self._writes.pop(key)).result()
+        stage, (shape, dtype) = self._free.get(), self._saved[key]
+        nbytes = round_up(shape.numel() * dtype.itemsize, PAGE)
+        self._reads[key] = stage, self._homes.read(self._home(key), stage[:nbytes])
+
+    def _drop(self, key: _Key) -> None:
+        stage, read = self._reads.pop(key)
         read.exception()
         self._free.put(stage)
 
-    @staticmethod
-    def _whole(x: Tensor) -> int:
-        return round_up(x.nbytes, PAGE)
+    def _home(self, key: _Key) -> Home:
+        i, m = key
+        return self._inputs[i][m]
 
 
 def _view(memory: Tensor, form: _Form) -> Tensor:

@@ -13,7 +13,7 @@ from qoff.memory.arena import PAGE, round_up
 from . import factored
 from . import tiles as tiles_module
 from .activations import Activations
-from .boundaries import STAGES, Boundaries
+from .boundaries import STAGES, STAGES_WITHOUT_COLUMN, Boundaries
 from .delayed import Delayed, NextWeights
 from .embedding import by_rows
 from .frozen import FrozenWeights
@@ -54,7 +54,7 @@ def engine_of(
     at_work = memory("gradients at work", 2)
     on_way = memory("states on their way", BUFFERS)
     column = memory("hidden states", sizes.micro_batches)
-    stages = memory("inputs on their way", STAGES)
+    stages = memory("inputs on their way", STAGES if column else STAGES_WITHOUT_COLUMN)
     weights, later = (
         [homes.home("weights", units[i].nbytes, i in placement.weights) for i in range(count)]
         if times < copies
@@ -62,8 +62,8 @@ def engine_of(
         for times in range(2)
     )
     inputs = [
-        [homes.home("inputs of units", len(column[0]), i in placement.inputs) for _ in batches]
-        for i in range(count)
+        [homes.home("inputs of units", sizes.hidden, i in placement.inputs) for _ in batches]
+        for i in range(count + (not column))
     ]
     gradients = (
         [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,7 +124,10 @@ def adapted(model: Any, lora: Lora) -> Any:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # PEFT asks for what transformers has under another name.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, config)
 
 
 def steps_of(data: Sequences, epochs: float, micro_batches: int) -> int:
@@ -142,7 +146,7 @@ def check_place(out: Path, overwrite: bool) -> None:
 class Run:
     """Goes through the steps of a run that is new, or goes on from its checkpoint in `out`.
 
-    saved: the step of the last checkpoint, if there is one.
+    saved: the step of the last checkpoint, if there is one. log: the CSV file of all steps.
     """
 
     def __init__(
@@ -162,12 +166,12 @@ class Run:
         self._training, self._data, self._recipe, self._out = training, data, recipe, out
         self._held_out = held_out
         self._same = {**asdict(recipe), "data": data.digest}
-        self.checkpoint = out / _CHECKPOINT
+        self.checkpoint, self.log = out / _CHECKPOINT, out / _LOG
         self.saved: int | None = None
         if checkpoints.exists(self.checkpoint) and not overwrite:
             self._resume()
         out.mkdir(parents=True, exist_ok=True)
-        logs.begin(out / _LOG, self.steps)
+        logs.begin(self.log, self.steps)
         self._board = board
 
     @property
@@ -189,7 +193,7 @@ class Run:
         recipe, training = self._recipe, self._training
         most = self._sequences(epochs) if steps is None else steps * recipe.micro_batches
         last = self.steps_of(epochs) if steps is None else steps
-        with logs.opened(self._out / _LOG, self._board, self.steps) as log:
+        with logs.opened(self.log, self._board, self.steps) as log:
             while training.steps < last:
                 start, done = time.perf_counter(), training.steps
                 batches = self._data.of_step(

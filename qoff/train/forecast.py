@@ -92,13 +92,20 @@ def forecast(
     _weights(job, placement, moves)
     _frozen(job, frozen_in_host, moves)
     region = round_up(job.hidden, PAGE)
-    for i, _ in again:
-        if i in placement.inputs:
-            moves.over(_OUT, _FORWARD, region)
-            moves.over(_IN, _BACKWARD, region)
-        else:
-            moves.disk(_WRITE, _FORWARD, region)
-            moves.disk(_READ, _BACKWARD, region)
+    again_too, column = set(again), bool(placement.device["hidden states"])
+    for i, m in ((i, m) for i in range(count) for m in range(batches)):
+        near = i in placement.inputs
+        if (i, m) in again_too or not column:
+            moves.out(near, _FORWARD, region)
+        if not column:
+            moves.back(near, _FORWARD, region)
+        if (i, m) in again_too:
+            moves.back(near, _BACKWARD, region)
+    if not column:  # gradients of hidden states, of embeddings' too where something learns there
+        near = count in placement.inputs
+        for _ in range(batches * (count + bool(job.sizes.units[-1].count))):
+            moves.out(near, _BACKWARD, region)
+            moves.back(near, _BACKWARD, region)
     for i, _ in swapped:
         moves.disk(_WRITE, _FORWARD, round_up(costs[i].on_stage, PAGE))
         moves.disk(_READ, _BACKWARD, round_up(costs[i].on_stage, PAGE))
@@ -145,6 +152,14 @@ class _Moves:
         """Between the disk and the device."""
         self.add(link, phase, nbytes)
         self.over(_IN if link == _READ else _OUT, phase, nbytes)
+
+    def out(self, near: bool, phase: int, nbytes: float) -> None:
+        """From the device to host memory, if that is near enough, or to disk."""
+        self.over(_OUT, phase, nbytes) if near else self.disk(_WRITE, phase, nbytes)
+
+    def back(self, near: bool, phase: int, nbytes: float) -> None:
+        """The same, the other way."""
+        self.over(_IN, phase, nbytes) if near else self.disk(_READ, phase, nbytes)
 
     def busy(self) -> Array:
         """Seconds, [PHASES, RESOURCES], with those that moving takes from the CPU."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from qoff.errors import UnsupportedModelError
 
 _HIDDEN = "hidden_states"  # what transformers' layers call their input
+_FEW = 8  # tokens
 
 
 class Stop(NamedTuple):
@@ -101,6 +102,72 @@ def is_same(found: Tensor, given: Tensor) -> bool:
         given.stride(),
         given.dtype,
     )
+
+
+def share(stop: Stop, other: Stop, callers: Container[int] = ()) -> None:
+    """Have what two passes are given beside hidden states (masks, rotary tables) once in memory.
+
+    Where it is the same: their tensors stay two, with the memory of the second's. callers: storages
+    of tensors that are not the model's, and stay as they are.
+    """
+    mine, theirs = (tree_leaves((x.args, dict(x.kwargs))) for x in (stop, other))
+    for x, y in zip(mine, theirs, strict=False):
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            continue
+        alike = (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+        apart = x.data_ptr() != y.data_ptr() and storage_of(x) not in callers
+        if alike and apart and torch.equal(x, y):
+            x.data = y.data
+
+
+def storage_of(x: Tensor) -> int:
+    """Where the memory begins that a tensor lies in."""
+    return x.untyped_storage().data_ptr()
+
+
+def let_go(stop: Stop) -> None:
+    """Free the memory of the hidden states of a stop, unless the layer is given it otherwise, too.
+
+    The model's forward still has the tensor: see `reads_embeddings`.
+    """
+    x = stop.hidden
+    others = [y for y in tree_leaves((stop.args, dict(stop.kwargs))) if isinstance(y, Tensor)]
+    if all(storage_of(y) != storage_of(x) for y in others):
+        x.data = torch.full((), float("nan"), dtype=x.dtype).expand(x.shape)
+
+
+def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int) -> bool:
+    """Whether a model computes with its embeddings outside of its layers, once these have begun.
+
+    A few tokens go through it without gradients, with embeddings of NaN and layers that return 0.
+    What cannot be found out counts as reading.
+    """
+    shape = batch["input_ids"].shape
+    others: Mapping[str, Any] = {k: x for k, x in batch.items() if k != "labels"}
+    alike = {k: x for k, x in others.items() if isinstance(x, Tensor) and x.shape == shape}
+    few = {k: x[:1, :_FEW] for k, x in alike.items()}
+
+    def logits() -> Tensor:
+        found: Tensor = model(**few, use_cache=False, return_dict=True).logits
+        return found
+
+    def finite(whole: Callable[[Tensor], Any]) -> bool:
+        one = TrainingPass(logits, 1.0, learns=False)  # type: ignore[arg-type]
+        try:
+            stop = stop_of(one.advance(), 0)
+            hidden = torch.zeros_like(stop.hidden)
+            let_go(stop)
+            for i in range(1, layers):
+                if not is_same(stop_of(one.advance(whole(hidden)), i).hidden, hidden):
+                    return False
+            return bool(one.advance(whole(hidden)).isfinite().all())
+        except Exception:  # whatever a model says to so strange a layer
+            return False
+        finally:
+            one.end()
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return not (finite(lambda x: x) or finite(lambda x: (x,)))
 
 
 def _stop(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stop:

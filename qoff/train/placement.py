@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 
-from .boundaries import STAGES
+from .boundaries import STAGES, STAGES_WITHOUT_COLUMN
 from .layout import FlatUnit, StateForm
 from .slots import SLOTS
 from .tiles import BUFFERS as TILE_GRADIENTS
@@ -79,10 +79,31 @@ def placed(
     """Fill host memory with what moves most for its bytes; the rest goes to disk.
 
     Weights are read twice a step and written once, so they come first; then units' inputs and
-    gradients, and states last. apart: the device has memory of its own, so all that is in host
-    memory moves, and states are changed there (`qoff plan`; `offload` trains on a CPU). Raises
-    BudgetError with the bytes wanted, ArgumentError where something goes to disk and there is none.
+    gradients, and states last. Hidden states at work are on the device, unless that is too small
+    for those of all micro-batches: then units read their inputs from where these are kept, and
+    gradients of hidden states are kept there, too.
+
+    apart: the device has memory of its own, so all that is in host memory moves, and states are
+    changed there (`qoff plan`; `offload` trains on a CPU). Raises BudgetError with the bytes
+    wanted, ArgumentError where something goes to disk and there is none.
     """
+    try:
+        return _placed(sizes, device_memory, host_memory, disk, apart, column=True)
+    except BudgetError:
+        if sizes.micro_batches <= STAGES_WITHOUT_COLUMN - STAGES:
+            raise
+        return _placed(sizes, device_memory, host_memory, disk, apart, column=False)
+
+
+def _placed(
+    sizes: Sizes,
+    device_memory: int | None,
+    host_memory: int | None,
+    disk: bool,
+    apart: bool,
+    column: bool,
+) -> Placement:
+    """column: whether the hidden states of all micro-batches at work are on the device."""
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
     tiles = [tile.unit for tile in sizes.tiles]
@@ -90,7 +111,7 @@ def placed(
     copies = 2 if sizes.delayed else 1
     wanted = {
         "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],
-        "inputs of units": [region * sizes.micro_batches] * layers,
+        "inputs of units": [region * sizes.micro_batches] * (layers + (not column)),
         "gradients": [_whole(4 * u.count) * sizes.keeps for u in units[:-1]],
         "states": [sum(each) for each in pieces[: len(units)]],
         "weights in tiles": [_whole(tile.nbytes) for tile in tiles],
@@ -114,6 +135,7 @@ def placed(
     outer = units[-1]
     all_at_home = sizes.keeps and not parked["gradients"] and not apart
     spills = bool(parked["states"] + parked["states of tiles"])
+    stages = STAGES if column else STAGES_WITHOUT_COLUMN
     if apart:
         host["states on their way"] = on_way * spills
     device = {
@@ -125,9 +147,9 @@ def placed(
         "states on their way": on_way * spills * (not apart),
         "tiles of weights": _at_once(TILE_SLOTS, wanted, parked, "weights in tiles"),
         "tiles of gradients": _at_once(TILE_GRADIENTS, wanted, parked, "gradients of tiles"),
-        "hidden states": region * sizes.micro_batches,
+        "hidden states": region * sizes.micro_batches * column,
         "logits": _whole(sizes.logits),
-        "inputs on their way": STAGES * region * (apart or bool(parked["inputs of units"])),
+        "inputs on their way": stages * region * (apart or bool(parked["inputs of units"])),
     }
     total, to_disk = sum(device.values()), sum(parked.values())
     if device_memory is not None and total > device_memory:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-
-from qoff.errors import UnsupportedModelError
 
 from .activations import Activations
 from .boundaries import Boundaries
 from .gradients import Gradients
 from .head import FusedHead
+from .heap import Heap
 from .held import HeldUnits
 from .homes import Home
 from .optimizers import Optimizer
-from .passes import Stop, StoppingLayer, TrainingPass, is_same, stop_of
+from .passes import StoppingLayer, TrainingPass, stop_of
 from .stepping import Stepping
 from .updates import Updater
+from .walk import Walk
 
 Batch = Mapping[str, Tensor]
 
@@ -60,8 +57,8 @@ class Engine:
             layer.own = parts.held.frozen.forward_of(i, layer.own)
         self._random: dict[tuple[int, int], Tensor] = {}
         self._state: Tensor | None = None
-        self._stops: dict[tuple[int, int], Stop] = {}
-        self._edges: dict[int, GradientEdge] = {}
+        self._heap = Heap()
+        self._walk = Walk(parts.model, len(layers), parts.boundaries)
 
     def step(
         self,
@@ -95,8 +92,8 @@ class Engine:
             rule = optimizer.rule(number, rate, 1 / loss_scale)
             self._backward(len(passes), None if waits else partial(steps.unit, rule))
             torch.set_rng_state(random)
-            for m, edge in self._edges.items():
-                torch.autograd.backward([edge], [parts.boundaries.at(m)])
+            for m, edge in self._walk.edges.items():
+                torch.autograd.backward([edge], [parts.boundaries.gradient(m)])
             parts.gradients.close_outer()
             norm = parts.gradients.norm(steps.tiles.squares) / loss_scale if waits else None
             if norm is not None:
@@ -117,22 +114,23 @@ class Engine:
 
     def evaluate(self, batches: Sequence[Batch]) -> list[float]:
         """The loss of each, without gradients; as many as a step takes, all at each layer."""
-        boundaries, last = self.parts.boundaries, len(self.layers) - 1
+        last = len(self.layers) - 1
         passes = [TrainingPass(partial(self._loss, x, 1.0), 1.0, False) for x in batches]
         losses: list[float] = []
         try:
             self.parts.held.begin(range(last + 1))
-            stops = [stop_of(one.advance(), 0) for one in passes]
+            self._walk.start(passes, batches)
             for i in range(last + 1):
                 self.parts.held.hold(i)
                 for m, one in enumerate(passes):
+                    x = self._walk.given(i, m, len(passes))
                     with torch.no_grad():
-                        y, whole = self.layers[i].compute(stops[m].hidden, stops[m])
-                    reached = one.advance(whole(boundaries.put(m, y)))
+                        y, whole = self.layers[i].compute(x, self._walk.stops.pop((i, m)))
                     if i < last:
-                        stops[m] = stop_of(reached, i + 1)
+                        self._walk.go_on(one, i, m, y, whole)
                     else:
-                        losses.append(float(reached))
+                        losses.append(float(one.advance(whole(y))))
+                    del y
                 self.parts.held.release(i)
             return losses
         finally:
@@ -141,32 +139,20 @@ class Engine:
     def _forward(self, passes: Sequence[TrainingPass], batches: Sequence[Batch]) -> float:
         """All layers, and losses with their backward to the last layer; the last one stays held."""
         boundaries, last = self.parts.boundaries, len(self.layers) - 1
-        for m, one in enumerate(passes):
-            stop = stop_of(one.advance(), 0)
-            if stop.hidden.requires_grad:
-                self._edges[m] = get_gradient_edge(stop.hidden)
-            boundaries.put(m, stop.hidden)
-            self._stops[0, m] = stop._replace(hidden=_NONE)
-        hiddens = [boundaries.at(m) for m in range(len(passes))]
-        self.parts.activations.plan(last + 1, [(x.shape, x.dtype) for x in hiddens])
+        self._walk.start(passes, batches)
+        self.parts.activations.plan(last + 1, boundaries.forms(len(passes)))
         losses = []
         for i in range(last + 1):
             self.parts.held.hold(i)
             for m, one in enumerate(passes):
-                y, whole = self._compute(i, m)
-                hidden = boundaries.put(m, y)
-                del y
+                y, whole = self._compute(i, m, len(passes))
                 if i < last:
-                    version = hidden._version
-                    stop = stop_of(one.advance(whole(hidden)), i + 1)
-                    if not is_same(stop.hidden, hidden) or hidden._version != version:
-                        raise UnsupportedModelError(
-                            f"this model changes hidden states between layer {i} and the next; "
-                            "it cannot be trained by streaming"
-                        )
-                    self._stops[i + 1, m] = stop._replace(hidden=_NONE)
+                    self._walk.go_on(one, i, m, y, whole)
+                    del y
+                    self._heap.next_batch()
                     continue
-                hidden = hidden.data.requires_grad_()
+                hidden = y.detach().requires_grad_()
+                del y
                 try:
                     loss = one.advance(whole(hidden))
                 except Exception as error:
@@ -176,20 +162,24 @@ class Engine:
                 loss.backward()
                 losses.append(float(loss.detach()))
                 assert hidden.grad is not None
-                boundaries.put(m, hidden.grad)
+                boundaries.put_gradient(m, hidden.grad)
+                del hidden, loss
+                self._heap.next_batch()
+            self._heap.next_unit()
             if i < last:
                 self.parts.held.release(i)
         return math.fsum(losses)
 
-    def _compute(self, i: int, m: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def _compute(self, i: int, m: int, count: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """A layer forward; what its backward needs is kept, or its input, to compute it again."""
         boundaries, activations = self.parts.boundaries, self.parts.activations
-        layer, stop = self.layers[i], self._stops[i, m]
+        layer, stop = self.layers[i], self._walk.stops[i, m]
+        x = self._walk.given(i, m, count)
         if activations.keeps(i, m):
             given = stop.args, stop.kwargs
             return activations.keep(
                 (i, m),
-                boundaries.at(m),
+                x,
                 layer.module,
                 given,
                 lambda: self.parts.held.flat(i),
@@ -198,7 +188,7 @@ class Engine:
         boundaries.save(i, m)
         self._random[i, m] = self._generator()
         with torch.no_grad():
-            return layer.compute(boundaries.at(m), stop)
+            return layer.compute(x, stop)
 
     def _generator(self) -> Tensor:
         """The state of torch's generator; the last one where it has not changed.
@@ -210,18 +200,17 @@ class Engine:
             self._state = now
         return self._state
 
-    def _again(self, i: int, m: int, ahead: Sequence[tuple[int, int]]) -> Tensor:
+    def _again(self, i: int, m: int, given: Tensor, grad: Tensor) -> Tensor:
         """A layer once more and backward; returns the gradient of its input."""
-        boundaries, layer = self.parts.boundaries, self.layers[i]
-        stop = self._stops[i, m]
-        x = boundaries.load(i, m, ahead).data.requires_grad_()
+        layer, stop = self.layers[i], self._walk.stops[i, m]
+        x = given.data.requires_grad_()
         torch.set_rng_state(self._random.pop((i, m)))
         measuring = self.parts.activations.measuring(
             i, x, layer.module, (stop.args, stop.kwargs), lambda: self.parts.held.flat(i)
         )
         with torch.enable_grad(), measuring:
             y, _ = layer.compute(x, stop)
-        torch.autograd.backward(y, boundaries.at(m))
+        torch.autograd.backward(y, grad)
         assert x.grad is not None
         return x.grad
 
@@ -231,20 +220,20 @@ class Engine:
         kept = self.parts.activations
         order = [(i, m) for i in reversed(range(len(self.layers))) for m in range(count)]
         kept.turn(order)
-        inputs = deque(place for place in order if not kept.has(*place))
-        for i, m in order:
+        for at, (i, m) in enumerate(order):
             if m == 0:
                 self.parts.held.hold(i)
                 self.parts.steps.ready(i)
                 gradients.open(i)
-            if kept.has(i, m):
-                grad = kept.backward(i, m, boundaries.at(m))
-            else:
-                inputs.popleft()
-                grad = self._again(i, m, list(islice(inputs, 2)))
-            del self._stops[i, m]
-            boundaries.put(m, grad)
+            x, grad = boundaries.back(i, m, order[at + 1 : at + _AHEAD], kept.has)
+            found = kept.backward(i, m, grad) if x is None else self._again(i, m, x, grad)
+            del self._walk.stops[i, m], x, grad
+            if i or self._walk.edges:
+                boundaries.put_gradient(m, found)
+            del found
+            self._heap.next_batch()
             if m == count - 1:
+                self._heap.next_unit()
                 gradients.close(i)
                 if update is None:
                     self.parts.held.release(i)
@@ -284,8 +273,8 @@ class Engine:
         parts.gradients.end()
         parts.steps.tiles.end()
         parts.held.end()
-        for kept in (self._random, self._stops, self._edges):
-            kept.clear()
+        self._random.clear()
+        self._walk.end()
 
 
-_NONE = torch.empty(0)
+_AHEAD = 8  # inputs that are looked at for what to read next

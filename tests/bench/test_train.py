@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import control_group, train, train_bound, train_large, train_steps
+from bench import control_group, train, train_bound, train_curves, train_large, train_steps
 from bench.harness import Report
 from qoff.errors import ArgumentError
+from tests.tiny_models import tiny_checkpoint
 
 
 def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +77,16 @@ def test_a_control_group_that_cannot_be_bounded_is_not_left_behind(
     ):
         pass
     assert not [*tmp_path.iterdir()]
+
+
+def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tiny model, whose tokenizer knows few words."""
+    path = tiny_checkpoint(tmp_path, "llama")
+    ids = torch.randint(3, 100, (500,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(train_curves, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(train_curves, "encode", lambda tokenizer, text: ids)
+    train_curves.main(["--quick", "--out", str(tmp_path / "out.json")], path)
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert len(written["measured"]["qoff"]) == 4
+    assert written["bars"][0]["met"]
+    assert (tmp_path / "out.svg").read_text().startswith("<?xml")

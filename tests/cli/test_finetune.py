@@ -66,6 +66,7 @@ def test_all_weights_learn_and_load_in_transformers(
 ) -> None:
     out = tmp_path / "out"
     options = ["--full", "-o", out, *QUICK, "--lr", 1e-2, "--max-norm", 1, "--steps", 8]
+    options += ["--plot", tmp_path / "losses"]
     said = succeed(model, data, *options, "--host-memory", 0, "--disk", tmp_path / "disk")
     assert "all weights after 8 steps" in said.stdout
     rows = log(out)
@@ -73,6 +74,9 @@ def test_all_weights_learn_and_load_in_transformers(
     assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
     assert all(float(row["norm"]) > 0 for row in rows)
     assert all(row["held_out_loss"] == "" for row in rows)
+    chart = (tmp_path / "losses.svg").read_text()
+    assert "nats a token" in chart
+    assert "held out" not in chart
     assert len(list(out.glob("model*.safetensors"))) > 1  # one layer at a time
     trained = AutoModelForCausalLM.from_pretrained(out)
     before = AutoModelForCausalLM.from_pretrained(model)

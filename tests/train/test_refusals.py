@@ -64,10 +64,11 @@ def test_inputs_of_units_keep_their_dtypes(in_memory: bool, tmp_path: Path) -> N
     boundaries = Boundaries(homes, [column], inputs, stages)
     given = [torch.randn(2, 3).to(dtype) for dtype in (torch.bfloat16, torch.float32)]
     for i, x in enumerate(given):
-        boundaries.put(0, x)
+        boundaries.put(i, 0, x)
         boundaries.save(i, 0)
     for i in (1, 0):
-        found = boundaries.load(i, 0, [])
+        found, _ = boundaries.back(i, 0, [])
+        assert found is not None
         assert found.dtype == given[i].dtype
         assert torch.equal(found, given[i])
     boundaries.stop()
