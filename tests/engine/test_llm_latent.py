@@ -76,7 +76,7 @@ def test_weights_stream_and_change_no_bit(
     with LLM(checkpoint, plan) as llm:
         spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
     beside = Memory.of(plan, spec, head_shapes(spec), tiled=True).total("device")
-    plan = replace(plan, device_memory=beside + weights // 4)
+    plan = replace(plan, device_memory=beside + weights // 2)
     with LLM(checkpoint, plan) as llm:
         assert not llm.runtime.store.all_resident
     assert answers(checkpoint, plan) == expected
