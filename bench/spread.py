@@ -35,7 +35,8 @@ def linear_layers(model: Any) -> Iterator[tuple[str, nn.Linear]]:
 
 def spread(w: Tensor, random: torch.Generator) -> Tensor:
     """A matrix [N, K] that lay on a grid of 4 bits in groups of 32, anywhere between its points."""
-    step = quantize(w, 4, 32, "rtn").scale_min[..., 0].T.float().repeat_interleave(32, 1)
+    form = quantize(w, 4, 32, "rtn", scale_dtype=torch.float16)
+    step = form.scale_min[..., 0].T.float().repeat_interleave(32, 1)
     return w + (torch.rand(w.shape, generator=random) - 0.5) * step
 
 

@@ -110,10 +110,10 @@ def _check(config: Format | QuantConfig) -> None:
 def quantize(
     w: Tensor,
     bits: int = 4,
-    group_size: int = 64,
+    group_size: int = 32,
     solver: str = "hqq",
     packing: str = "split32",
-    scale_dtype: torch.dtype = torch.float16,
+    scale_dtype: torch.dtype = COMPACT,
     row_chunk: int | None = None,
     name: str = "weight",
     device: torch.device | None = None,

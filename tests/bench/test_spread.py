@@ -14,9 +14,10 @@ from tests.tiny_models import tiny_model
 
 
 def test_spread_weights_round_to_the_grid_they_came_from() -> None:
-    w = quantize(torch.randn(16, 64), 4, 32, "rtn").dequantize()
+    w = quantize(torch.randn(16, 64), 4, 32, "rtn", scale_dtype=torch.float16).dequantize()
     moved = spread(w, torch.Generator().manual_seed(0))
-    step = quantize(w, 4, 32, "rtn").scale_min[..., 0].T.float().repeat_interleave(32, 1)
+    form = quantize(w, 4, 32, "rtn", scale_dtype=torch.float16)
+    step = form.scale_min[..., 0].T.float().repeat_interleave(32, 1)
     assert bool(((moved - w).abs() <= 0.5001 * step).all())
     assert float((moved - w).abs().mean()) > 0.2 * float(step.mean())
 

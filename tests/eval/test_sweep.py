@@ -95,7 +95,7 @@ def test_a_sweep_computes_each_cell_once_and_a_damaged_one_again(
     assert computed == [f"{r.weights}; KV {r.kv}" for r in first] == names
     four, eight = first[0], first[2]
     assert four.found["mean_kl"] > 10 * eight.found["mean_kl"] > 0
-    assert (four.bits_per_weight, eight.bits_per_weight) == (5.0, 9.0)
+    assert (four.bits_per_weight, eight.bits_per_weight) == (4.5, 8.5)
     assert first[1].kv_bytes_per_token < first[0].kv_bytes_per_token / 6
 
     files = sorted((tmp_path / "cells").glob("*.json"))

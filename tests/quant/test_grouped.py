@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import unpack_codes
+from qoff.kernels.layout.scales import COMPACT
 from qoff.quant import quantize, widened
 from qoff.quant.grouped import unpack_bits
 from tests.quant.packed_matrices import bit_strings
@@ -23,16 +24,18 @@ def test_bit_strings_come_back(bits: int, rows: int, count: int) -> None:
 @pytest.mark.parametrize("packing", ["split32", "rows16"])
 @pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("scales", [torch.float16, COMPACT])
 def test_wider_codes_and_smaller_groups_have_the_same_values(
-    packing: str, bits: int, group: int
+    scales: torch.dtype, packing: str, bits: int, group: int
 ) -> None:
-    q = quantize(torch.randn(37, 256), 4, 128, "rtn", packing)
+    q = quantize(torch.randn(37, 256), 4, 128, "rtn", packing, scales)
     wide = widened(q, bits, group)
     assert (wide.bits, wide.group_size, wide.packing) == (bits, group, packing)
     assert torch.equal(wide.dequantize(), q.dequantize())
+    shift = bits - 4 if scales == COMPACT else 0  # of the same span
     assert torch.equal(
         unpack_codes(wide.codes, wide.shape, bits, packing),
-        unpack_codes(q.codes, q.shape, 4, packing),
+        unpack_codes(q.codes, q.shape, 4, packing) << shift,
     )
 
 

@@ -46,7 +46,7 @@ def test_what_the_kernel_marks_is_refused_with_the_reason(bad, reason):
     w = torch.randn(20, 64)
     w[17, 3] = bad
     with pytest.raises(QuantizationError, match=reason):
-        by_kernel(w, QuantConfig(4, 32, "rtn"))
+        by_kernel(w, QuantConfig(4, 32, "rtn", scale_dtype=torch.float16))
 
 
 def test_codes_can_be_buffers_of_a_module_that_is_trained() -> None:

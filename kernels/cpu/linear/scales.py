@@ -14,7 +14,6 @@ from qoff.kernels.cpu.jit.emit import (
     V_F16,
     V_F32,
     V_I32,
-    const_f32,
     const_i32,
     const_i64,
     load,
@@ -28,6 +27,7 @@ from qoff.kernels.layout.scales import EXPONENT, SHIFT, STEPS
 COMPACT, HALF, SINGLE = 0, 1, 2  # how they are stored: the logarithm of a number's bytes
 ROW_BLOCK_BYTES = 2 * LANES  # of a group's scales and minima, at a byte each
 _V_I8 = ir.VectorType(I8, LANES)
+_STEP = (EXPONENT - STEPS.bit_length() + 1 << 23) - 2**31  # of a zero point, downwards: - s / STEPS
 
 
 def width_of(dtype: torch.dtype) -> int:
@@ -36,11 +36,12 @@ def width_of(dtype: torch.dtype) -> int:
 
 
 def _compact(b: Any, address: Any, bits: int) -> list[Any]:
+    """Integer operations but for one product: those on floats have the ports of dot products."""
     span, zero = (b.zext(load(b, address, offset, _V_I8), V_I32) for offset in (0, LANES))
-    span = b.add(b.shl(span, const_i32(SHIFT)), const_i32((EXPONENT - bits) << 23))
-    scale = b.bitcast(span, V_F32)
-    down = b.fmul(scale, const_f32(-(2.0**bits) / STEPS))
-    return [scale, b.fmul(b.sitofp(zero, V_F32), down)]
+    span = b.shl(span, const_i32(SHIFT))
+    scale = b.bitcast(b.add(span, const_i32((EXPONENT - bits) << 23)), V_F32)
+    step = b.bitcast(b.add(span, const_i32(_STEP)), V_F32)
+    return [scale, b.fmul(b.sitofp(zero, V_F32), step)]
 
 
 def scale_and_minimum(b: Any, address: Any, width: Any, bits: int) -> list[Any]:
