@@ -72,7 +72,7 @@ def test_the_answers_do_not_depend_on_the_plan(
 def test_weights_stream_and_change_no_bit(
     checkpoint: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    plan = replace(BATCHES, prefill_tokens=4)  # more take more than all weights of this model
+    plan = replace(BATCHES, prefill_tokens=2)  # more take more than all weights of this model
     with LLM(checkpoint, plan) as llm:
         spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
     beside = Memory.of(plan, spec, head_shapes(spec), tiled=True).total("device")
