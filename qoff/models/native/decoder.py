@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.ops import Ops, exact
+from qoff.kernels.ops import Ops
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
@@ -116,7 +116,7 @@ class Decoder:
         self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.head_shapes = head_shapes(spec)
         self._layer = Layer(spec, ops, self.head_shapes)
-        self._head = Linear(exact(ops))
+        self._head = Linear(ops)
         # Logits are scaled in float32: by the head's op, or behind it.
         self._scaled = dtype == torch.float32
 
