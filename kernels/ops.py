@@ -187,7 +187,7 @@ def with_scratch(ops: Ops, device: torch.device, bound: int | None) -> Ops:
 
 
 def exact(ops: Ops) -> Ops:
-    """The same ops with 16-bit activations, for routers and heads."""
+    """The same ops with 16-bit activations, for routers."""
     return ops.exact if isinstance(ops, RoundedOps) else ops
 
 
