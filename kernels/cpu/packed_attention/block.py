@@ -46,13 +46,11 @@ LOG2_E = np.float32(1 / np.log(2.0))
 QUERY = 0  # int8 [rows, 2, up to LATENT_DIM]
 SCORES = QUERY + TOGETHER * 2 * LATENT_DIM  # float32 [rows, 64]
 WEIGHTS = SCORES + TOGETHER * 4 * TOKENS  # uint8 [2 parts, rows, 64]
-FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see packed_softmax
+FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see `softmax`
 KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to LATENT_DIM], scales and minima
 LANES = KEYS + 2 * 4 * LATENT_DIM  # the same in the lanes of the output, of latent values
-VALUES = LANES + 2 * 4 * LATENT_DIM + 64  # see packed_softmax
-K_CODES = (
-    VALUES + VALUES_BYTES
-)  # uint8 [64, up to LATENT_DIM / 2], where they have less than 4 bits
+VALUES = LANES + 2 * 4 * LATENT_DIM + 64  # see `softmax`
+K_CODES = VALUES + VALUES_BYTES  # uint8 [64, up to LATENT_DIM / 2], of less than 4 bits
 V_CODES = K_CODES + TOKENS * LATENT_DIM // 2
 SCRATCH = V_CODES + TOKENS * LATENT_DIM // 2
 

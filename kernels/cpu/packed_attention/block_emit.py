@@ -273,7 +273,7 @@ def block_weigh(
 ):
     """out[row, 64 lanes] = out * correction + step * sum over 64 tokens of weight * code + shift.
 
-    One chunk of 64 channels, in the lanes that `packed_block.lane_of` says. Codes of the first
+    One chunk of 64 channels, in the lanes that `block.lane_of` says. Codes of the first
     token as for `block_scores`; upper: 1 for the high nibbles. Codes of 8 bits count as code - 128.
     weights: uint8 [rows, 64].
     correction, step, shift: float32 [rows, 4], of which the first is taken. out: float32, rows

@@ -32,7 +32,7 @@ from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from .block_emit import BYTES, ROWS, TOKENS, by_rows
 from .fold import OFFSET, SCALE
 
-# Quads of a group of rows, after those of `packed_fold`: the factor of what was summed before, and
+# Quads of a group of rows, after those of `fold`: the factor of what was summed before, and
 # for both parts of V the scale of weights and what is added to what they sum up to.
 CORRECTION, STEP, SHIFT = 128, 192, 320
 FACTORS_BYTES = 448
