@@ -112,7 +112,8 @@ def _run(path: Path, plan: Plan, work: Work) -> Ran:
     killed = "oom_kill 0" not in control
     if done.returncode and not (killed and done.stdout):
         raise QoffError(f"the plan's process failed: {done.stderr[-500:]}")
-    return Ran(*json.loads(done.stdout.splitlines()[-1]), killed)
+    counted, peak, tokenizer = json.loads(done.stdout.splitlines()[-1])
+    return Ran(counted, peak, tokenizer, killed)
 
 
 def _child(argv: Sequence[str] | None = None) -> None:

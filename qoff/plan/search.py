@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -199,12 +199,39 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
 def relax(
     certifier: Certifier, choices: Choices, index: int, prefill: Phase, decode: Phase
 ) -> _Relaxed | None:
-    """Solve the LP of a choice; None where no fractions fit the memory.
+    """Solve the LP of a choice; None where no fractions fit the memory."""
+    from scipy.optimize import linprog  # which a machine with little more than torch has not
+
+    lp = program(certifier, choices, index, prefill, decode)
+    if lp is None:
+        return None
+    found = linprog(lp.goal, A_ub=lp.rows, b_ub=lp.limits, method="highs")
+    if found.status != 0:
+        return None
+    _, _, on_host, on_disk, _, _ = found.x
+    return _Relaxed(index, float(found.fun + lp.fixed), float(on_host), float(on_disk))
+
+
+class Program(NamedTuple):
+    """Least of goal @ x with rows @ x <= limits and x >= 0; `fixed` seconds are added to it.
+
+    slots: bytes of them on the device, of which it takes the part of the weights that streams.
+    """
+
+    goal: Array
+    rows: Array
+    limits: Array
+    fixed: float
+    slots: float
+
+
+def program(
+    certifier: Certifier, choices: Choices, index: int, prefill: Phase, decode: Phase
+) -> Program | None:
+    """The linear program of a choice; None where its sequences do not fit without weights.
 
     Variables are the parts `PLACED`, and the seconds of the busiest resource in each phase.
     """
-    from scipy.optimize import linprog  # which a machine with little more than torch has not
-
     cost, machine = certifier.cost, certifier.cost.machine
     one = choices.one(index)
     near, host, far = (
@@ -249,11 +276,7 @@ def relax(
     if cost.workload.token_s is not None:
         rows.append([*decode.each[index].sum(0) / decode.units, 0, 1 - 1 / decode.units])
         limits.append(cost.workload.token_s - decode.base[index].sum() / decode.units)
-    found = linprog(goal, A_ub=np.array(rows), b_ub=np.array(limits), method="highs")
-    if found.status != 0:
-        return None
-    _, _, on_host, on_disk, _, _ = found.x
-    return _Relaxed(index, float(found.fun + fixed), float(on_host), float(on_disk))
+    return Program(goal, np.array(rows), np.array(limits), float(fixed), slots)
 
 
 def _certified(
