@@ -206,14 +206,16 @@ def judged(scores: Scores, sample: Sample) -> dict[str, Any]:
 def add_row(report: Report, name: str, found: Mapping[str, Any], first: Mapping[str, Any]) -> None:
     """Add a peer to the table. found: "bits", and what `judged` has of each text."""
     row, measured = [name, f"{found['bits']:.3f}"], dict[str, Any](bits=found["bits"])
+    every = list[float]()
     for text, mine in found["texts"].items():
         kl, half = interval(mine["kl"])
         base = first["texts"][text]["kl"]
-        apart = interval([a - b for a, b in zip(mine["kl"], base, strict=True)])
-        perplexity = mine["summary"]["perplexity"]
-        row += [f"{kl:.4f} ± {half:.4f}", f"{apart[0]:+.4f} ± {apart[1]:.4f}", f"{perplexity:.3f}"]
-        measured[text] = {"kl": kl, "kl_half": half, "apart": apart[0], "apart_half": apart[1]}
-        measured[text] |= mine
+        apart = [a - b for a, b in zip(mine["kl"], base, strict=True)]
+        every += apart
+        row += [f"{kl:.4f} ± {half:.4f}", f"{mine['summary']['perplexity']:.3f}"]
+        measured[text] = {"kl": kl, "kl_half": half, "apart": interval(apart), **mine}
+    mean, half = measured["apart"] = interval(every)
+    row.append(f"{mean:+.4f} ± {half:.4f}")
     report.rows.append(tuple(row))
     report.measured[name] = measured
 
@@ -257,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "window": WINDOW,
             "pieces": len(ids),
         },
-        f"4-bit weights against the float model; differences are from {DEFAULT}",
-        ("weights", "bits", *(f"{w}, {t}" for t in chosen for w in ("KL", "more", "perplexity"))),
+        f"4-bit weights against the float model; more than {DEFAULT}, over windows of all texts",
+        ("weights", "bits", *(f"{w}, {t}" for t in chosen for w in ("KL", "perplexity")), "more"),
         notes=[f"{peer.name}: left out: {peer.missing}" for peer in wanted if peer.missing],
     )
     last_first = sorted(wanted, key=lambda peer: peer.name == DEFAULT)  # it takes longest

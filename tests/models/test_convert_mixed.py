@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[False, True])
 def mixed(model: Path, request: pytest.FixtureRequest) -> Path:
-    quant = QuantConfig(solver="rtn", weights=FORMATS)
+    quant = QuantConfig(group_size=64, solver="rtn", weights=FORMATS)
     return convert(
         model, model.parent / f"mixed-{request.param}", quant=quant, for_cpu=request.param
     )
