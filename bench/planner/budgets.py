@@ -5,7 +5,7 @@ the peak, and with a limit. Requests are of several lengths, half of them sample
 before (Python, libraries, compiled kernels) does not count, and its tokenizer is measured: an
 object of a library, as large as a vocabulary makes it. The limit is what the group has, the
 tokenizer, and 1 % more than the plan's bytes of device and host memory. It counts what the kernel
-takes for the process, too, and pages of files as far as they cannot be dropped.
+takes for the process, too, and pages of files as far as they cannot be dropped; code has room.
 """
 
 from __future__ import annotations
@@ -148,9 +148,12 @@ def _child(argv: Sequence[str] | None = None) -> None:
     answer()
     print(json.dumps([counted, _status("VmHWM") - before, own]), flush=True)
     trim()
-    (group / "memory.force_empty").write_text("0")  # of pages of files
     usage = int((group / "memory.usage_in_bytes").read_text())
-    (group / "memory.limit_in_bytes").write_text(str(usage + own + int(counted * (1 + _OVER))))
+    lines = (group / "memory.stat").read_text().splitlines()
+    stat = {name: int(value) for name, value in map(str.split, lines)}
+    usage -= stat["cache"] - stat["mapped_file"]  # pages of files, but for code
+    limit = usage + own + int(counted * (1 + _OVER))
+    (group / "memory.limit_in_bytes").write_text(str(limit))
     answer()
 
 

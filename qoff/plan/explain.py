@@ -12,9 +12,10 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.units import format_size
 
 from .certify import Certified, Forecast
+from .finalists import Simulate
 from .manual import Plan
 from .profile import Link, MachineProfile
-from .search import Simulate, find_plan
+from .search import find_plan
 from .sizes import ModelSizes
 from .workload import Workload
 

@@ -7,11 +7,10 @@ the placement of tensors and blocks does, and counted exactly.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 
 from .certify import STAGING, Certified, Certifier
 from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase
+from .finalists import NEAR, Simulate, fastest_simulated
 from .manual import Plan
 from .profile import MachineProfile
 from .sizes import ModelSizes
@@ -32,9 +32,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
 _PREFILL = (64, 256, 512, 1024, 2048, 4096)
 _LPS, _FINALISTS = 50, 6
-_SIMULATED, _SIMULATION_S = 3, 2.0  # plans, and seconds after which no other one is begun
-Simulate: TypeAlias = Callable[[Certified], Certified]
-_NEAR, _MOST = 1.1, 100  # LPs are solved until the best is so near the bound, so many at most
+_MOST = 100  # LPs are solved until the best is so near the bound, so many at most
 _TRIED = 100  # choices, where no plan is found
 
 
@@ -76,7 +74,7 @@ def find_plan(
         finalists.sort(key=lambda one: one.seconds)
         solved, tried = solved + len(relaxed), tried + len(head)
         unseen = bounds[order[0]] if order else np.inf
-        near = finalists and unseen >= finalists[0].seconds / _NEAR
+        near = finalists and unseen >= finalists[0].seconds / NEAR
         if near or (finalists and solved >= _MOST) or (not finalists and tried >= _TRIED):
             bound = min(bound, unseen)
             break
@@ -86,7 +84,7 @@ def find_plan(
         raise BudgetError(too_slow(workload.token_s or 0.0, alone))
     best = finalists[0]
     if simulate is not None:
-        best = _best_simulated(finalists, simulate, workload.token_s or np.inf)
+        best = fastest_simulated(certifier, finalists, simulate)
     return replace(best, bound=float(min(bound, best.seconds)))
 
 
@@ -106,24 +104,6 @@ def _possible(
     if fastest > token_s and all(one is None for one in alone):
         raise BudgetError(too_slow(token_s, fastest))
     return [one for one in found if one.decode.seconds <= token_s]
-
-
-def _best_simulated(finalists: list[Certified], simulate: Simulate, token_s: float) -> Certified:
-    """Of those that the model thinks almost as good as the first, the fastest in virtual time.
-
-    Those that keep a bound on latency there, too, come first. Where experts come one by one it is
-    the first: simulating takes seconds for each layer then.
-    """
-    if finalists[0].residency.expert_slots:
-        return finalists[0]
-    near = [one for one in finalists if one.seconds <= _NEAR * finalists[0].seconds]
-    start, timed = time.perf_counter(), list[tuple[bool, float, Certified]]()
-    for one in near[:_SIMULATED]:
-        if timed and time.perf_counter() - start > _SIMULATION_S:
-            break
-        found = simulate(one)
-        timed.append((found.decode.seconds > token_s, found.seconds, replace(one, simulated=found)))
-    return min(timed, key=lambda one: one[:2])[2]
 
 
 @dataclass(frozen=True)

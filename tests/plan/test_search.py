@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy.optimize import LinearConstraint, milp
 
+from qoff.engine.simulated import simulated
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
 from qoff.memory.plan import plan_residency
@@ -17,7 +18,7 @@ from qoff.plan import Memory, Plan
 from qoff.plan.certify import Certified, Certifier
 from qoff.plan.cost import Choices, CostModel, round_seconds
 from qoff.plan.pareto import pareto_front
-from qoff.plan.profile import MachineProfile
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import Program, choices_for, find_plan, program
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
@@ -118,6 +119,24 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
     best = find_plan(sizes(), machine(device=GIB), WORK)
     assert not best.offloads
     assert best.decode.limit == "cpu"
+
+
+def test_where_reads_take_turns_with_computing_there_is_a_slot_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qoff.plan.finalists._SIMULATION_S", np.inf)
+    on = replace(machine(device=7 * MIB), disk_read=Link(3e9, 1e-4, 1e-10))
+    work = replace(WORK, objective="latency")
+
+    def simulate(one: Certified) -> Certified:
+        return simulated(one, sizes(), on, work)
+
+    best = find_plan(sizes(), on, work, simulate=simulate)
+    two = find_plan(sizes(), on, work)
+    assert (two.plan.slots, best.plan.slots) == (2, 3)
+    assert best.simulated is not None
+    assert best.simulated.seconds < 0.98 * simulate(two).seconds
+    assert sum(sum(used.values()) for used in best.bytes_by_tier().values()) <= 7 * MIB
 
 
 def test_more_memory_is_never_slower() -> None:
