@@ -93,6 +93,7 @@ def make(
 
 def check(case: Case, **options: Any) -> None:
     out, lse = case.run(**options)
+    options.pop("threads", None)
     expected_out, expected_lse = case.expected(**options)
     assert_close(out, expected_out.float(), tolerance=PACKED_ATTENTION)
     assert_close(lse, expected_lse.float(), tolerance=1e-4)
@@ -119,6 +120,21 @@ def test_the_largest_score_of_8_bit_keys_fits(head_dim: int, latent: int) -> Non
     k, v = torch.rand(2, 2, 1, 64, head_dim) / 100
     k[..., 5, :] = 1  # a token whose codes are all 255, and queries without a small channel
     check(replace(case, q=torch.ones_like(case.q), pool=quantize_blocks(k, v, form)))
+
+
+def test_the_working_memory_of_a_prompt_does_not_grow_with_its_tokens() -> None:
+    asked: list[int] = []
+
+    class Asking(Pool):
+        def workspace(self, nbytes: int) -> int:
+            asked.append(nbytes)
+            return super().workspace(nbytes)
+
+    pool = Asking(2)
+    for count in (2, 40):
+        check(make(KVFormat(64), 6, 2, (9,), (count,)), threads=pool)
+    pool.close()
+    assert asked[0] == asked[1]
 
 
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2)])

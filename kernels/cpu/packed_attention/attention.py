@@ -10,8 +10,7 @@ from qoff.kernels.cpu.operands import address, check_dense, check_rows
 from qoff.kernels.layout.layer_cache import RUN_BLOCKS, PackedTokens
 from qoff.kernels.layout.rotation import value_run
 
-from .block import ROWS
-from .job import THREAD_BYTES, PackedArguments, packed_job, partial_floats
+from .job import PackedArguments, packed_job, scratch_bytes
 from .operands import SelectedBlocks, check_packed, check_selected
 
 _OP = "packed_attention"
@@ -61,9 +60,8 @@ def packed_attention(
     runs = max(1, -(-longest // run))
     workers = threads or default_pool()
     with workers.lock:
-        floats = partial_floats(form.half)
-        scratch = workers.threads * (THREAD_BYTES + 4 * ROWS * floats)
-        base = workers.workspace(scratch + 4 * tokens * runs * heads * floats)
+        scratch, partials = scratch_bytes(form.half, workers.threads, tokens * heads, runs)
+        base = workers.workspace(scratch + partials)
         args = PackedArguments(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, pool.shape[1], form.half,
             form.k_bits, form.v_bits, pool.data_ptr(), form.nbytes, pool.stride(0),

@@ -1,4 +1,4 @@
-"""The compiled job of attention over packed blocks: runs of blocks, then their merge."""
+"""The compiled job of attention over packed blocks: runs of blocks, and their merge."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from .block import (
 _MAXIMA, _SUMS = SCRATCH, SCRATCH + 16 * ROWS
 _QUERIES, _FIRSTS = SCRATCH + 32 * ROWS, SCRATCH + 40 * ROWS
 THREAD_BYTES = _FIRSTS + 64  # a whole cache line
+_STATE = 64  # likewise, of a maximum and a sum
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
 
 
@@ -57,10 +58,14 @@ class PackedArguments(ctypes.Structure):
 )  # fmt: skip
 
 
-def partial_floats(half: int) -> int:
-    """Floats of one query's partial result: maximum, sum, output."""
-    chunks = 1 if half == 32 else 2 * -(-half // 64)
-    return 2 + 64 * chunks
+def scratch_bytes(half: int, threads: int, queries: int, runs: int) -> tuple[int, int]:
+    """Bytes of all threads, and of partial results behind them: maxima, sums, outputs.
+
+    queries: tokens times heads. One run needs none: who attends a query has its result.
+    """
+    lanes = 64 if half == 32 else 128 * -(-half // 64)
+    own = THREAD_BYTES + 4 * ROWS * lanes + _STATE + 4 * lanes
+    return threads * own, 0 if runs == 1 else 4 * queries * runs * (2 + lanes)
 
 
 @inner
@@ -77,13 +82,20 @@ def _block(chosen, place):
 
 
 @inner
-def _partial(args, token, run, head):
-    """Addresses of the state (maximum, sum) and of the output of one query over one run."""
+def _partial(args, token, run, head, scratch):
+    """Addresses of the state (maximum, sum) and of the output of one query over one run.
+
+    Of one run in all they are the thread's.
+    """
     runs, heads = simd.peek_i64(args + RUNS), simd.peek_i64(args + HEADS)
+    out_bytes = 256 * chunk_count(simd.peek_i64(args + HALF))
+    if runs == 1:
+        state = scratch + THREAD_BYTES + ROWS * out_bytes
+        return state, state + _STATE
     index = (token * runs + run) * heads + head
     states = simd.peek_i64(args + PARTIALS)
     outs = states + 8 * simd.peek_i64(args + M) * runs * heads
-    return states + 8 * index, outs + 256 * chunk_count(simd.peek_i64(args + HALF)) * index
+    return states + 8 * index, outs + out_bytes * index
 
 
 @inner
@@ -212,60 +224,21 @@ def _firsts(args, block, row, rows, position, heads, scratch):
 
 
 @inner
-def _attend_rows(args, item, kv_head, kv_count, run, head, heads, token, tokens, after, scratch):
-    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most.
-
-    For `kv_count` KV heads from `kv_head` on, if more than one, all query heads of one token.
-    """
-    first_row, position = simd.peek_i64(item), simd.peek_i64(item + 24) + token
-    half = simd.peek_i64(args + HALF)
-    rows, floats = heads * tokens, 64 * chunk_count(half)
-    padded = _padded(rows)
-    begin, end, chosen = _range(args, item, kv_head, run, token)
-    maxima, sums = scratch + _MAXIMA, scratch + _SUMS
-    for i in range(0, 16 * ROWS, 64):
-        simd.store_f32(maxima + i, simd.splat_f32(np.float32(-np.inf)))
-        simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
-    # Rows of a token are neighbours in the partial results only if there is one token or run.
-    out = scratch + THREAD_BYTES
-    for i in range(0, 4 * kv_count * padded * floats, 64):
-        simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
-    stride = simd.peek_i64(args + STRIDE)
-    query = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
-    for kv in range(kv_count):
-        for row in range(rows):
-            at = query + row // heads * stride + 8 * half * (kv * heads + row % heads)
-            simd.poke_i64(scratch + _QUERIES + 8 * (kv * padded + row), at)
-    _attend_run(
-        args, item, kv_head, kv_count, rows, begin, end, chosen, position, heads, after, scratch
-    )
-    for kv in range(kv_count):
-        for row in range(rows):
-            query_head = head + kv * heads + row % heads
-            state, to = _partial(args, first_row + token + row // heads, run, query_head)
-            place = kv * padded + row
-            total = simd.peek_f32(sums + 16 * place)
-            peak = simd.peek_f32(maxima + 16 * place) * LN_2
-            # A sum that is no number has to show in the output.
-            simd.poke_f32(state, np.float32(-np.inf) if total == np.float32(0.0) else peak)
-            simd.poke_f32(state + 4, total)
-            for i in range(0, 4 * floats, 64):
-                simd.store_f32(to + i, simd.load_f32(out + 4 * place * floats + i))
-
-
-@inner
-def _attend_item(args, item, kv_head, kv_count, run, after, scratch):
-    """One run of blocks for all query heads of some KV heads and some tokens of a sequence."""
-    group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
-    tokens = simd.peek_i64(item + 8)
-    heads = min(group, ROWS)
-    together = ROWS // heads
-    for token in range(0, tokens, together):
-        for head in range(0, group, heads):
-            _attend_rows(
-                args, item, kv_head, kv_count, run, kv_head * group + head,
-                min(heads, group - head), token, min(together, tokens - token), after, scratch,
-            )  # fmt: skip
+def _sum_runs(args, token, head, peak, scratch):
+    """Sum what the runs of one query found, relative to `peak`: outputs at `scratch`, and sums."""
+    total = np.float32(0.0)
+    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
+    for i in range(0, 4 * lanes, 64):
+        simd.store_f32(scratch + i, simd.splat_f32(np.float32(0.0)))
+    for run in range(simd.peek_i64(args + RUNS)):
+        state, out = _partial(args, token, run, head, scratch)
+        weight = np.exp(simd.peek_f32(state) - peak)
+        total += weight * simd.peek_f32(state + 4)
+        weights = simd.splat_f32(weight)
+        for i in range(0, 4 * lanes, 64):
+            found = simd.mul_add(simd.load_f32(out + i), weights, simd.load_f32(scratch + i))
+            simd.store_f32(scratch + i, found)
+    return total
 
 
 @inner
@@ -281,7 +254,7 @@ def _merge(args, token, head, scratch):
         before = simd.peek_f32(lse)
     peak = np.float32(-np.inf)
     for run in range(runs):
-        state, _ = _partial(args, token, run, head)
+        state, _ = _partial(args, token, run, head, scratch)
         peak = max(peak, simd.peek_f32(state))
     if peak == np.float32(-np.inf) and before > peak:
         return  # nothing to add
@@ -311,21 +284,62 @@ def _merge(args, token, head, scratch):
 
 
 @inner
-def _sum_runs(args, token, head, peak, to):
-    """Sum what the runs of one query found, relative to `peak`: outputs at an address, and sums."""
-    total = np.float32(0.0)
-    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
-    for i in range(0, 4 * lanes, 64):
-        simd.store_f32(to + i, simd.splat_f32(np.float32(0.0)))
-    for run in range(simd.peek_i64(args + RUNS)):
-        state, out = _partial(args, token, run, head)
-        weight = np.exp(simd.peek_f32(state) - peak)
-        total += weight * simd.peek_f32(state + 4)
-        weights = simd.splat_f32(weight)
-        for i in range(0, 4 * lanes, 64):
-            found = simd.mul_add(simd.load_f32(out + i), weights, simd.load_f32(to + i))
-            simd.store_f32(to + i, found)
-    return total
+def _attend_rows(args, item, kv_head, kv_count, run, head, heads, token, tokens, after, scratch):
+    """One run of blocks for `heads` query heads of `tokens` tokens: ROWS rows at most.
+
+    For `kv_count` KV heads from `kv_head` on, if more than one, all query heads of one token.
+    """
+    first_row, position = simd.peek_i64(item), simd.peek_i64(item + 24) + token
+    half = simd.peek_i64(args + HALF)
+    rows, floats = heads * tokens, 64 * chunk_count(half)
+    padded = _padded(rows)
+    begin, end, chosen = _range(args, item, kv_head, run, token)
+    maxima, sums = scratch + _MAXIMA, scratch + _SUMS
+    for i in range(0, 16 * ROWS, 64):
+        simd.store_f32(maxima + i, simd.splat_f32(np.float32(-np.inf)))
+        simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
+    # Rows of a token are neighbours in the partial results only if there is one token or run.
+    out = scratch + THREAD_BYTES
+    for i in range(0, 4 * kv_count * padded * floats, 64):
+        simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
+    stride = simd.peek_i64(args + STRIDE)
+    query = simd.peek_i64(args + QUERIES) + (first_row + token) * stride + 8 * half * head
+    for kv in range(kv_count):
+        for row in range(rows):
+            at = query + row // heads * stride + 8 * half * (kv * heads + row % heads)
+            simd.poke_i64(scratch + _QUERIES + 8 * (kv * padded + row), at)
+    _attend_run(
+        args, item, kv_head, kv_count, rows, begin, end, chosen, position, heads, after, scratch
+    )
+    for kv in range(kv_count):
+        for row in range(rows):
+            query_head, of = head + kv * heads + row % heads, first_row + token + row // heads
+            state, to = _partial(args, of, run, query_head, scratch)
+            place = kv * padded + row
+            total = simd.peek_f32(sums + 16 * place)
+            peak = simd.peek_f32(maxima + 16 * place) * LN_2
+            # A sum that is no number has to show in the output.
+            simd.poke_f32(state, np.float32(-np.inf) if total == np.float32(0.0) else peak)
+            simd.poke_f32(state + 4, total)
+            for i in range(0, 4 * floats, 64):
+                simd.store_f32(to + i, simd.load_f32(out + 4 * place * floats + i))
+            if simd.peek_i64(args + RUNS) == 1:
+                _merge(args, of, query_head, scratch)
+
+
+@inner
+def _attend_item(args, item, kv_head, kv_count, run, after, scratch):
+    """One run of blocks for all query heads of some KV heads and some tokens of a sequence."""
+    group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
+    tokens = simd.peek_i64(item + 8)
+    heads = min(group, ROWS)
+    together = ROWS // heads
+    for token in range(0, tokens, together):
+        for head in range(0, group, heads):
+            _attend_rows(
+                args, item, kv_head, kv_count, run, kv_head * group + head,
+                min(heads, group - head), token, min(together, tokens - token), after, scratch,
+            )  # fmt: skip
 
 
 @job
@@ -333,8 +347,9 @@ def packed_job(pool, thread, threads, args):
     """All items, KV heads and runs, then all queries."""
     together = _kv_heads_together(args)
     parts = simd.peek_i64(args + KV_HEADS) // together * simd.peek_i64(args + RUNS)
-    lanes = 64 * chunk_count(simd.peek_i64(args + HALF))
-    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * (THREAD_BYTES + 4 * ROWS * lanes)
+    out_bytes = 256 * chunk_count(simd.peek_i64(args + HALF))
+    own = THREAD_BYTES + ROWS * out_bytes + _STATE + out_bytes
+    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * own
     work = simd.peek_i64(args + ITEM_COUNT) * parts
     item = take(pool, 0)
     while item < work:
@@ -346,6 +361,8 @@ def packed_job(pool, thread, threads, args):
         _attend_item(args, at, kv_head, together, run, after, scratch)
         finish(pool, 0)
         item = following
+    if simd.peek_i64(args + RUNS) == 1:  # each was merged as it was found
+        return
     wait(pool, 0, work)
     queries = simd.peek_i64(args + M) * simd.peek_i64(args + HEADS)
     heads = simd.peek_i64(args + HEADS)
