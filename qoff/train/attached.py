@@ -5,7 +5,7 @@ The Trainer keeps its loop: data, schedule of the rate, logs, callbacks, evaluat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -21,7 +21,7 @@ from .optimizers import SGD, AdamW, Optimizer
 from .training import Training
 
 if TYPE_CHECKING:
-    from transformers import Trainer  # which takes seconds
+    from transformers import Trainer, TrainerCallback  # which takes seconds
 
 _STATES = "qoff"  # folder in a checkpoint of the Trainer
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
@@ -100,14 +100,18 @@ class _Steps:
         trainer._save, trainer._save_optimizer_and_scheduler = self.save, self.save_states
         trainer._load_from_checkpoint = self.load
         trainer._load_optimizer_and_scheduler = self.load_states
+        trainer.add_callback(_beginning(self._batches.clear))  # of what was interrupted
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep a micro-batch, and train on all of a step with the last; the loss, or 0 before."""
+        if not self._batches:
+            self._training.model.train()  # evaluations leave it in their mode
         batch = self._trainer._prepare_inputs(inputs)
         self._batches.append({k: x for k, x in batch.items() if x is not None})
         if not self._trainer.accelerator.gradient_state.sync_gradients:
             return torch.zeros(())
-        batches, self._batches = self._batches, []
+        batches = self._batches.copy()
+        self._batches.clear()
         return torch.tensor(self._training.step(batches))
 
     def grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
@@ -138,6 +142,17 @@ class _Steps:
         self._load_others(checkpoint)
         if checkpoint is not None:
             self._training.resume(Path(checkpoint) / _STATES)
+
+
+def _beginning(call: Callable[[], None]) -> TrainerCallback:
+    """A callback that calls when a Trainer begins to train."""
+    from transformers import TrainerCallback
+
+    class Beginning(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            call()
+
+    return Beginning()
 
 
 def _of_arguments(args: Any, follower: _Follower) -> Optimizer:
@@ -174,6 +189,10 @@ def _check(trainer: Any) -> None:
         ("fp16", "load the model in float16 instead"),
         ("label_smoothing_factor", "the loss is the model's own"),
         ("load_best_model_at_end", "load it from its checkpoint instead"),
+        ("torch_compile", "layers are computed one by one"),
+        ("fsdp", "weights are on this machine's tiers"),
+        ("deepspeed", "weights are on this machine's tiers"),
+        ("optim_args", "give attach an optimizer="),
     ):
         if getattr(args, name, None):
             raise ArgumentError(f"{name}={getattr(args, name)!r} is not for streaming: {why}")

@@ -78,6 +78,37 @@ def test_adapters_are_saved_as_pefts(tmp_path: Path) -> None:
         assert torch.equal(theirs[name], x)
 
 
+def test_it_trains_in_the_mode_of_training_after_an_evaluation(tmp_path: Path) -> None:
+    model = model_of("llama")
+    trainer, training = attached(model, tmp_path, max_steps=3)
+    modes, step = [], training.step
+
+    def noted(batches: Any) -> float:
+        modes.append(model.training)
+        trainer.evaluate(trainer.train_dataset)
+        return step(batches)
+
+    training.step = noted  # type: ignore[method-assign]
+    trainer.train()
+    assert modes == [True] * 3
+
+
+def test_a_training_that_was_interrupted_leaves_no_micro_batch(tmp_path: Path) -> None:
+    trainer, training = attached(model_of("llama"), tmp_path, max_steps=1)
+    prepare, left = trainer._prepare_inputs, iter([False, True])
+
+    def interrupted(inputs: Any) -> Any:
+        if next(left, False):
+            raise KeyboardInterrupt
+        return prepare(inputs)
+
+    trainer._prepare_inputs = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert training.steps == 1
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
@@ -90,6 +121,8 @@ class OwnLoss(Trainer):
         (Trainer, {"weight_decay": 0.1}, "leaves biases and norms out"),
         (Trainer, {"optim": "adafactor"}, "not known here"),
         (Trainer, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        (Trainer, {"optim": "sgd", "optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'"),
+        (Trainer, {"torch_compile": True}, "torch_compile=True"),
     ],
 )
 def test_what_would_not_be_trained_as_the_trainer_does_is_refused(
