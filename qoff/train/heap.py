@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+from qoff.system_memory import return_freed
+
 _GROWS = 1.25  # over what is free after the first micro-batch of a unit
 _SMALL = 16 << 20  # bytes that may always be free
 
@@ -38,17 +40,16 @@ class Heap:
     """Of this process; other C libraries than glibc (2.33 or newer) are left alone."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        self._counts: Callable[[], _Counts] | None = getattr(library, "mallinfo2", None)
-        if self._counts is not None:
-            self._counts.restype = _Counts  # type: ignore[attr-defined]
-            self._trim = library.malloc_trim
+        counts = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if counts is not None:
+            counts.restype = _Counts
+        self._counts: Callable[[], _Counts] | None = counts
         self._free: int | None = None
 
     def next_unit(self) -> None:
         """Give back what is free."""
         if self._counts is not None:
-            self._trim(0)
+            return_freed()
             self._free = None
 
     def next_batch(self) -> None:
@@ -59,4 +60,4 @@ class Heap:
         if self._free is None:
             self._free = max(free, _SMALL)
         elif free > _GROWS * self._free:
-            self._trim(0)
+            return_freed()

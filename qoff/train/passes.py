@@ -152,7 +152,7 @@ def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int)
         return found
 
     def finite(whole: Callable[[Tensor], Any]) -> bool:
-        one = TrainingPass(logits, 1.0, learns=False)  # type: ignore[arg-type]
+        one = TrainingPass(logits, 1.0, learns=False)
         try:
             stop = stop_of(one.advance(), 0)
             hidden = torch.zeros_like(stop.hidden)
