@@ -114,10 +114,17 @@ class OwnLoss(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class WithRouters(Trainer):
+    """As TRL's of a mixture."""
+
+    aux_loss_enabled = True
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
         (OwnLoss, {}, "loss of its own"),
+        (WithRouters, {}, "loss of routers"),
         (Trainer, {"weight_decay": 0.1}, "leaves biases and norms out"),
         (Trainer, {"optim": "adafactor"}, "not known here"),
         (Trainer, {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
