@@ -127,25 +127,25 @@ def _child(argv: Sequence[str] | None = None) -> None:
     group, plan = args.group, replace(read_plan(args.plan), adapt=False)
     lengths = [args.prompt - i * args.prompt // (2 * args.count) for i in range(args.count)]
     prompts = [torch.randint(1000, (length,)).tolist() for length in lengths]
-    kinds = (
-        SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True),
-        SamplingParams(
-            top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=args.new, ignore_eos=True
-        ),
-    )
-    params = [kinds[i % 2] for i in range(args.count)]
 
-    def answer() -> int:
+    def answer(new: int) -> int:
+        kinds = (
+            SamplingParams(temperature=0, max_tokens=new, ignore_eos=True),
+            SamplingParams(
+                top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=new, ignore_eos=True
+            ),
+        )
+        params = [kinds[i % 2] for i in range(args.count)]
         with LLM(args.path, plan, device="cpu") as llm:
             llm.generate(prompts, params)
             tiers = llm.memory_by_tier()
             return sum(sum(tiers[tier].values()) for tier in ("device", "host"))
 
-    counted = answer()  # compiles, and allocates what a process keeps
+    counted = answer(2)  # compiles, and allocates what a process keeps
     own = tokenizer_bytes(args.path)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    answer()
+    answer(args.new)
     print(json.dumps([counted, _status("VmHWM") - before, own]), flush=True)
     trim()
     usage = int((group / "memory.usage_in_bytes").read_text())
@@ -154,7 +154,7 @@ def _child(argv: Sequence[str] | None = None) -> None:
     usage -= stat["cache"] - stat["mapped_file"]  # pages of files, but for code
     limit = usage + own + int(counted * (1 + _OVER))
     (group / "memory.limit_in_bytes").write_text(str(limit))
-    answer()
+    answer(args.new)
 
 
 def tokenizer_bytes(path: Path) -> int:
