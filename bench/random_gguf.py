@@ -44,7 +44,8 @@ _LAYER = re.compile(r"^model\.layers\.\d+\.")
 class RandomGguf:
     """Writes a GGUF file as `write_random_checkpoint` draws the weights: layers, then the rest.
 
-    Matrices of 4 bits get the minima that Q4_0 has, -8 scales.
+    Matrices of 4 bits get the minima that Q4_0 has, -8 scales, and codes whose mean is 8. With
+    another mean each matrix enlarges what all tokens have alike, until all are routed alike.
     """
 
     packing = "split32"  # whose blocks of 32 codes are those of Q4_0
@@ -70,6 +71,8 @@ class RandomGguf:
         for value in drawn.values():
             if isinstance(value, QTensor) and value.bits == 4:
                 value.scale_min[..., 1] = value.scale_min[..., 0] * -_ZERO
+                codes = value.codes
+                codes += _ZERO * (codes & 15 == 0) + (_ZERO << 4) * (codes >> 4 == 0)
         for arrays in self._tensors(weights, drawn):
             self._writer.write_tensor_data(np.stack(arrays) if len(arrays) > 1 else arrays[0])
 

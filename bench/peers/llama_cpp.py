@@ -67,10 +67,12 @@ class LlamaCpp:
         cut = ("-c", str(window), "--chunks", str(windows))
         out = _run("llama-perplexity", "-m", str(self.path), "-f", str(text), *cut,
                    "-t", str(self.threads))  # fmt: skip
-        found = re.search(r"Final estimate: PPL = ([0-9.]+)", out)
-        if found is None:
-            raise FormatError(f"llama-perplexity {self.path}: no final estimate in its output")
-        return float(found[1])
+        found = re.findall(r"\[\d+\]([0-9.]+)", out)  # of the windows so far
+        if len(found) != windows:
+            raise FormatError(
+                f"llama-perplexity {self.path}: {len(found)} estimates in its output, not {windows}"
+            )
+        return float(found[-1])
 
     def _rate(self, *options: str) -> float:
         fixed = ("-t", str(self.threads), "-r", "1", "-o", "json", "-fa", "1")
