@@ -130,6 +130,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "norms of query and key heads": spec.qk_norm == "head",
         "norms of all queries and keys": spec.qk_norm == "all",
         "soft caps": spec.attention_soft_cap or spec.logit_soft_cap,
+        "queries scaled by position": spec.query_scale is not None,
         "sinks": spec.sinks,
         "latent attention": spec.latent is not None,
         "compressed queries": spec.latent is not None and spec.latent.query_latent,

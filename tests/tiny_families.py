@@ -287,6 +287,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+FAMILIES |= {
+    "ministral": {
+        "model_type": "ministral",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 7,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 6,
+            "llama_4_scaling_beta": 0.7,
+        },
+    },
+    "internlm3": {
+        "model_type": "internlm3",
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "cwm": {
+        "model_type": "cwm",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 7,
+        "rope_parameters": LLAMA3_ROPE,
+    },
+}
 _LATENT = {
     **_GROUPS,
     "num_key_value_heads": 4,

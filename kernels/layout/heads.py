@@ -16,6 +16,22 @@ KEYS_PER_VECTOR = 16
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """A query at position p is multiplied by 1 + beta * log(1 + p // every), after RoPE.
+
+    Scores of long contexts then stay as distinct as those of short ones: Llama 4's temperature, as
+    Ministral 3 has it (transformers `models/ministral3`, `get_llama_4_attn_scale`).
+    """
+
+    beta: float
+    every: int  # tokens
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The factors of integer positions, float32."""
+        return 1 + self.beta * torch.log1p((positions // self.every).float())
+
+
+@dataclass(frozen=True)
 class HeadShape:
     """What the attention of one layer looks like, the same for every call.
 
@@ -32,6 +48,7 @@ class HeadShape:
     norm_eps: float = 0.0  # of the query and key norms
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they do not
     latent: int = 0
+    query_scale: QueryScale | None = None
 
     @property
     def value_dim(self) -> int:

@@ -114,6 +114,8 @@ def attention(
     if rotary is not None:
         query, key = (_turned(x, shape, ragged, rotary) for x in (query, key))
         value = latent_values(key, shape.latent) if shape.latent else value
+    if shape.query_scale is not None:
+        query = query * shape.query_scale.of(ragged.positions)[:, None, None].to(query.dtype)
     if out is None:
         out = qkv.new_empty(qkv.shape[0], shape.out_width)
     for span in ragged.spans:

@@ -175,6 +175,8 @@ def attention(
                 _turned(_normed(x, norm, shape.norm_eps), step.positions, rotary)
                 for x, norm in ((query, q_norm), (key, k_norm))
             )
+            if shape.query_scale is not None:
+                query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
             offloaded = (
                 OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
             )
@@ -212,6 +214,7 @@ def attention_bytes(
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
     values = tokens * (queries + 2 * keys + 3 * (queries + keys))
+    values += tokens * queries * (shape.query_scale is not None)
     values += tokens * queries * 2  # results in the order of the slots, and of the batch
     values += sequences * queries  # of decode, with those of sequences that wait
     if values_rotated:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.heads import QueryScale
 
 from .families import read_spec
 from .spec_parts import ExpertsSpec, LatentSpec, RopeSpec, unsupported
@@ -55,6 +56,7 @@ class DecoderSpec:
     learned_positions: int = 0  # rows of a table of which one is added to each embedding
     position_offset: int = 0  # the row of position 0
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    query_scale: QueryScale | None = None  # by position
     attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     sinks: bool = False  # each head has a score for a key without a value
     embedding_scale: float = 1.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
-from qoff.kernels.layout.heads import HeadShape, cache_shapes
+from qoff.kernels.layout.heads import HeadShape, QueryScale, cache_shapes
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
@@ -22,6 +22,7 @@ SHAPES = [
     HeadShape(4, 2, 80, 0.1, window=37, norm_eps=1e-6),
     HeadShape(2, 2, 128, 0.1, window=600),
     HeadShape(6, 2, 64, 0.4, soft_cap=2.0),
+    HeadShape(4, 2, 32, 0.4, query_scale=QueryScale(0.5, 20)),
 ]
 SUNK, PARTLY = SHAPES[5], SHAPES[3]  # with sinks; with channels that do not rotate
 

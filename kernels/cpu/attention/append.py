@@ -55,8 +55,16 @@ def _copy_values(values, latent, key, value, dim):
 
 
 @inner
+def _scale_queries(queries, count, beta, steps):
+    """Multiply `count` numbers of queries that are so many steps of `QueryScale` away."""
+    factor = np.float32(1.0) + beta * np.log(np.float32(1 + steps))
+    for i in range(0, 4 * count, 64):
+        simd.store_f32(queries + i, simd.mul(simd.load_f32(queries + i), simd.splat_f32(factor)))
+
+
+@inner
 def _append_token(args, token):
-    """Normalize and rotate one token's queries and keys in place; copy its keys and values."""
+    """Normalize, rotate and scale one token's queries and keys in place; copy keys and values."""
     dim, heads = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.HEADS)
     kv_heads, capacity = simd.peek_i64(args + f.KV_HEADS), simd.peek_i64(args + f.CAPACITY)
     row = simd.peek_i64(args + f.QKV) + token * simd.peek_i64(args + f.QKV_STRIDE)
@@ -85,6 +93,9 @@ def _append_token(args, token):
         if cos != 0:
             turned = x + 2 * latent
             _rotate_head(turned, pairs, apart, cos + angles, simd.peek_i64(args + f.SIN) + angles)
+    every = simd.peek_i64(args + f.QUERY_EVERY)
+    if every != 0 and position >= every:  # log 1 before
+        _scale_queries(row, dim * heads, simd.peek_f32(args + f.QUERY_BETA), position // every)
     for head in range(kv_heads):
         to = 4 * (slot * kv_heads + head) * capacity
         key = row + 4 * dim * (heads + head)

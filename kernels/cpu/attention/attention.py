@@ -116,6 +116,7 @@ def attention(
         group = shape.heads // shape.kv_heads
         job = append_prefill_job
         scratch = pool.threads * tile_bytes(shape.head_dim, shape.value_dim, group, width)
+    by = shape.query_scale
     with pool.lock:
         args = AttentionArguments(
             qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
@@ -124,7 +125,8 @@ def attention(
             cache.places.data_ptr(), ragged.slots.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), cache.values.shape[2],
             shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
-            pool.workspace(scratch), width, shape.value_dim, shape.latent, shape.norm_eps,
+            pool.workspace(scratch), width, shape.value_dim, shape.latent,
+            0 if by is None else by.every, 0.0 if by is None else by.beta, shape.norm_eps,
             shape.scale, shape.soft_cap,
         )  # fmt: skip
         pool.run(job.address, args)

@@ -13,8 +13,9 @@ class AttentionArguments(ctypes.Structure):
             "qkv", "qkv_stride", "tokens", "heads", "kv_heads", "head_dim", "q_norm", "k_norm",
             "whole_norms", "sinks", "cos", "sin", "pairs", "positions", "places", "slots", "keys",
             "values", "capacity", "window", "out", "out_stride", "lse", "runs", "scratch",
-            "width", "value_dim", "latent",
+            "width", "value_dim", "latent", "query_every",
         ),
+        ("query_beta", ctypes.c_float),
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -23,4 +24,6 @@ class AttentionArguments(ctypes.Structure):
 
 (QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, WHOLE_NORMS, SINKS, COS, SIN, PAIRS,
  POSITIONS, PLACES, SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS,
- WIDTH, VALUE_DIM, LATENT, NORM_EPS, SCALE, SOFT_CAP) = offsets(AttentionArguments)  # fmt: skip
+ WIDTH, VALUE_DIM, LATENT, QUERY_EVERY, QUERY_BETA, NORM_EPS, SCALE, SOFT_CAP) = (
+    offsets(AttentionArguments)
+)  # fmt: skip

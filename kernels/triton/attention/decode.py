@@ -14,7 +14,7 @@ joins them (flash-decoding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -63,6 +63,8 @@ def decode_attention_kernel(
     soft_cap,  # * log2(e)
     eps,
     window,
+    query_beta,
+    query_every,
     ring,  # W
     kv_heads,
     q_stride,
@@ -76,7 +78,7 @@ def decode_attention_kernel(
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, NBYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
     NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    V_RUN: tl.constexpr,
+    V_RUN: tl.constexpr, QUERY_SCALE: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries.
@@ -108,6 +110,12 @@ def decode_attention_kernel(
         q0, q1, q2, q3 = load_new(
             source, there, position, cos, sin, q_norm, eps, HEAD_DIM, PAIRS, TURNED, Q_NORM
         )
+        if QUERY_SCALE:
+            factor = 1.0 + query_beta * tl.log(1.0 + (position // query_every).to(tl.float32))
+            q0 = (q0.to(tl.float32) * factor).to(q0.dtype)
+            q1 = (q1.to(tl.float32) * factor).to(q1.dtype)
+            q2 = (q2.to(tl.float32) * factor).to(q2.dtype)
+            q3 = (q3.to(tl.float32) * factor).to(q3.dtype)
     else:
         q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
     if part == 0:
@@ -171,7 +179,8 @@ def decode_attention(
     Meaning and arguments are those of `reference.attention.decode_attention`. q: in the dtype of
     the ring; its rows may lie apart. new: the ring gets these keys and values first, and q are
     queries as they come out of the projection; their rows, and those of the results, are those of
-    the pass, one for each sequence that has a new token. Raises OpError.
+    the pass, one for each sequence that has a new token; only they get the shape's `query_scale`.
+    Raises OpError.
     """
     cache.check_queries(q, shape, sinks)
     if new is not None:
@@ -198,6 +207,7 @@ def decode_attention(
     lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)
     if rows:
         fresh, strides = _NOTHING, (0, 0)
+        by = (0.0, 1) if shape.query_scale is None else astuple(shape.query_scale)
         if new is not None:
             fresh = (step.row_start, new.key, new.value, *(new.tables or (None, None)), *new[3:5])
             strides = (new.key.stride(0), new.value.stride(0))
@@ -205,7 +215,7 @@ def decode_attention(
             (split.tiles, parts, sequences),
             q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
             sinks, step.resident_from, outs, lses, *fresh, shape.scale * LOG2E.value,
-            shape.soft_cap * LOG2E.value, shape.norm_eps, shape.window or 0,
+            shape.soft_cap * LOG2E.value, shape.norm_eps, shape.window or 0, *by,
             cache.recent_k.shape[1], shape.kv_heads, q.stride(0), *strides,
             run, step.table.stride(0), rows,
         )  # fmt: skip
@@ -284,6 +294,7 @@ def _bound(
         PAIRS=max(16, next_power_of_2(form.head_dim // 4)),
         SOFT_CAP=shape.soft_cap != 0,
         WINDOW=window != 0,
+        QUERY_SCALE=shape.query_scale is not None,
         PREFETCH=bool(config.prefetch) and use_asm(),
         STAGES=config.num_stages,
         ASM=use_asm(),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from qoff.dynamo import import_configurations
 from qoff.errors import UnsupportedModelError, raised_as
+from qoff.kernels.layout.heads import QueryScale
 from qoff.models.spec_parts import RopeSpec, unsupported
 from qoff.schema import is_number, shown
 
@@ -161,6 +162,22 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
             raise unsupported(f"rope_parameters.{key}", value, "a number above 0")
     rope.pop("type", None)
     return RopeSpec(str(kind), float(theta), int(head_dim * part), tuple(sorted(rope.items())))
+
+
+def query_scale(config: Any) -> tuple[Fields, dict[str, Any]]:
+    """How queries are scaled by position, and the `rope_parameters` without what says so."""
+    rope = dict(config.rope_parameters)
+    beta = rope.pop("llama_4_scaling_beta", None)
+    if beta is None:
+        return {}, rope
+    every = rope.get("original_max_position_embeddings")
+    if not is_number(beta) or not beta >= 0:
+        raise unsupported("rope_parameters.llama_4_scaling_beta", beta, "null, or 0 and more")
+    if type(every) is not int or every < 1:
+        raise unsupported(
+            "rope_parameters.original_max_position_embeddings", every, "a whole number above 0"
+        )
+    return {"query_scale": QueryScale(float(beta), every)}, rope
 
 
 def activation(name: str) -> str:

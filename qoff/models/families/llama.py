@@ -12,6 +12,7 @@ from .family import (
     head_dim_of,
     one_window,
     positive,
+    query_scale,
     rope_of,
     windows,
 )
@@ -25,6 +26,17 @@ def _llama(config: Any) -> Fields:
 def _mistral(config: Any) -> Fields:
     """Llama without biases; one sliding window for all layers."""
     return {"sliding_window": one_window(config)}
+
+
+def _ministral3(config: Any) -> Fields:
+    """Mistral whose queries are scaled by their positions."""
+    scale, rope = query_scale(config)
+    return {**_mistral(config), **scale, "rope": rope_of(config, rope, head_dim_of(config))}
+
+
+def _ministral(config: Any) -> Fields:
+    """Mistral with sliding windows layer by layer."""
+    return {"sliding_window": windows(config)}
 
 
 def _qwen2(config: Any) -> Fields:
@@ -60,6 +72,11 @@ def granite(config: Any) -> Fields:
         "residual_scale": float(config.residual_multiplier),
         "logit_scale": 1.0 / positive(config, "logits_scaling"),
     }
+
+
+def _cwm(config: Any) -> Fields:
+    """Llama with sliding windows layer by layer."""
+    return {**biases(False, config.mlp_bias), "sliding_window": windows(config)}
 
 
 def _olmo2(config: Any) -> Fields:
@@ -126,6 +143,8 @@ _AFTER = TensorNames(
 FAMILIES = {
     "llama": Family("Llama 1 to 3, SmolLM 1 and 2, Yi, many others", _llama),
     "mistral": Family("Mistral 7B, Mistral Nemo", _mistral),
+    "ministral": Family("Ministral 8B of 2024", _ministral),
+    "ministral3": Family("Ministral 3 3B to 14B", _ministral3),
     "qwen2": Family("Qwen 1.5, 2 and 2.5", _qwen2),
     "qwen3": Family("Qwen 3", _qwen3),
     "smollm3": Family("SmolLM3", _smollm3),
@@ -133,6 +152,8 @@ FAMILIES = {
         "Phi-3, Phi-3.5, Phi-4", _mistral, TensorNames(fused_qkv="rows", fused_gate_up=True)
     ),
     "granite": Family("Granite 3", granite),
+    "internlm3": Family("InternLM3 8B", _llama),
+    "cwm": Family("CWM 32B", _cwm),
     "olmo2": Family("OLMo 2", _olmo2, _AFTER),
     "olmo3": Family("OLMo 3", _olmo3, _AFTER),
     "exaone4": Family("EXAONE 4", exaone4, _AFTER),

@@ -50,6 +50,7 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
             spec.norm_eps,
             spec.attention_soft_cap,
             0 if latent is None else latent.latent,
+            spec.query_scale,
         )
         for window in spec.sliding_window
     )
