@@ -58,4 +58,4 @@ def _mallinfo2() -> Callable[[], _Counts] | None:
     except (AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
         return None
     found.restype = _Counts
-    return found  # type: ignore[no-any-return]
+    return found
