@@ -48,6 +48,7 @@ _TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 32}
 SEEN_BY: dict[str, dict[str, Any]] = {
     "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
     "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+    "ministral3": {**_TEXT, **FAMILIES["ministral3"]},
     "qwen3_vl": {
         **_TEXT,
         "rope_parameters": {
@@ -94,6 +95,7 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
         ("gemma3", "gemma3_text", "new"),
         ("gemma3", "gemma3_text", "old"),
         ("mistral3", "mistral", "old"),
+        ("mistral3", "ministral3", "old"),
         ("qwen3_vl", "qwen3", "new"),
     ],
 )
@@ -102,7 +104,10 @@ def test_a_model_that_sees_becomes_its_language_model(
 ) -> None:
     tied = text == "gemma3_text"
     config = AutoConfig.for_model(
-        kind, text_config=SEEN_BY[kind], vision_config=VISION[kind], tie_word_embeddings=tied
+        kind,
+        text_config=SEEN_BY[text if text == "ministral3" else kind],
+        vision_config=VISION[kind],
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)

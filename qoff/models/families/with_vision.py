@@ -5,28 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from qoff.models.spec_parts import unsupported
 
 from . import gemma, llama
 from .family import Config, Family, Has, TensorNames, full_config
 
+
+class _Text(NamedTuple):
+    """What a language model becomes."""
+
+    becomes: str  # its `model_type`
+    model: str  # its class
+    names: TensorNames
+
+
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def _text_alone(
-    config: Config, has: Has, kind: str, becomes: str, model: str, names: TensorNames
+    config: Config, has: Has, kinds: Mapping[str, _Text]
 ) -> tuple[dict[str, Any], TensorNames]:
     """The language model, as transformers 4 or 5 calls its tensors.
 
-    kind: the `model_type` of its part of the config. becomes: which one that is then, and model:
-    its class.
+    kinds: what it may be, by the `model_type` of its part of the config, the default first.
     """
     if not isinstance(text := config.get("text_config"), dict):
         raise unsupported("text_config", text, "an object")
-    if text.get("model_type", kind) != kind:
-        raise unsupported("text_config.model_type", text["model_type"], kind)
+    kind = text.get("model_type", next(iter(kinds)))
+    if kind not in kinds:
+        raise unsupported("text_config.model_type", kind, ", ".join(kinds))
+    becomes, model, names = kinds[kind]
     old = has("language_model.model.embed_tokens.weight")
     begin = "language_model.model." if old else "model.language_model."
     head = "language_model.lm_head.weight" if old else "lm_head.weight"
@@ -66,18 +76,29 @@ def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _family(models: str, kind: str, of: dict[str, Family], becomes: str, model: str) -> Family:
-    names = of[becomes].names
-    alone = partial(_text_alone, kind=kind, becomes=becomes, model=model, names=names)
-    return Family(f"{models}, without images", of[becomes].fields, names, alone)
+def _family(models: str, of: Mapping[str, Family], kinds: Mapping[str, tuple[str, str]]) -> Family:
+    """kinds: by `model_type` what each becomes, and the class of that."""
+    texts = {kind: _Text(*found, of[found[0]].names) for kind, found in kinds.items()}
+    first = of[next(iter(texts.values())).becomes]
+    alone = partial(_text_alone, kinds=texts)
+    return Family(f"{models}, without images", first.fields, first.names, alone)
 
 
 SOURCES: Mapping[str, Family] = {
     "gemma3": _family(
-        "Gemma 3 4B to 27B", "gemma3_text", gemma.FAMILIES, "gemma3_text", "Gemma3ForCausalLM"
+        "Gemma 3 4B to 27B",
+        gemma.FAMILIES,
+        {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")},
     ),
     "mistral3": _family(
-        "Mistral Small 3.1 and 3.2", "mistral", llama.FAMILIES, "mistral", "MistralForCausalLM"
+        "Mistral Small 3.1 and 3.2, Ministral 3",
+        llama.FAMILIES,
+        {
+            "mistral": ("mistral", "MistralForCausalLM"),
+            "ministral3": ("ministral3", "Ministral3ForCausalLM"),
+        },
     ),
-    "qwen3_vl": _family("Qwen 3 VL", "qwen3_vl_text", llama.FAMILIES, "qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl": _family(
+        "Qwen 3 VL", llama.FAMILIES, {"qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM")}
+    ),
 }
