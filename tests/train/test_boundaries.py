@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ class _AddsEmbeddings(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.norm, self.begun = model.model.norm, None
+        self.norm = model.model.norm
+        self.begun: Tensor | None = None
         model.model.embed_tokens.register_forward_hook(self._begin)
 
     def _begin(self, module: Any, given: Any, found: Tensor) -> None:
@@ -113,7 +115,7 @@ def test_what_passes_are_given_alike_is_once_in_memory() -> None:
     positions = [{}, {}, {"position_ids": torch.arange(TOKENS)[None] + 3}]
     stops = []
     for given in positions:
-        one = TrainingPass(lambda given=given: model(ids, use_cache=False, **given).logits, 1.0)
+        one = TrainingPass(partial(model, ids, use_cache=False, **given), 1.0)
         stops.append((one, stop_of(one.advance(), 0)))
     tables = [stop.kwargs["position_embeddings"][0] for _, stop in stops]
     assert tables[0].data_ptr() != tables[1].data_ptr()
