@@ -34,6 +34,7 @@ OTHERS = {
     "--layers",
     "--rows",
     "--texts",
+    "--pieces",
 }
 
 
