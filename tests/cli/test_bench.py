@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from qoff.cli import suite
 from qoff.cli.main import app
 from qoff.measure.results import read_result
-from tests.tiny_models import load_budgets, tiny_checkpoint
+from qoff.models.convert.convert import convert
+from tests.tiny_models import QUANT, load_budgets, save_model, save_tokenizer, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ["-p", "8", "-n", "2,3", "-d", "0,70", "-r", "2"]
@@ -148,8 +149,11 @@ def test_what_is_slower_fails_only_when_told(
     assert [row["verdict"] for row in rows] == [verdict] * 2
 
 
-def test_experts_that_a_text_takes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    mixture = tiny_checkpoint(tmp_path_factory.getbasetemp(), "qwen3-moe")
+def test_experts_that_a_text_takes(tmp_path: Path) -> None:
+    mixture = tmp_path / "mixture"
+    save_model(tmp_path / "model", "qwen3-moe", num_experts=16, moe_intermediate_size=64)
+    save_tokenizer(tmp_path / "model")
+    convert(tmp_path / "model", mixture, quant=QUANT, for_cpu=True)
     least, _ = load_budgets(mixture, context=33, kv="none")
     asked = (mixture, "--experts", "--device-memory", least, "-p", 8, "-n", 24, "--kv", "none")
     found = json.loads(succeed(*asked, "-o", "json"))

@@ -176,10 +176,11 @@ def test_models_that_cannot_draft_are_refused(
     modules = module_checkpoint(base, "bloom")
     with pytest.raises(ArgumentError, match="needs an architecture that qoff computes itself"):
         LLM(checkpoint, replace(plan, draft_model=str(modules)), device="cpu")
-    with LLM(checkpoint, PLAN, device="cpu") as llm:
-        bound = llm.memory.total("device") + 100_000
+    deep = tiny_checkpoint(base, "llama-head64-deep")  # which can stream in whole layers
+    with LLM(deep, PLAN, device="cpu") as llm:
+        bound = llm.memory.total("device") + llm.runtime.residency.device_bytes // 2
     with pytest.raises(BudgetError, match=r"draft_model .* does not fit"):
-        LLM(checkpoint, replace(plan, draft_model=str(checkpoint), device_memory=bound))
+        LLM(deep, replace(plan, draft_model=str(deep), device_memory=bound))
 
 
 @pytest.mark.parametrize(

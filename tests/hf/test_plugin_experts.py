@@ -133,7 +133,7 @@ def test_other_dtypes_leave_scales_alone(base: Path, family: str, dtype: torch.d
                 assert torch.equal(part.scale_min, w.matrices[name].scale_min)
         assert logits(narrow).dtype == dtype
         # one router in another order would show as a loss of this size, rounding alone does not
-        assert_close(logits(narrow), logits(wide), tolerance=20 * RELATIVE_RMS[dtype])
+        assert_close(logits(narrow), logits(wide), tolerance=40 * RELATIVE_RMS[dtype])
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])

@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     run = PlainRun(checkpoint, ops)
     vocab = run.decoder.spec.vocab_size
-    torch.manual_seed(2)  # tokens for which no two experts of any family are nearly as likely
+    torch.manual_seed(4)  # tokens for which no two experts of any family are nearly as likely
     prompts = [torch.randint(3, vocab, (n,)) for n in lengths]
     decoded = torch.randint(3, vocab, (len(prompts), DECODE_STEPS))
     prefill, *steps = expected_logits(checkpoint, prompts, decoded)

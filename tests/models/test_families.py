@@ -23,7 +23,7 @@ from tests.tiny_models import PlainRun, save_model
 from tests.tolerances import relative_rms
 
 EIGHT = QuantConfig(bits=8, group_size=32, head_bits=8, solver="rtn")
-NEARLY = 0.02  # relative, of logits after rounding weights to 8 bits
+NEARLY = 0.025  # relative, of logits after rounding weights to 8 bits
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,

@@ -86,11 +86,14 @@ def test_the_formula_of_a_large_model() -> None:
     assert sum(sizes.layer_bytes) == pytest.approx(4.5 / 8 * sizes.layer_columns, rel=1e-3)
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [
         ({"model_type": "mamba"}, "transformers' modules"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "convert"),
+        ({"model_type": "llama", "quantization_config": GPTQ}, "convert"),
     ],
 )
 def test_what_a_config_cannot_tell_is_refused(config: dict[str, object], what: str) -> None:
