@@ -29,6 +29,7 @@ _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
 _GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
+_COMPACT = _GEMM - {NO_SHARED_IN_LOOP}  # scales of bytes change their layout
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -84,7 +85,7 @@ def _gemm() -> Iterator[Variant]:
     yield _linear("gemm", _GEMM, "bf16", tokens=128, even=False)
     yield _linear("gemm", _GEMM, "fp16", bits=8, tokens=128, rows=_FEW)
     yield _linear("gemm", _GEMM, "bf16", group=128, tokens=256, even=False)
-    yield _linear("gemm", _GEMM, "fp16", group=32, tokens=1024)
+    yield _linear("gemm", _COMPACT, "fp16", group=32, tokens=1024)
 
 
 def _linear(
@@ -131,10 +132,11 @@ def _quantize(capability: int) -> Iterator[Variant]:
 
 def _dequantize(capability: int) -> Iterator[Variant]:
     """Widths and groups with all types; types of scales take turns."""
-    traits = frozenset({WIDE_CODES})
     for i, (bits, group) in enumerate(product((4, 8), (32, 64, 128))):
         for j, dtype in enumerate(float_types(capability)):
             scale = ("u8", "fp16", "fp32")[(i + j) % 3]
+            # Compact scales are loaded as bytes, too, and not by 128 bits.
+            traits = frozenset[str]() if scale == "u8" else frozenset({WIDE_CODES})
             codes = empty(torch.uint8, 4096, 4096 * bits // 8)
             scale_min = empty(SCALES[scale], 4096 // group, 4096, 2)
             weight = QTensor(codes, scale_min, (4096, 4096), bits, group, "split32")
