@@ -45,7 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # llama.cpp has no such architecture, does not tell it from another, splits its text by a rule that
 # is not known here.
 WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "olmo3", "solar-open", "exaone-moe", "hy-v3")
-WITHOUT += ("glm4-moe-lite", "youtu")
+WITHOUT += ("glm4-moe-lite", "youtu", "ministral", "ministral3", "internlm3", "cwm")
 
 
 @pytest.fixture(scope="module")
