@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.harness import Bar, Report, arguments
 from bench.peers import native
 from bench.sampling import timed
-from qoff.kernels.cpu.optim.job import BLOCK
+from qoff.kernels.cpu.optim.scratch import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.memory.arena import map_pages
 

@@ -207,3 +207,10 @@ def ops_for(device: torch.device) -> Ops:
             raise OpError(f"the ops for a GPU need Triton ({error}); install triton") from error
         return triton_ops
     raise OpError(f"no ops for device {device.type!r}; use 'cpu' or 'cuda'")
+
+
+def release_scratch() -> None:
+    """Give back the working memory that ops on the CPU share; the next op takes what it needs."""
+    from .cpu.jit.pool import default_pool
+
+    default_pool().shrink()

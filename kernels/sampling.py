@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .cpu.sampling.scratch import GROUP, columns
 from .layout.distribution import Shape
 
-_GROUP = 256  # tokens, of which one is drawn if their group is
 _BINS = 1 << 10  # by a third of a weight's bits
 _TOGETHER = 1 << 20  # logits that are worked on at once
 _BYTES = 32  # of working space for each of them: weights in float64, places, sums, masks
@@ -21,14 +21,9 @@ DRAWS_AHEAD = 6  # of a sequence, whose random numbers are there at once
 _RANKED_BYTES = 36  # for each of those that are sorted
 
 
-def columns(vocab_size: int) -> int:
-    """Columns of a row: whole groups, and at least one more than tokens."""
-    return (vocab_size // _GROUP + 1) * _GROUP
-
-
 def noise_size(vocab_size: int) -> int:
     """Random numbers that a draw takes: one for each token of a group, one for each group."""
-    return _GROUP + columns(vocab_size) // _GROUP
+    return GROUP + columns(vocab_size) // GROUP
 
 
 @dataclass(frozen=True)
@@ -137,12 +132,12 @@ def draw_(logits: Tensor, noise: Tensor, warp: Warp) -> Tensor:
     token, the likelier it stays the one that is drawn.
     """
     weights = _weights(logits, warp)
-    groups = weights.view(len(weights), -1, _GROUP)
+    groups = weights.view(len(weights), -1, GROUP)
     # Of exponential clocks of these rates, each rings first as often as its rate says.
     clocks = noise.log().neg_()
-    group = (clocks[:, _GROUP:] / groups.sum(2, dtype=torch.float64)).argmin(1)
+    group = (clocks[:, GROUP:] / groups.sum(2, dtype=torch.float64)).argmin(1)
     inside = groups[torch.arange(len(groups), device=group.device), group]
-    return group * _GROUP + (clocks[:, :_GROUP] / inside).argmin(1)
+    return group * GROUP + (clocks[:, :GROUP] / inside).argmin(1)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qoff.checkpoint import Checkpoint
+from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.host.recent import RecentWorkspace
@@ -240,6 +241,10 @@ class CpuExecutor(Executor):
     """A CPU, whose memory is the device and the host."""
 
     blocks: TieredBlocks
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, own: ExitStack, **options: Any) -> None:
+        own.callback(release_scratch)
+        super().__init__(checkpoint, plan, own, **options)
 
     @property
     def kv_wait_s(self) -> float:

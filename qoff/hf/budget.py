@@ -9,13 +9,15 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from qoff.errors import BudgetError
-from qoff.kvcache import KVCache, KVQuant
+from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
+from qoff.kvcache import KVCache, KVQuant, PackedCache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.native.decoder import Decoder, logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
+from qoff.models.native.scratch import Passes, scratch_bytes
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
 from qoff.process import ForkLock
@@ -169,6 +171,7 @@ class Budget:
                 # What is resident is not read, and a batch for itself is done earlier.
                 if native and not native.caches_on_device and not native.resident:
                     shared = LayerWorkspace.nbytes(native.spec, sequences * most)
+                    shared += shared_bytes(native, self._kv, sequences, most, rows, tokens)
                     more = (self.free - cache - work) // (cache + work - shared)
                 return Room(sequences, most, 1 + more)
             if sequences > 1:
@@ -249,7 +252,12 @@ def working_bytes(
     """
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size
-        return decoder.working_bytes(sequences, count, longest) + 4 * _LOGITS * rows * vocab
+        shared = max(
+            decoder.scratch_bytes(sequences, count, longest),
+            sampling_scratch(vocab, sequences, of_torch=True),
+        )
+        work = decoder.working_bytes(sequences, count, longest)
+        return work + shared + 4 * _LOGITS * rows * vocab
     spec, tokens = decoder.spec, sequences * count
     if decoder.caches_on_device:
         assert kv is not None
@@ -271,8 +279,42 @@ def working_bytes(
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)
     work += 4 * rows * (_LOGITS * spec.vocab_size + 2 * spec.hidden_size)
+    work += shared_bytes(decoder, kv, sequences, count, rows, longest, tiled, largest)
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
         unpacked = count + kv.window + kv.sinks + 2 * 64
         each = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in decoder.head_shapes]
         work += 4 * max(each) * (sequences + PACKING)
     return work
+
+
+def shared_bytes(
+    decoder: Decoder,
+    kv: KVQuant | None,
+    sequences: int,
+    count: int,
+    rows: int,
+    longest: int,
+    tiled: bool = False,
+    largest: int = 0,
+) -> int:
+    """What the ops of such a pass, or of one that decodes, share on a CPU."""
+    shapes = decoder.head_shapes
+    forms = [None] * len(shapes) if kv is None else kv.forms(shapes)
+    place, blocks = longest - 1, 0
+    if kv is not None:
+        blocks = PackedCache.blocks_of(longest, kv.window, kv.sinks)
+        if None not in forms:
+            place = PackedCache.recent_tokens(kv.window, kv.sinks) - 1
+    together = max(sequences, largest)
+    passes = Passes(
+        sequences * count,
+        together,
+        place,
+        max(rows, together),
+        together,
+        blocks,
+        of_torch=True,
+        tiled=tiled,
+        selects=kv is not None and kv.attention_top < 1,
+    )
+    return scratch_bytes(decoder.spec, shapes, forms, passes)

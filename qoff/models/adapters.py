@@ -18,7 +18,9 @@ import torch
 from safetensors import safe_open
 
 from qoff.errors import ArgumentError, FormatError, UnsupportedModelError, raised_as
+from qoff.kernels.cpu.linear.scratch import low_rank_bytes
 from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
+from qoff.kernels.processor import usable_threads
 from qoff.schema import read_object, shown
 
 from .forward_pass import AdaptedRows, mlp_tokens
@@ -197,6 +199,11 @@ class _Planned:
         return LowRank.shapes(self.weight.rows, self.weight.columns, ranks)
 
     @property
+    def rank(self) -> int:
+        """Rows of `down`."""
+        return self._shapes[0][0]
+
+    @property
     def nbytes(self) -> int:
         return sum(size * math.prod(x) for size, x in zip((4, 4, 8), self._shapes, strict=True))
 
@@ -238,14 +245,19 @@ class Adapters:
 
     def work_bytes(self, tokens: int, recorded: int, tiled: bool) -> int:
         """What a pass of `tokens` tokens takes beside, and recordings of `recorded` rows keep."""
-        most = 0
+        most = scratch = 0
+        threads = usable_threads()
         for layer in range(self._spec.num_layers):
             for weight in layer_weights(self._spec, layer):
-                if any(weight.name in file.layers[layer] for file in self._files):
+                planned = [x.layers[layer].get(weight.name) for x in self._files]
+                rank = max((x.rank for x in planned if x is not None), default=0)
+                if rank and weight.columns is not None:
                     of_mlp = weight.name.startswith("mlp.")
                     some = mlp_tokens(tokens, tiled) if of_mlp else tokens
                     most = max(most, 4 * weight.rows * (some + recorded))
-        return most
+                    asked = low_rank_bytes(threads, some, weight.columns, rank, normed=True)
+                    scratch = max(scratch, asked)
+        return most + scratch
 
     def load(self) -> None:
         """Read them. Raises FormatError."""

@@ -104,7 +104,8 @@ class Certifier:
         """What a plan takes beside the weights."""
         sizes = self.cost.sizes
         if not self.cost.machine.on_gpu:
-            return Memory.of(plan, sizes.spec, sizes.shapes, tiled)
+            cores = self.cost.machine.cores
+            return Memory.of(plan, sizes.spec, sizes.shapes, tiled, cores)
         from .gpu import memory_on_gpu  # needs Triton
 
         return memory_on_gpu(

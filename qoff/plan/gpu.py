@@ -11,6 +11,7 @@ import torch
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.processor import usable_threads
 from qoff.kernels.triton.attention.offloaded import host_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
@@ -23,6 +24,7 @@ from qoff.kvcache.store.tiered import BlockPlan
 from qoff.models.native.decoder import NO_LATENT_ON_GPU, embedded_bytes, logits_bytes
 from qoff.models.native.layer import layer_bytes
 from qoff.models.native.rope import table_bytes
+from qoff.models.native.scratch import packed_bytes
 from qoff.models.spec import DecoderSpec
 
 from .manual import Memory, Plan, by_purpose
@@ -73,8 +75,10 @@ def memory_on_gpu(
         )
         on_device += _pass_bytes(steps, *model) + _fixed_bytes(recorded, spec, dtype)
     work = {DEVICE: on_device, HOST: 0}
-    if _attends_on_host(plan):  # queries and results
+    if _attends_on_host(plan):  # queries and results, and what the CPU works in
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
+        passes, threads = plan.passes(spec.vocab_size), usable_threads()
+        work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for form in forms)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     return Memory(blocks.offloaded, purposes, blocks)

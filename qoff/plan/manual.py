@@ -13,7 +13,7 @@ from qoff.budgets import MemorySize
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
-from qoff.kernels.sampling import sampling_bytes
+from qoff.kernels.sampling import rows_together, sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
@@ -24,6 +24,7 @@ from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
 from qoff.models.native.decoder import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
+from qoff.models.native.scratch import Passes, scratch_bytes
 from qoff.models.spec import DecoderSpec
 from qoff.schema import is_number
 from qoff.units import format_size
@@ -148,6 +149,20 @@ class Plan:
         """Bytes that choosing the tokens of a round takes, after all passes."""
         return sampling_bytes(vocab_size, self.batches * self.batch_size, self.context)
 
+    def passes(self, vocab_size: int, tiled: bool = False) -> Passes:
+        """The largest passes, of which all but a prompt's are rows of a batch."""
+        drawn = min(self.batches * self.decode_tokens, rows_together(vocab_size))
+        return Passes(
+            self.pass_tokens,
+            self.batch_size,
+            PackedCache.recent_tokens(self.kv.window, self.kv.sinks) - 1,
+            self.decode_tokens,
+            max(self.batch_size, drawn),
+            sum(self.kv_placement.capacity(self.blocks_per_sequence).values()),
+            tiled=tiled,
+            selects=self.kv.attention_top < 1,
+        )
+
     def tile_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:
         """Bytes of what each pass keeps between the parts of a layer, and one takes meanwhile."""
         kept = self.batches * sum(
@@ -196,9 +211,17 @@ class Memory:
 
     @classmethod
     def of(
-        cls, plan: Plan, spec: DecoderSpec, shapes: Sequence[HeadShape], tiled: bool = False
+        cls,
+        plan: Plan,
+        spec: DecoderSpec,
+        shapes: Sequence[HeadShape],
+        tiled: bool = False,
+        threads: int | None = None,
     ) -> Memory:
-        """What a plan takes for a model on a CPU; tiled: whose layers stream in tiles."""
+        """What a plan takes for a model on a CPU; tiled: whose layers stream in tiles.
+
+        threads: that compute; None: those of this machine.
+        """
         forms = plan.kv.packed_forms(shapes)
         blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
@@ -209,6 +232,7 @@ class Memory:
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
         work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab))
         work += table_bytes(spec, plan.context + 1) + recorded_bytes(spec, plan.batch_size)
+        work += scratch_bytes(spec, shapes, forms, plan.passes(vocab, tiled), threads)
         if tiled:
             work += plan.tile_bytes(spec, torch.float32)
         hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.host.recent import RecentTokens
 from qoff.kvcache.store.placement import DEVICE, TIERS
@@ -55,6 +56,11 @@ def memory_of_modules(
     work += plan.logits_bytes(decoder.vocab_size)
     head = 4 * _LOGITS * plan.batch_size * decoder.vocab_size
     work += max(head, plan.sampling_bytes(decoder.vocab_size))
+    drawn = plan.passes(decoder.vocab_size).drawn
+    work += max(
+        sampling_scratch(decoder.vocab_size, drawn, of_torch=False),
+        *(decoder.scratch_bytes(b, t, plan.context) for b, t, _ in passes),
+    )
     work += sequences * states  # copies, while passes are under way
     kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
     hidden: dict[str, int] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.errors import UnsupportedModelError
-from qoff.kernels.cpu.optim.job import BLOCK
+from qoff.kernels.cpu.optim.scratch import BLOCK
 from qoff.kernels.cpu.optim.update import Moments
 from qoff.memory.arena import PAGE, round_up
 

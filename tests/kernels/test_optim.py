@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.cpu.optim.job import BLOCK
+from qoff.kernels.cpu.optim.scratch import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.kernels.reference.optim import dequantized
 

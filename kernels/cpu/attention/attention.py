@@ -17,9 +17,10 @@ from qoff.kernels.layout.heads import HeadShape, cache_shapes
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
-from .decode import RUN, append_attend_job, partial_bytes
+from .decode import append_attend_job
 from .fields import AttentionArguments
-from .prefill import append_prefill_job, tile_bytes
+from .prefill import append_prefill_job
+from .scratch import decode_bytes, decode_runs, decode_together, prefill_bytes
 
 _OP = "attention"
 
@@ -66,6 +67,16 @@ def _check_small(
             check_dense(_OP, "query and key norms", norm, (numbers,))
 
 
+def _move_on(a: AttentionArguments, tokens: int) -> None:
+    """Let the job begin so many tokens later."""
+    for name in ("positions", "places", "slots"):
+        setattr(a, name, getattr(a, name) + 8 * tokens)
+    a.qkv += a.qkv_stride * tokens
+    a.out += a.out_stride * tokens
+    if a.lse:
+        a.lse += 4 * a.heads * tokens
+
+
 def attention(
     qkv: Tensor,
     shape: HeadShape,
@@ -107,15 +118,15 @@ def attention(
     pool = pool or default_pool()
     pairs = 0 if cos is None else cos.shape[1]
     lse = None if not cache.packed else torch.empty(ragged.tokens, shape.heads)
-    runs = cache.longest // RUN + 1
+    tokens, runs = ragged.tokens, decode_runs(cache.longest)
     width = 2 if activation_bits == 8 and HAS_BF16 else 4
     if ragged.is_decode:
         job = append_attend_job
-        scratch = partial_bytes(pool.threads, ragged.tokens, shape.heads, runs, shape.value_dim)
+        together = decode_together(pool.threads, shape, runs)
+        scratch = decode_bytes(pool.threads, tokens, shape, runs)
     else:
-        group = shape.heads // shape.kv_heads
-        job = append_prefill_job
-        scratch = pool.threads * tile_bytes(shape.head_dim, shape.value_dim, group, width)
+        job, together = append_prefill_job, max(1, tokens)
+        scratch = prefill_bytes(pool.threads, shape, width)
     by = shape.query_scale
     with pool.lock:
         args = AttentionArguments(
@@ -129,7 +140,11 @@ def attention(
             0 if by is None else by.every, 0.0 if by is None else by.beta, shape.norm_eps,
             shape.scale, shape.soft_cap,
         )  # fmt: skip
-        pool.run(job.address, args)
+        for first in range(0, tokens, together):
+            if first:
+                _move_on(args, together)
+            args.tokens = min(together, tokens - first)
+            pool.run(job.address, args)
     chosen: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)
     if cache.packed and cache.top < 1 and ragged.is_decode:
         chosen = select_blocks(

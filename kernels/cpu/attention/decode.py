@@ -17,17 +17,12 @@ from qoff.kernels.layout.layer_cache import RUN_TOKENS
 from . import fields as f
 from .append import append_all
 from .product import ROWS, product, tile_rows
+from .scratch import SCORES, STATE_BYTES
 from .soft_cap import cap_scores
-from .softmax import SCORES, STATE_BYTES, SUMS, mask, row_bytes, softmax
+from .softmax import SUMS, mask, row_bytes, softmax
 
 RUN = RUN_TOKENS  # keys per partial result
 _SCRATCH_BYTES = ROWS * SCORES  # of a thread
-
-
-@inner
-def partial_bytes(threads, tokens, heads, runs, value_dim):
-    """Bytes of scratch: scores of each thread's tile, and partial results of all heads and runs."""
-    return threads * _SCRATCH_BYTES + tokens * runs * heads * row_bytes(value_dim)
 
 
 @inner

@@ -20,8 +20,9 @@ from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.emit import V_F32, const_i32, load, store, switch
 from qoff.kernels.cpu.jit.pool import Pool, default_pool, take
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
-from qoff.kernels.cpu.linear.dequantize import SCRATCH_BYTES, dequantize_block
+from qoff.kernels.cpu.linear.dequantize import dequantize_block
 from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES, store_scales, width_of
+from qoff.kernels.cpu.linear.scratch import SCALES_BYTES
 from qoff.kernels.cpu.linear.tile import UNROLL, codes_32
 from qoff.kernels.cpu.operands import check_dense, check_rows, fail, int64s, offsets
 from qoff.kernels.layout.ending import Norm
@@ -29,7 +30,10 @@ from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.packing import BITS, ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
 
+from . import scratch as sizes
 from .product import product, tile_rows
+
+_head_matrix_bytes = inner(sizes.head_matrix_bytes)
 
 
 class LatentArguments(ctypes.Structure):
@@ -68,7 +72,7 @@ def _columns_32(b, bits, *operands):
 
 @inner
 def _columns(codes, scale_min, width, group, bits, k, out, scratch):
-    """A block of 16 rows as [k, 16] float32; scratch: SCRATCH_BYTES."""
+    """A block of 16 rows as [k, 16] float32; scratch: SCALES_BYTES."""
     for first in range(0, k, group):
         store_scales(bits, width, scale_min + first // group * (ROW_BLOCK_BYTES << width), scratch)
         for column in range(first, first + group, UNROLL):
@@ -122,7 +126,7 @@ def _absorb_head(args, head, scratch):
     """Queries of a head times its matrix of keys."""
     latent, plain = simd.peek_i64(args + LATENT), simd.peek_i64(args + PLAIN)
     turning, tokens = simd.peek_i64(args + TURNING), simd.peek_i64(args + M)
-    dim, matrix = latent + turning, scratch + SCRATCH_BYTES
+    dim, matrix = latent + turning, scratch + SCALES_BYTES
     first = head * (plain + simd.peek_i64(args + VALUES))
     for row in range(0, plain, ROW_BLOCK):
         codes, scale_min = _block_of(args, first + row)
@@ -152,7 +156,7 @@ def _expand_head(args, head, scratch):
     """What a head found times its matrix of values."""
     latent, plain = simd.peek_i64(args + LATENT), simd.peek_i64(args + PLAIN)
     values, tokens = simd.peek_i64(args + VALUES), simd.peek_i64(args + M)
-    matrix, first = scratch + SCRATCH_BYTES, head * (plain + values) + plain
+    matrix, first = scratch + SCALES_BYTES, head * (plain + values) + plain
     for row in range(0, values, ROW_BLOCK):
         codes, scale_min = _block_of(args, first + row)
         _columns(
@@ -176,7 +180,7 @@ def _expand_head(args, head, scratch):
 def _scratch_of(args, thread):
     """What a thread has for a head's matrix."""
     rows = max(simd.peek_i64(args + PLAIN), simd.peek_i64(args + VALUES))
-    each = SCRATCH_BYTES + 4 * rows * simd.peek_i64(args + LATENT)
+    each = _head_matrix_bytes(simd.peek_i64(args + LATENT), rows)
     return simd.peek_i64(args + SCRATCH) + thread * each
 
 
@@ -230,7 +234,7 @@ def absorb(
     arguments = _arguments(op, q, weight, shape, out)
     arguments.kv, arguments.kv_stride = kv.data_ptr(), 4 * kv.stride(0)
     arguments.norm, arguments.eps = norm.weight.data_ptr(), norm.eps
-    _run(pool, absorb_job.address, arguments)
+    _run(pool, absorb_job.address, arguments, shape)
     return out
 
 
@@ -251,7 +255,7 @@ def expand(
         out = torch.empty(tokens, shape.heads * shape.values)
     check_rows(op, "x", x, tokens, shape.heads * shape.latent)
     check_rows(op, "out", out, tokens, shape.heads * shape.values)
-    _run(pool, expand_job.address, _arguments(op, x, weight, shape, out))
+    _run(pool, expand_job.address, _arguments(op, x, weight, shape, out), shape)
     return out
 
 
@@ -271,11 +275,9 @@ def _arguments(
     )  # fmt: skip
 
 
-def _run(pool: Pool, address: int, arguments: LatentArguments) -> None:
+def _run(pool: Pool, address: int, arguments: LatentArguments, shape: LatentShape) -> None:
     if not arguments.tokens:
         return
-    rows = max(arguments.plain, arguments.values)
     with pool.lock:
-        each = SCRATCH_BYTES + 4 * rows * arguments.latent
-        arguments.scratch = pool.workspace(pool.threads * each)
+        arguments.scratch = pool.workspace(sizes.latent_bytes(pool.threads, shape))
         pool.run(address, arguments)

@@ -13,45 +13,24 @@ from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import take
 
 from . import fields as f
+from . import scratch as sizes
 from .append import append_all
 from .decode import RUN, first_key
 from .pairs import pair_keys, pair_values, round_query
 from .product import ROWS, product, tile_rows
+from .scratch import SCORES, STATE_BYTES
 from .soft_cap import cap_scores
-from .softmax import CORRECTIONS, SCORES, STATE_BYTES, SUMS, mask, row_bytes, softmax
-
-
-@inner
-def _most_tokens(group):
-    """How many tokens at most attend to a run of keys while it is in a cache, all heads of them."""
-    return ROWS * max(1, 12 // group)
-
+from .softmax import CORRECTIONS, SUMS, mask, row_bytes, softmax
 
 # A thread's scratch: scores of a tile; queries, keys and values as pairs, if they are; what the
 # rows of all tiles have attended to so far.
 _QUERIES = ROWS * SCORES
+_most_tokens, _tile_places = inner(sizes.most_tokens), inner(sizes.tile_places)
 
 
 @inner
-def _keys_at(dim, group):
-    return _QUERIES + 64 + 2 * dim * group * _most_tokens(group)
-
-
-@inner
-def _values_at(dim, group):
-    return _keys_at(dim, group) + 2 * dim * RUN
-
-
-@inner
-def _states_at(dim, value_dim, group, width):
-    return _QUERIES if width == 4 else _values_at(dim, group) + 2 * value_dim * RUN
-
-
-@inner
-def tile_bytes(head_dim, value_dim, group, width):
-    """Bytes of scratch that a thread needs, with `group` heads to each KV head."""
-    rows = group * _most_tokens(group)
-    return _states_at(head_dim, value_dim, group, width) + rows * row_bytes(value_dim)
+def _places(dim, value_dim, group, width):
+    return _tile_places(dim, value_dim, group * _most_tokens(group), width)
 
 
 @inner
@@ -159,12 +138,13 @@ def _attend_run(args, width, token, tokens, kv_head, base, last, scratch, begins
     """Let tokens attend to keys [base, last) of one KV head, with all heads of it."""
     dim, value_dim = simd.peek_i64(args + f.DIM), simd.peek_i64(args + f.VALUE_DIM)
     group = _group(args)
-    states = scratch + _states_at(dim, value_dim, group, width)
+    pairs_at, values_at, states_at, _ = _places(dim, value_dim, group, width)
+    states = scratch + states_at
     before = _of_cache(args, token, kv_head, base)
     keys = simd.peek_i64(args + f.KEYS) + 4 * dim * before
     values = simd.peek_i64(args + f.VALUES) + 4 * value_dim * before
     if width == 2:
-        pairs, values_of = scratch + _keys_at(dim, group), scratch + _values_at(dim, group)
+        pairs, values_of = scratch + pairs_at, scratch + values_at
         pair_keys(keys, (last - base + 15) // 16, dim, pairs)
         pair_values(values, last - base, value_dim, values_of)
         keys, values = pairs, values_of
@@ -245,8 +225,8 @@ def append_prefill_job(pool, thread, threads, args):
     # The keys of a vector are of neighbouring tokens: two threads would write to the same lines.
     append_all(pool, args, 16 if tokens >= 16 * threads else 1)
     value_dim = simd.peek_i64(args + f.VALUE_DIM)
-    scratch = thread * tile_bytes(dim, value_dim, group, simd.peek_i64(args + f.WIDTH))
-    scratch += simd.peek_i64(args + f.PARTIALS)
+    _, _, _, own = _places(dim, value_dim, group, simd.peek_i64(args + f.WIDTH))
+    scratch = simd.peek_i64(args + f.PARTIALS) + thread * own
     size = _most_tokens(group)
     while size > ROWS and tokens * kv_heads < 16 * threads * size:
         size -= ROWS  # with so few items threads would wait for each other

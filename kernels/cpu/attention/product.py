@@ -30,8 +30,10 @@ from qoff.kernels.cpu.jit.emit import (
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
-TILES = (1, 3, 4, 6)  # rows
-ROWS = TILES[-1]
+from .scratch import TILE_ROWS
+
+ROWS = TILE_ROWS
+TILES = (1, 3, 4, ROWS)  # rows
 VECTORS = 4  # 24 sums and the vectors of one step leave 4 of 32 registers
 
 

@@ -32,23 +32,20 @@ from qoff.kernels.cpu.jit.emit import (
 from qoff.kernels.cpu.jit.powers import exp2
 from qoff.kernels.cpu.jit.quads import of_row, quads
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
-from qoff.kernels.layout.layer_cache import RUN_TOKENS
 
+from . import scratch as sizes
 from .product import TILES, WIDTHS
 
 # A tile's running maxima, their sums, and what corrects what was summed before: quads of its rows.
-SUMS, CORRECTIONS, STATE_BYTES = 128, 256, 384
-SCORES = 4 * (RUN_TOKENS + 16)  # bytes of one row of scores
+# Behind both STATE_BYTES end.
+SUMS, CORRECTIONS = 128, 256
 _LOG2_E = 1.4426950408889634
 _NOTHING = float("-inf")
 
 _i64 = types.int64
 
 
-@inner
-def row_bytes(value_dim):
-    """Bytes of a row's running attention: its part of the state of its tile; the output."""
-    return STATE_BYTES + 4 * value_dim
+row_bytes = inner(sizes.row_bytes)
 
 
 @vector_intrinsic(simd.f32x16, simd.f32x16, _i64, _i64)

@@ -270,6 +270,12 @@ class Pool:
             self.moves += 1
         return ctypes.addressof(self._workspace)
 
+    def shrink(self) -> None:
+        """Give the scratch back; whoever wants some later gets other memory."""
+        with self.lock:
+            self._workspace = (ctypes.c_char * 0)()
+            self.moves += 1
+
     def close(self) -> None:
         """End the threads; the pool cannot be used afterwards."""
         with self.lock:

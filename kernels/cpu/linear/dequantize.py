@@ -34,10 +34,10 @@ from qoff.kernels.layout.packing import BITS, ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
 
 from .scales import ROW_BLOCK_BYTES, store_scales, width_of
+from .scratch import SCALES_BYTES, dequantize_bytes
 from .tile import UNROLL, codes_32
 
 _OP = "dequantize"
-SCRATCH_BYTES = 128  # of a thread: scales and minima of one group of a row block, float32
 DTYPES = (torch.float32, torch.bfloat16) if HAS_BF16 else (torch.float32,)
 
 
@@ -110,7 +110,7 @@ def _dequantize_32(b, bits, narrow, *operands):
 
 @inner
 def dequantize_block(codes, scale_min, width, group, bits, k, narrow, out, stride, scratch):
-    """One block of 16 rows of k columns; scratch: SCRATCH_BYTES."""
+    """One block of 16 rows of k columns; scratch: SCALES_BYTES."""
     each = 2 if narrow != 0 else 4
     for first in range(0, k, group):
         at = scale_min + first // group * (ROW_BLOCK_BYTES << width)
@@ -137,7 +137,7 @@ def _block(args, scratch, block):
 @job
 def dequantize_job(pool, thread, threads, args):
     """The whole op; its arguments are the fields above."""
-    scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
+    scratch = simd.peek_i64(args + SCRATCH) + thread * SCALES_BYTES
     blocks = simd.peek_i64(args + BLOCKS)
     block = take(pool, 0)
     while block < blocks:
@@ -168,7 +168,7 @@ def dequantize(weight: QTensor, out: Tensor, pool: Pool | None = None) -> Tensor
             weight.codes.data_ptr(), weight.scale_min.data_ptr(),
             width_of(weight.scale_min.dtype), weight.group_size, weight.bits, k, blocks,
             out.dtype == torch.bfloat16, out.data_ptr(), out.stride(0) * out.itemsize,
-            pool.workspace(pool.threads * SCRATCH_BYTES),
+            pool.workspace(dequantize_bytes(pool.threads)),
         )  # fmt: skip
         pool.run(dequantize_job.address, arguments)
     return out[:n]

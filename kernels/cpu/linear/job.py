@@ -16,6 +16,7 @@ from .activation import activated, gated, sigmoid
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
 from .quantize import quantize_groups
 from .scales import ROW_BLOCK_BYTES
+from .scratch import TILE_BYTES
 from .tile import AHEAD_BYTES, UNROLL, tile
 
 
@@ -39,7 +40,6 @@ class LinearArguments(ctypes.Structure):
 (X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDTH, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
  RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
  SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
-SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
 _TOKENS = 4  # tokens of the widest tile
 CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
@@ -238,7 +238,7 @@ def _linear(pool, thread, threads, args):
     """The whole op on one thread of the pool."""
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
     blocks = (simd.peek_i64(args + N) + 15) // 16
-    scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
+    scratch = simd.peek_i64(args + SCRATCH) + thread * TILE_BYTES
     step = 2 * max(1, blocks // (16 * threads))
     part = ((blocks + step - 1) // step + threads - 1) // threads  # chunks a thread
     chunks = part * threads

@@ -16,9 +16,10 @@ from qoff.kernels.layout.ending import ACTIVATIONS, PLAIN, Ending, Norm
 from qoff.kernels.layout.qtensor import QTensor
 
 from .activation import NUMBERS
-from .job import SCRATCH_BYTES, LinearArguments, linear_job
+from .job import LinearArguments, linear_job
 from .norm import set_norm, set_rows
 from .scales import width_of
+from .scratch import TILE_BYTES, linear_bytes
 
 _OP = "w4_linear"
 
@@ -102,11 +103,10 @@ def w4_linear(
         a.residual = address(residual)
         a.residual_stride = 4 * residual.stride(0) if residual is not None else 0
         a.out, a.out_stride = into.data_ptr(), 4 * into.stride(0)
-        normed = 0 if norm is None else pool.threads * 4 * k
-        scratch = pool.threads * SCRATCH_BYTES + normed
-        a.scratch = pool.workspace(scratch + tokens * (8 * groups + 2 * k))
-        a.normed = a.scratch + pool.threads * SCRATCH_BYTES
-        a.scales = a.scratch + scratch
+        nbytes = linear_bytes(pool.threads, tokens, k, weight.group_size, normed=norm is not None)
+        a.scratch = pool.workspace(nbytes)
+        a.normed = a.scratch + pool.threads * TILE_BYTES
+        a.scales = a.normed + (0 if norm is None else pool.threads * 4 * k)
         a.high = a.scales + tokens * 8 * groups
         a.low = a.high + tokens * k
         pool.run(linear_job.address, a)

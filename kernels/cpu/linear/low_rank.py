@@ -21,6 +21,7 @@ from qoff.kernels.layout.low_rank import BLOCK, LowRanks
 
 from .norm import set_norm
 from .norm_job import NormArguments, normalize
+from .scratch import low_rank_bytes
 
 _OP = "low_rank"
 
@@ -149,7 +150,9 @@ def low_rank(
         return out
     normed = 0 if norm is None else pool.threads * 4 * k
     with pool.lock:
-        scratch = pool.workspace(normed + 4 * tokens * ranks.rank)
+        scratch = pool.workspace(
+            low_rank_bytes(pool.threads, tokens, k, ranks.rank, normed=norm is not None)
+        )
         a = LowRankArguments(
             x.data_ptr(), 4 * x.stride(0), tokens, k, n, rows.start // BLOCK,
             ranks.table.data_ptr(), which.data_ptr(), address(bias), out.data_ptr(),

@@ -7,6 +7,7 @@ of a token and an expert and computes their activations, the second projects the
 from __future__ import annotations
 
 import ctypes
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,18 +18,10 @@ from qoff.kernels.cpu.linear.scales import width_of
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 
-from .job import (
-    SCRATCH_BYTES,
-    SEGMENT_BYTES,
-    SORTED_BYTES,
-    ExpertsArguments,
-    MatrixArguments,
-    down_job,
-    gate_up_job,
-)
+from .job import ExpertsArguments, MatrixArguments, down_job, gate_up_job
+from .scratch import ExpertSizes
 
 _OP = "experts"
-_WORKSPACE_BYTES = 64 << 20  # more tokens than this has room for go one part after the other
 
 
 def experts(
@@ -70,7 +63,9 @@ def experts(
         out_stride=4 * out.stride(0),
         planes=activation_bits // 8,
     )
-    together = max(1, _WORKSPACE_BYTES // _pair_bytes(a) // topk_ids.shape[1])
+    groups = mlp.gate_up.group_size, mlp.down.group_size
+    sizes = ExpertSizes(a.gate_up.k, a.gate_up.n, a.down.k, a.down.n, groups)
+    together = sizes.together(a.per_token)
     with pool.lock:
         for first in range(0, len(x), together):
             rows = slice(first, first + together)
@@ -78,7 +73,7 @@ def experts(
             a.x, a.out = x[rows].data_ptr(), out[rows].data_ptr()
             a.residual = 0 if residual is None else residual[rows].data_ptr()
             a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
-            _place(a, pool)
+            _place(a, sizes, pool)
             pool.run(gate_up_job.address, a)
             if ctypes.c_int64.from_address(a.sorted).value == 0:
                 low, high = (int(i) for i in topk_ids[rows].aminmax())
@@ -103,36 +98,16 @@ def _matrix(weight: QExperts, bias: Tensor | None) -> MatrixArguments:
     )
 
 
-def _quantized_bytes(m: MatrixArguments) -> int:
-    """Of one input: two planes, and a scale and a sum of each group."""
-    return 2 * m.k + 8 * (m.k // m.group)
-
-
-def _pair_bytes(a: ExpertsArguments) -> int:
-    """Workspace of one pair; inputs of the first job are done with when outputs are written."""
-    first = max(_quantized_bytes(a.gate_up), 4 * a.down.n)
-    return first + 4 * a.down.k + _quantized_bytes(a.down) + 8
-
-
-def _place(a: ExpertsArguments, pool: Pool) -> None:
+def _place(a: ExpertsArguments, sizes: ExpertSizes, pool: Pool) -> None:
     """Give each array of the jobs its place in the pool's workspace."""
     pairs = a.tokens * a.per_token
-    segments = min(pairs, a.experts)
-    shared = max(_quantized_bytes(a.gate_up), 4 * a.down.n)
-    sizes = {
-        "scratch": pool.threads * SCRATCH_BYTES,
-        "sorted": SORTED_BYTES,
-        "counts": 8 * a.experts,
-        "segments": SEGMENT_BYTES * segments,
-        "order": 8 * pairs,
-        "inner": 4 * a.down.k * pairs,
-        "weighted": shared * pairs,
-    }
-    start = pool.workspace(sum(sizes.values()) + _quantized_bytes(a.down) * pairs)
-    for name, size in sizes.items():
-        setattr(a, name, start)
-        start += size
-    for matrix, at in ((a.gate_up, a.weighted), (a.down, start)):
+    arrays = sizes.arrays(pool.threads, a.tokens, a.per_token, a.experts)
+    start = pool.workspace(sum(arrays.values()))
+    places = dict(zip(arrays, accumulate(arrays.values(), initial=start), strict=False))
+    inputs = (a.gate_up, places["weighted"]), (a.down, places.pop("quantized"))
+    for name, at in places.items():
+        setattr(a, name, at)
+    for matrix, at in inputs:
         matrix.scales = at
         matrix.high = at + 8 * (matrix.k // matrix.group) * pairs
         matrix.low = matrix.high + matrix.k * pairs

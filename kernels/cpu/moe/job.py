@@ -18,8 +18,11 @@ from qoff.kernels.cpu.linear.job import CACHED_BYTES, later_codes, with_bias
 from qoff.kernels.cpu.linear.norm_job import LONG
 from qoff.kernels.cpu.linear.quantize import quantize_groups
 from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES
+from qoff.kernels.cpu.linear.scratch import TILE_BYTES
 from qoff.kernels.cpu.linear.tile import tile
 from qoff.kernels.cpu.operands import int64s, offsets
+
+from .scratch import SEGMENT_BYTES
 
 
 class MatrixArguments(ctypes.Structure):
@@ -50,9 +53,6 @@ class ExpertsArguments(ctypes.Structure):
 (GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
  RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
  SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
-SORTED_BYTES = 16  # how many pairs and segments there are
-SCRATCH_BYTES = 1024  # per thread: one tile of accumulators, [2, 4, 16] float32
-SEGMENT_BYTES = 24  # of a segment: expert, first pair, pair after the last
 _COLUMNS = 512  # of a token's sum, in one item
 _TOKENS = 4  # of the widest tile
 
@@ -197,7 +197,7 @@ def _multiply(pool, phase, thread, threads, args, matrix, gated):
     chunks = (blocks + step - 1) // step  # of a segment
     total = simd.peek_i64(simd.peek_i64(args + SORTED) + 8) * chunks
     part = (total + threads - 1) // threads  # chunks a thread
-    scratch = simd.peek_i64(args + SCRATCH) + thread * SCRATCH_BYTES
+    scratch = simd.peek_i64(args + SCRATCH) + thread * TILE_BYTES
     item = take(pool, phase)
     while item < part * threads:
         # Threads that take turns walk through a part of their own, as the tile's prefetch expects.

@@ -14,6 +14,8 @@ from qoff.kernels.cpu.jit.pool import default_pool, take
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, int64s, offsets
 from qoff.kernels.layout.routing import NEVER_ZERO, Routing
 
+from .scratch import route_bytes
+
 _OF_ALL, _OF_CHOSEN, _SIGMOID = range(3)
 _SHARES = {"all": _OF_ALL, "topk": _OF_CHOSEN, "sigmoid": _SIGMOID}
 
@@ -194,12 +196,13 @@ def route(
         return ids, weights
     pool, judged = default_pool(), routing.judged(correction is not None)
     with pool.lock:
+        nbytes = route_bytes(pool.threads, experts, judged)
+        scratch = pool.workspace(nbytes) if judged else 0
         arguments = RouteArguments(
             scores.data_ptr(), 4 * scores.stride(0), tokens, experts, routing.top_k,
             ids.data_ptr(), weights.data_ptr(), _SHARES[routing.shares], routing.normalized,
             routing.groups, routing.top_groups, address(correction),
-            pool.workspace(8 * experts * pool.threads) if judged else 0, routing.group_best,
-            routing.scale,
+            scratch, routing.group_best, routing.scale,
         )  # fmt: skip
         pool.run(route_job.address, arguments)
     return ids, weights

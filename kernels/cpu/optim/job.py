@@ -12,10 +12,9 @@ from qoff.kernels.cpu.jit.pool import take
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from . import lanes
+from .scratch import BLOCK, SCRATCH_BYTES
 
 ADAM, SGD, LION = range(3)
-BLOCK = 256  # moments of 8 bits that share a scale
-SCRATCH_BYTES = 2 * 2 * 4 * BLOCK  # of a thread: both moments of two blocks
 _ITEM = 1 << 15  # weights that a thread takes at a time; whole blocks
 
 

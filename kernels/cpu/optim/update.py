@@ -10,7 +10,8 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, fail
 
-from .job import ADAM, BLOCK, LION, SCRATCH_BYTES, SGD, UpdateArguments, update_job
+from .job import ADAM, LION, SGD, UpdateArguments, update_job
+from .scratch import BLOCK, update_bytes
 
 _OP = "update"
 _RULES = {"adam": ADAM, "sgd": SGD, "lion": LION}
@@ -88,7 +89,7 @@ def update(
             grad.dtype == torch.bfloat16, moments.first.data_ptr(), address(moments.second),
             address(moments.first_scale), address(moments.second_scale), address(weight),
             weight is not None and weight.dtype == torch.float16, rule.nesterov,
-            pool.workspace(pool.threads * SCRATCH_BYTES), rule.grad_scale, rule.keep, rule.l2,
+            pool.workspace(update_bytes(pool.threads)), rule.grad_scale, rule.keep, rule.l2,
             rule.beta1, 1.0 if plain else 1 - rule.beta1, rule.beta2, 1 - rule.beta2, -rule.rate,
             rule.root, rule.eps,
         )  # fmt: skip

@@ -10,8 +10,9 @@ from qoff.kernels.cpu.operands import address, check_dense, check_rows
 from qoff.kernels.layout.layer_cache import RUN_BLOCKS, PackedTokens
 from qoff.kernels.layout.rotation import value_run
 
-from .job import PackedArguments, packed_job, scratch_bytes
+from .job import ITEM_BYTES, PackedArguments, packed_job
 from .operands import SelectedBlocks, check_packed, check_selected
+from .scratch import attend_bytes, attend_together, chunk_count, decode_runs, thread_bytes
 
 _OP = "packed_attention"
 
@@ -55,23 +56,29 @@ def packed_attention(
     check_rows(_OP, "out", out, tokens, heads * form.value_dim)
     check_dense(_OP, "lse", lse, (tokens, heads))
     # Only few queries need their blocks split between threads, and can afford partial results.
-    run = RUN_BLOCKS if table.ragged.is_decode else max(1, table.longest)
     longest = table.longest if chosen is None else chosen.blocks.shape[2]
-    runs = max(1, -(-longest // run))
-    workers = threads or default_pool()
+    run, runs, workers = max(1, table.longest), 1, threads or default_pool()
+    if table.ragged.is_decode:
+        run, runs = RUN_BLOCKS, decode_runs(longest)
+    together = attend_together(workers.threads, form, heads, runs)
     with workers.lock:
-        scratch, partials = scratch_bytes(form.half, workers.threads, tokens * heads, runs)
-        base = workers.workspace(scratch + partials)
+        base = workers.workspace(attend_bytes(workers.threads, tokens, form, heads, runs))
+        partials = base + workers.threads * thread_bytes(chunk_count(form.half))
         args = PackedArguments(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, pool.shape[1], form.half,
             form.k_bits, form.v_bits, pool.data_ptr(), form.nbytes, pool.stride(0),
             table.blocks.data_ptr(), table.blocks.shape[1], table.items.data_ptr(),
-            len(table.items), window or 0, runs, run, base + scratch, base, out.data_ptr(),
+            len(table.items), window or 0, runs, run, partials, base, out.data_ptr(),
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
             address(None if chosen is None else chosen.counts), longest,
-            value_run(form.head_dim) if rotated and not form.latent else 0, form.latent, scale,
+            value_run(form.head_dim) if rotated and not form.latent else 0, form.latent, 0, scale,
             soft_cap,
         )  # fmt: skip
-        workers.run(packed_job.address, args)
+        for first in range(0, tokens, together):
+            if runs > 1:  # a decode pass, each of whose items is a token
+                args.first = first
+                args.tokens = args.item_count = min(together, tokens - first)
+                args.items = table.items.data_ptr() + ITEM_BYTES * first
+            workers.run(packed_job.address, args)
     return out, lse

@@ -22,43 +22,31 @@ from qoff.kernels.cpu.jit.powers import log2_above
 from qoff.kernels.layout.kv_format import LATENT_DIM
 
 from . import block_emit as emit
-from .block_emit import TOKENS
+from . import scratch as sizes
 from .fold import OFFSET, SCALE, fold_queries
 from .narrow import to_nibbles
-from .softmax import (
+from .scratch import (
     BOUND,
-    CORRECTION,
-    FACTORS_BYTES,
+    FACTORS,
+    K_CODES,
+    KEYS,
+    LANES,
     LARGEST,
     PART_BYTES,
-    SHIFT,
-    STEP,
-    VALUES_BYTES,
-    find_weights,
+    QUERY,
+    SCORES,
+    TOGETHER,
+    TOKENS,
+    V_CODES,
+    VALUES,
+    WEIGHTS,
 )
+from .softmax import CORRECTION, SHIFT, STEP, find_weights
 
-ROWS = 16  # rows of one call
-TOGETHER = emit.ROWS
 LN_2 = np.float32(np.log(2.0))
 LOG2_E = np.float32(1 / np.log(2.0))
 
-# A thread's scratch, in bytes from its start; what belongs to a row is there for TOGETHER rows.
-QUERY = 0  # int8 [rows, 2, up to LATENT_DIM]
-SCORES = QUERY + TOGETHER * 2 * LATENT_DIM  # float32 [rows, 64]
-WEIGHTS = SCORES + TOGETHER * 4 * TOKENS  # uint8 [2 parts, rows, 64]
-FACTORS = WEIGHTS + 2 * TOGETHER * TOKENS  # see `softmax`
-KEYS = FACTORS + FACTORS_BYTES  # float32 [2, up to LATENT_DIM], scales and minima
-LANES = KEYS + 2 * 4 * LATENT_DIM  # the same in the lanes of the output, of latent values
-VALUES = LANES + 2 * 4 * LATENT_DIM + 64  # see `softmax`
-K_CODES = VALUES + VALUES_BYTES  # uint8 [64, up to LATENT_DIM / 2], of less than 4 bits
-V_CODES = K_CODES + TOKENS * LATENT_DIM // 2
-SCRATCH = V_CODES + TOKENS * LATENT_DIM // 2
-
-
-@inner
-def chunk_count(half):
-    """Chunks of 64 lanes that the channels of V take."""
-    return 1 if half == 32 else 2 * ((half + 63) // 64)
+chunk_count = inner(sizes.chunk_count)
 
 
 @inner

@@ -33,8 +33,9 @@ from qoff.kernels.cpu.jit.emit import (
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
-TOKENS = 64
-ROWS = 4  # queries at a time: their sums and 16 words of keys fill the registers
+from .scratch import TOGETHER, TOKENS
+
+ROWS = TOGETHER  # queries at a time
 BYTES = ir.VectorType(I8, 64)
 _LOW = 0x0F0F0F0F
 _i64 = types.int64

@@ -13,38 +13,41 @@ from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
+from . import scratch as sizes
 from .block import (
     LN_2,
     LOG2_E,
-    ROWS,
-    SCRATCH,
-    TOGETHER,
-    TOKENS,
     chunk_count,
     lane_of,
     score_block,
     sum_block,
     weigh_block,
 )
+from .scratch import (
+    FIRSTS,
+    MAXIMA,
+    QUERY_PLACES,
+    ROWS,
+    STATE_BYTES,
+    SUMS,
+    THREAD_BYTES,
+    TOGETHER,
+    TOKENS,
+)
 
-# The scratch of a block; of all rows maxima, sums and the addresses of their queries; of the rows
-# of a group the first token that they attend to.
-_MAXIMA, _SUMS = SCRATCH, SCRATCH + 16 * ROWS
-_QUERIES, _FIRSTS = SCRATCH + 32 * ROWS, SCRATCH + 40 * ROWS
-THREAD_BYTES = _FIRSTS + 64  # a whole cache line
-_STATE = 64  # likewise, of a maximum and a sum
-_ITEM_BYTES = 8 * len(ITEM_FIELDS)
+_thread_bytes = inner(sizes.thread_bytes)
+ITEM_BYTES = 8 * len(ITEM_FIELDS)
 
 
 class PackedArguments(ctypes.Structure):
-    """Addresses, strides in bytes, sizes in elements."""
+    """Addresses, strides in bytes, sizes in elements; first: row of the first partial results."""
 
     _fields_ = (
         *int64s(
             "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
             "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
             "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
-            "merge", "chosen", "counts", "width", "rotated", "latent",
+            "merge", "chosen", "counts", "width", "rotated", "latent", "first",
         ),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -53,19 +56,9 @@ class PackedArguments(ctypes.Structure):
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
- LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, LATENT, SCALE, SOFT_CAP) = (
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, LATENT, FIRST, SCALE, SOFT_CAP) = (
     offsets(PackedArguments)
 )  # fmt: skip
-
-
-def scratch_bytes(half: int, threads: int, queries: int, runs: int) -> tuple[int, int]:
-    """Bytes of all threads, and of partial results behind them: maxima, sums, outputs.
-
-    queries: tokens times heads. One run needs none: who attends a query has its result.
-    """
-    lanes = 64 if half == 32 else 128 * -(-half // 64)
-    own = THREAD_BYTES + 4 * ROWS * lanes + _STATE + 4 * lanes
-    return threads * own, 0 if runs == 1 else 4 * queries * runs * (2 + lanes)
 
 
 @inner
@@ -91,8 +84,8 @@ def _partial(args, token, run, head, scratch):
     out_bytes = 256 * chunk_count(simd.peek_i64(args + HALF))
     if runs == 1:
         state = scratch + THREAD_BYTES + ROWS * out_bytes
-        return state, state + _STATE
-    index = (token * runs + run) * heads + head
+        return state, state + STATE_BYTES
+    index = ((token - simd.peek_i64(args + FIRST)) * runs + run) * heads + head
     states = simd.peek_i64(args + PARTIALS)
     outs = states + 8 * simd.peek_i64(args + M) * runs * heads
     return states + 8 * index, outs + out_bytes * index
@@ -140,7 +133,7 @@ def _item(args, number, together):
     """Address, first KV head and run of an item of the work."""
     runs = simd.peek_i64(args + RUNS)
     parts = simd.peek_i64(args + KV_HEADS) // together
-    item = simd.peek_i64(args + ITEMS) + _ITEM_BYTES * (number // (parts * runs))
+    item = simd.peek_i64(args + ITEMS) + ITEM_BYTES * (number // (parts * runs))
     return item, number // runs % parts * together, number % runs
 
 
@@ -180,7 +173,7 @@ def _attend_run(
             firsts = _firsts(args, block, last_row, last_count, position, heads, scratch)
             weigh_block(
                 last_count, firsts, soft_cap, half, v_bits, latent,
-                scratch + _MAXIMA + 16 * last_at, scratch + _SUMS + 16 * last_at, scratch,
+                scratch + MAXIMA + 16 * last_at, scratch + SUMS + 16 * last_at, scratch,
             )  # fmt: skip
         if turn < turns:
             if row == 0:
@@ -194,7 +187,7 @@ def _attend_run(
                 ahead = following - record
             at, count = head * padded + row, min(TOGETHER, rows - row)
             score_block(
-                record, ahead, row, count, scratch + _QUERIES + 8 * at, factor, half, k_bits,
+                record, ahead, row, count, scratch + QUERY_PLACES + 8 * at, factor, half, k_bits,
                 v_bits, latent, scratch,
             )  # fmt: skip
             row += TOGETHER
@@ -218,9 +211,9 @@ def _firsts(args, block, row, rows, position, heads, scratch):
     any_left_out = False
     for i in range(rows):
         first = position + (row + i) // heads + 1 - window - block * TOKENS
-        simd.poke_i64(scratch + _FIRSTS + 8 * i, first)
+        simd.poke_i64(scratch + FIRSTS + 8 * i, first)
         any_left_out = any_left_out or first > 0
-    return scratch + _FIRSTS if any_left_out else 0
+    return scratch + FIRSTS if any_left_out else 0
 
 
 @inner
@@ -294,7 +287,7 @@ def _attend_rows(args, item, kv_head, kv_count, run, head, heads, token, tokens,
     rows, floats = heads * tokens, 64 * chunk_count(half)
     padded = _padded(rows)
     begin, end, chosen = _range(args, item, kv_head, run, token)
-    maxima, sums = scratch + _MAXIMA, scratch + _SUMS
+    maxima, sums = scratch + MAXIMA, scratch + SUMS
     for i in range(0, 16 * ROWS, 64):
         simd.store_f32(maxima + i, simd.splat_f32(np.float32(-np.inf)))
         simd.store_f32(sums + i, simd.splat_f32(np.float32(0.0)))
@@ -307,7 +300,7 @@ def _attend_rows(args, item, kv_head, kv_count, run, head, heads, token, tokens,
     for kv in range(kv_count):
         for row in range(rows):
             at = query + row // heads * stride + 8 * half * (kv * heads + row % heads)
-            simd.poke_i64(scratch + _QUERIES + 8 * (kv * padded + row), at)
+            simd.poke_i64(scratch + QUERY_PLACES + 8 * (kv * padded + row), at)
     _attend_run(
         args, item, kv_head, kv_count, rows, begin, end, chosen, position, heads, after, scratch
     )
@@ -347,8 +340,7 @@ def packed_job(pool, thread, threads, args):
     """All items, KV heads and runs, then all queries."""
     together = _kv_heads_together(args)
     parts = simd.peek_i64(args + KV_HEADS) // together * simd.peek_i64(args + RUNS)
-    out_bytes = 256 * chunk_count(simd.peek_i64(args + HALF))
-    own = THREAD_BYTES + ROWS * out_bytes + _STATE + out_bytes
+    own = _thread_bytes(chunk_count(simd.peek_i64(args + HALF)))
     scratch = simd.peek_i64(args + SCRATCH_AT) + thread * own
     work = simd.peek_i64(args + ITEM_COUNT) * parts
     item = take(pool, 0)
@@ -365,8 +357,8 @@ def packed_job(pool, thread, threads, args):
         return
     wait(pool, 0, work)
     queries = simd.peek_i64(args + M) * simd.peek_i64(args + HEADS)
-    heads = simd.peek_i64(args + HEADS)
+    heads, first = simd.peek_i64(args + HEADS), simd.peek_i64(args + FIRST)
     item = take(pool, 1)
     while item < queries:
-        _merge(args, item // heads, item % heads, scratch)
+        _merge(args, first + item // heads, item % heads, scratch)
         item = take(pool, 1)

@@ -20,8 +20,8 @@ from .pack_job import (
     PackArguments,
     move_job,
     pack_job,
-    scratch_bytes,
 )
+from .scratch import pack_bytes
 
 _OP = "pack_blocks"
 
@@ -61,7 +61,7 @@ def pack_blocks(
             keys.data_ptr(), values.data_ptr(), values.shape[2], values.shape[1], form.head_dim,
             form.k_bits, form.v_bits, form.parts, address(signs), value_run(form.head_dim),
             form.k_scale, form.v_codes, form.v_scale, form.nbytes, table.data_ptr(), len(records),
-            workers.workspace(workers.threads * scratch_bytes(form.head_dim)), form.latent,
+            workers.workspace(pack_bytes(workers.threads, form)), form.latent,
         )  # fmt: skip
         workers.run(pack_job.address, args, (table, signs))
 

@@ -12,6 +12,7 @@ from qoff.kernels.cpu.jit.pool import take
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, CLIPPED
 
+from . import scratch as sizes
 from .narrow import from_nibbles
 from .pack_emit import (
     anchor,
@@ -60,11 +61,7 @@ class MoveArguments(ctypes.Structure):
  VALUE_CHANNELS, MOVES, MOVE_COUNT) = offsets(MoveArguments)  # fmt: skip
 
 
-@inner
-def scratch_bytes(dim):
-    """Bytes that a thread needs: V and 4-bit codes of a block, 16 x 16 codes, three numbers a
-    channel or token."""
-    return BLOCK_TOKENS * dim * 9 // 2 + 256 + 12 * max(dim, 2 * BLOCK_TOKENS)
+_packing_bytes = inner(sizes.packing_bytes)
 
 
 @inlined
@@ -197,7 +194,7 @@ def _pack_values(values, dim, bits, parts, signs, run, codes, fields, nibbles, s
 def pack_job(pool, thread, threads, args):
     """All heads of all blocks."""
     heads, dim = simd.peek_i64(args + KV_HEADS), simd.peek_i64(args + DIM)
-    nibbles = simd.peek_i64(args + SCRATCH) + thread * scratch_bytes(dim)
+    nibbles = simd.peek_i64(args + SCRATCH) + thread * _packing_bytes(dim)
     scratch = nibbles + BLOCK_TOKENS * dim // 2
     items = simd.peek_i64(args + COUNT) * heads
     item = take(pool, 0)

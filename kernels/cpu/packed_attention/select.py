@@ -13,7 +13,8 @@ from qoff.kernels.cpu.operands import fail
 from qoff.kernels.layout.layer_cache import PackedTokens, kept_blocks
 
 from .operands import SelectedBlocks, check_packed
-from .select_job import THREAD_BYTES, SelectArguments, SelectPart, select_job
+from .scratch import FOLDED_BYTES, select_bytes
+from .select_job import SelectArguments, SelectPart, select_job
 
 _OP = "select_blocks"
 
@@ -57,8 +58,8 @@ def select_blocks(
     longest = -(-total // 16) * 16
     workers = threads or default_pool()
     with workers.lock:
-        scratch = workers.threads * THREAD_BYTES
-        base = workers.workspace(scratch + 4 * tokens * kv_heads * longest)
+        scratch = workers.threads * FOLDED_BYTES
+        base = workers.workspace(select_bytes(workers.threads, tokens, kv_heads, total))
         args = SelectArguments(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, kv_heads, dim,
             ctypes.addressof(descriptions), len(packed), first.ragged.positions.data_ptr(),

@@ -18,12 +18,10 @@ from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.jit.simd import i32x16, vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
-from qoff.kernels.layout.kv_format import LATENT_DIM
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
-from .block import TOKENS
+from .scratch import FOLDED_BYTES, TOKENS
 
-THREAD_BYTES = 2 * 4 * LATENT_DIM  # the folded queries of one KV head
 _CHUNK = 64  # blocks to an item
 _AHEAD = 8  # blocks from the one that is scored to the one that is fetched
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
@@ -238,7 +236,7 @@ def _select_item(args, row, kv_head):
 def select_job(pool, thread, threads, args):
     """All chunks of all rows and KV heads, then all rows and KV heads."""
     kv_heads = simd.peek_i64(args + KV_HEADS)
-    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * THREAD_BYTES
+    scratch = simd.peek_i64(args + SCRATCH_AT) + thread * FOLDED_BYTES
     lists = simd.peek_i64(args + M) * kv_heads
     chunks = (simd.peek_i64(args + LONGEST) + _CHUNK - 1) // _CHUNK
     item = take(pool, 0)

@@ -29,21 +29,13 @@ from qoff.kernels.cpu.jit.powers import exp2
 from qoff.kernels.cpu.jit.quads import of_row, quads, shuffled
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
-from .block_emit import BYTES, ROWS, TOKENS, by_rows
+from .block_emit import BYTES, ROWS, by_rows
 from .fold import OFFSET, SCALE
+from .scratch import BOUND, LARGEST, PART_BYTES, TOKENS
 
 # Quads of a group of rows, after those of `fold`: the factor of what was summed before, and
-# for both parts of V the scale of weights and what is added to what they sum up to.
+# for both parts of V the scale of weights and what is added to what they sum up to: FACTORS_BYTES.
 CORRECTION, STEP, SHIFT = 128, 192, 320
-FACTORS_BYTES = 448
-# What V makes of probabilities, float32: [2 parts, 2, 64], their scales as parts of the part's
-# largest, and what they add to SHIFT; [64], what the logarithm of either scale is not above; [2,
-# 16], the largest scales.
-PART_BYTES = 2 * 4 * TOKENS
-BOUND = 2 * PART_BYTES
-LARGEST = BOUND + 4 * TOKENS
-VALUES_BYTES = LARGEST + 2 * 64
-
 _i64, _f32 = types.int64, types.float32
 _LOWEST = -1e30  # of a score
 _FAINTEST = -99.0  # power of two of weights that count for nothing

@@ -16,7 +16,8 @@ from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from . import mersenne
-from .scan import GROUP, compact, first_from, kept_from, lanes_from, largest, least_from, total_from
+from .scan import compact, first_from, kept_from, lanes_from, largest, least_from, total_from
+from .scratch import GROUP
 
 
 class Row(ctypes.Structure):

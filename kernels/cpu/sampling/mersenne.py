@@ -15,7 +15,8 @@ from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.simd import f32x16, vector_intrinsic
 
-STATE = 624  # words
+from .scratch import STATE
+
 _SHIFTED = 397
 _LEFT, _NEXT, _FIRST = 8, 16, 24  # bytes into the struct of `read_state`
 _i64 = types.int64
@@ -90,11 +91,6 @@ def write_state(state, words, used):
         simd.poke_i64(state + _FIRST + 8 * i, simd.peek_i32(words + 4 * i) & 0xFFFFFFFF)
     _poke_word(state + _LEFT, STATE + 1 - used)
     simd.poke_i64(state + _NEXT, used)
-
-
-def words_bytes(numbers):
-    """Bytes that the words of so many numbers take, with the state before and after them."""
-    return 4 * (2 * STATE + 2 * numbers + 2 * emit.LANES)
 
 
 @inner

@@ -16,8 +16,7 @@ from qoff.kernels.layout.distribution import Shape
 from qoff.process import ForkLock
 
 from .job import Row, SamplingArguments, draw_job, likeliest_job
-from .mersenne import words_bytes
-from .scan import GROUP
+from .scratch import columns, sampling_bytes, weights_bytes
 
 _OP = "sampling"
 _STATE_BYTES = 5056  # of torch's generator, as this reads it
@@ -99,16 +98,14 @@ def arguments(
     args = SamplingArguments(ctypes.addressof(described), count, vocab)
     if shapes is None:
         return likeliest_job.address, args, described
-    args.columns = columns = (vocab // GROUP + 1) * GROUP
-    scratch = 4 * columns * count
+    args.columns = columns(vocab)
     if noise is not None:
         args.noise, args.noise_size = noise.data_ptr(), noise.shape[1]
     else:
         assert state is not None
         args.state, args.min_p_last = state.data_ptr(), True
-        scratch = max(scratch, words_bytes(vocab))
-    args.weights = pool.workspace(4 * columns * count + scratch)
-    args.compact = args.words = args.weights + 4 * columns * count
+    args.weights = pool.workspace(sampling_bytes(vocab, count, of_torch=noise is None))
+    args.compact = args.words = args.weights + weights_bytes(vocab, count)
     return draw_job.address, args, described
 
 

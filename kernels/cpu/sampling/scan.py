@@ -13,7 +13,8 @@ from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.simd import f32x16, i32x16, vector_intrinsic
 
-GROUP = 256  # numbers that are summed in float32, before their sum goes into one of float64
+from .scratch import GROUP
+
 _ONE = 0x3F800000  # 1.0, as bits
 _COARSE = 7  # bisections of the bits of [0, 1], after which one power of two is left
 _i64, _f32 = types.int64, types.float32

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qoff.kernels.cpu.packed_attention.attention import packed_attention
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import PackedTokens
 
@@ -42,6 +41,8 @@ class OffloadedAttention:
 
     def _attend(self) -> tuple[Tensor, Tensor]:
         """Output [M, heads * D] in the queries' dtype and log-sum-exp [M, heads], on the host."""
+        from qoff.kernels.cpu.packed_attention.attention import packed_attention  # is compiled
+
         if self._arrived is not None:
             self._arrived.synchronize()
         queries = self._query.flatten(1).float()

@@ -14,15 +14,19 @@ from torch import Tensor, nn
 
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import ArgumentError, FormatError, OpError
+from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.ops import Ops, exact
-from qoff.kvcache import KVQuant
+from qoff.kernels.processor import usable_threads
+from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
+from qoff.models.native.scratch import Passes, attention_bytes
 
 from . import probe
 from .attention import NAME, PackedAttention, register
@@ -102,6 +106,8 @@ class ModuleDecoder:
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
+        matrices = (x for x in structure.layers.parameters() if x.dim() > 1)
+        self._columns = max(max(x.shape[-2:]) for x in matrices)  # a matrix may be transposed
         buffers_from_config(self.model)
         self.outer_bytes = _read_outer(checkpoint, structure)
         described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
@@ -128,6 +134,19 @@ class ModuleDecoder:
         shapes = self.packed_shapes.values()
         widest = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
         return sequences * each + 4 * (sequences + PACKING) * widest
+
+    def scratch_bytes(self, sequences: int, count: int, longest: int) -> int:
+        """What qoff's ops share in such a pass: see `native.scratch`."""
+        threads, group = usable_threads(), min(GROUP_SIZES)
+        found = [linear_bytes(threads, sequences * count, self._columns, group, normed=False)]
+        if self._kv is not None:
+            kv, shapes = self._kv, list(self.packed_shapes.values())
+            place = PackedCache.recent_tokens(kv.window, kv.sinks) - 1
+            blocks = PackedCache.blocks_of(longest, kv.window, kv.sinks)
+            passes = Passes(0, sequences, place, 0, 0, blocks, selects=kv.attention_top < 1)
+            for shape, form in zip(shapes, kv.packed_forms(shapes), strict=True):
+                found += attention_bytes(shape, form, passes, threads)
+        return max(found)
 
     def kept_bytes(self, sequences: int, count: int, longest: int) -> int:
         """What such a pass keeps from layer to layer: hidden states, angles, masks, biases."""
