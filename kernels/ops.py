@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -211,6 +212,6 @@ def ops_for(device: torch.device) -> Ops:
 
 def release_scratch() -> None:
     """Give back the working memory that ops on the CPU share; the next op takes what it needs."""
-    from .cpu.jit.pool import default_pool
-
-    default_pool().shrink()
+    loaded = sys.modules.get(f"{__package__}.cpu.jit.pool")
+    if loaded is not None:  # it is compiled when it is imported, and has none before
+        loaded.default_pool().shrink()

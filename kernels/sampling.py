@@ -13,12 +13,17 @@ from torch import Tensor
 
 from .cpu.sampling.scratch import GROUP, columns
 from .layout.distribution import Shape
+from .processor import usable_threads
 
 _BINS = 1 << 10  # by a third of a weight's bits
 _TOGETHER = 1 << 20  # logits that are worked on at once
 _BYTES = 32  # of working space for each of them: weights in float64, places, sums, masks
 DRAWS_AHEAD = 6  # of a sequence, whose random numbers are there at once
 _RANKED_BYTES = 36  # for each of those that are sorted
+# On a CPU jobs draw, in memory of their own. What is left to torch: logits with penalties; ranks
+# and log-probabilities, of fewer logits at once, in a copy and masks of 1 and 8 bytes.
+_SCORED, _SCORED_BYTES = 1 << 18, 16
+_QUEUED_BYTES = 16  # of a row that a thread ranks
 
 
 def noise_size(vocab_size: int) -> int:
@@ -91,15 +96,27 @@ def rows_together(vocab_size: int, ranked: int = 0) -> int:
     return max(1, _TOGETHER // (columns(vocab_size) + _RANKED_BYTES // _BYTES * ranked + _BINS))
 
 
-def sampling_bytes(vocab_size: int, rows: int, context: int) -> int:
+def rows_scored(vocab_size: int, ranked: int, on_cpu: bool) -> int:
+    """Of how many rows `log_probabilities` are found at once, with so many tokens each."""
+    if not on_cpu:
+        return rows_together(vocab_size, ranked)
+    return max(1, _SCORED // (columns(vocab_size) + ranked))
+
+
+def sampling_bytes(vocab_size: int, rows: int, context: int, on_cpu: bool = False) -> int:
     """The most bytes that choosing tokens for so many sequences allocates, beside their logits.
 
-    context: tokens of a sequence, all of which may be penalized.
+    context: tokens of a sequence, all of which may be penalized. on_cpu: beside what ops share.
     """
     row, noise = columns(vocab_size) + _BINS, 8 * noise_size(vocab_size)
     together = min(rows, rows_together(vocab_size))
-    sorted_alone = (_BYTES + _RANKED_BYTES) * row
-    most = max(min(_BYTES * rows * row, _BYTES * _TOGETHER), sorted_alone)
+    if on_cpu:
+        scored = min(rows, rows_scored(vocab_size, 0, on_cpu))
+        queues = _QUEUED_BYTES * min(scored, usable_threads())
+        most = row * max(4 * together, _SCORED_BYTES * scored + queues)
+    else:
+        sorted_alone = (_BYTES + _RANKED_BYTES) * row
+        most = max(min(_BYTES * rows * row, _BYTES * _TOGETHER), sorted_alone)
     penalties = together * context * 40  # ids in int64, logits, their new values
     return most + penalties + (4 * together + 2 * DRAWS_AHEAD * (rows + 2)) * noise
 

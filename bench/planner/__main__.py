@@ -3,8 +3,9 @@
 links: link-bound rounds over simulated links. rounds: real plans on two models, each predicted with
 constants fitted on the other. regret: the chosen plan beside random ones that were run. grid:
 beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
-takes more. flexgen: its published figures by its own model, and qoff on its machine. peers: what
-accelerate and llama.cpp plan for the same budgets. training: `qoff plan --train` of large models.
+takes more. tokenizers: what made-up ones keep. flexgen: its published figures by its own model, and
+qoff on its machine. peers: what accelerate and llama.cpp plan for the same budgets. training: `qoff
+plan --train` of large models.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from pathlib import Path
 
 from bench.harness import Report
 
-_OWN = {"turns", "rivals"}
-MEASURES = ("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training")
+_OWN = {"turns", "rivals", "plans"}
+MEASURES = (
+    *("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training"),
+    "tokenizers",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
     parser.add_argument("--turns", type=int, help="of rounds and regret, in each of which all run")
     parser.add_argument("--rivals", type=int, help="of regret: plans drawn at random")
+    parser.add_argument("--plans", nargs="+", help="of budgets: words in the names of those to run")
     parser.add_argument("--out", type=Path, help="folder of the JSON; default bench/results")
     args = parser.parse_args(argv)
     for name in args.only:

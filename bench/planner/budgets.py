@@ -1,7 +1,8 @@
 """Bytes at the peak beside those that were counted, and a cgroup that kills what takes more.
 
 A process of its own opens each plan in a memory cgroup (v1, as root) three times: to compile, for
-the peak, and with a limit. Requests are of several lengths, half of them sampled. What was there
+the peak, and with a limit. Requests are as long as the plan's context; half of them are drawn, with
+penalties and log-probabilities, which takes most. What was there
 before (Python, libraries, compiled kernels) does not count, and its tokenizer is measured: an
 object of a library, as large as a vocabulary makes it. The limit is what the group has, the
 tokenizer, and 1 % more than the plan's bytes of device and host memory. It counts what the kernel
@@ -26,10 +27,11 @@ import torch
 from bench.control_group import control_group
 from bench.demo import fetch_checkpoint
 from bench.harness import Bar, Report
-from bench.offload import Work, plans
+from bench.offload import Work
+from bench.offload import plans as plans_by_hand
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import BudgetError, QoffError
+from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.hf.load import load_tokenizer
 from qoff.plan import Plan
 from qoff.plan.machine import assumed_profile
@@ -57,8 +59,11 @@ class Ran(NamedTuple):
         return (self.peak - self.tokenizer) / self.counted - 1
 
 
-def measure(quick: bool) -> Report:
-    """The planner's plans for some budgets, and those of `bench.offload`."""
+def measure(quick: bool, plans: Sequence[str] = ()) -> Report:
+    """The planner's plans for some budgets, and those of `bench.offload`.
+
+    plans: words in the labels of those that are run; none: all of them.
+    """
     result = Report(
         "planner-budgets",
         {"quick": quick},
@@ -66,7 +71,13 @@ def measure(quick: bool) -> Report:
         ("plan", "counted MiB", "tokenizer MiB", "at the peak MiB", "beyond both", "killed"),
     )
     path, work = fetch_checkpoint(), Work(4, 2, 128, 8) if quick else Work(4, 2, 256, 32)
-    found = {label: _run(path, plan, work) for label, plan in _plans(path, work, quick).items()}
+    found = {
+        label: _run(path, plan, work)
+        for label, plan in _plans(path, work, quick).items()
+        if not plans or any(word in label for word in plans)
+    }
+    if not found:
+        raise ArgumentError(f"no plan is called {' or '.join(plans)}")
     for label, one in found.items():
         mib = [f"{n / _MIB:.1f}" for n in (one.counted, one.tokenizer, one.peak)]
         result.rows.append((label, *mib, f"{one.over:+.1%}", "yes" if one.killed else "no"))
@@ -90,7 +101,7 @@ def _plans(path: Path, work: Work, quick: bool) -> dict[str, Plan]:
             found[f"the planner's, {budget} MiB"] = find_plan(sizes, there, asked).plan
         except BudgetError:
             continue
-    by_hand = plans(path, work, "cpu")
+    by_hand = plans_by_hand(path, work, "cpu")
     return found | dict(list(by_hand.items())[: 2 if quick else None])
 
 
@@ -125,17 +136,15 @@ def _child(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(name, type=int)
     args = parser.parse_args(argv)
     group, plan = args.group, replace(read_plan(args.plan), adapt=False)
-    lengths = [args.prompt - i * args.prompt // (2 * args.count) for i in range(args.count)]
-    prompts = [torch.randint(1000, (length,)).tolist() for length in lengths]
+    prompts = [torch.randint(1000, (args.prompt,)).tolist() for _ in range(args.count)]
 
     def answer(new: int) -> int:
-        kinds = (
-            SamplingParams(temperature=0, max_tokens=new, ignore_eos=True),
-            SamplingParams(
-                top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=new, ignore_eos=True
-            ),
-        )
-        params = [kinds[i % 2] for i in range(args.count)]
+        drawn = {"top_p": 0.9, "repetition_penalty": 1.1, "seed": 1, "logprobs": 5}
+        both = ({"temperature": 0, "logprobs": 5}, drawn)
+        params = [
+            SamplingParams(max_tokens=new, ignore_eos=True, **both[i % 2])
+            for i in range(args.count)
+        ]
         with LLM(args.path, plan, device="cpu") as llm:
             llm.generate(prompts, params)
             tiers = llm.memory_by_tier()

@@ -94,6 +94,7 @@ def plan(
     from qoff.plan.explain import explain
     from qoff.plan.pareto import pareto_front
     from qoff.plan.saved import plan_text
+    from qoff.plan.tokenizer import tokenizer_bytes
     from qoff.plan.workload import Lengths, Workload
 
     _check_bounds(context, work)
@@ -129,6 +130,7 @@ def plan(
     found = explain(
         sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
     )
+    found = replace(found, tokenizer=tokenizer_bytes(there if there.is_dir() else there.parent))
     if save is not None:
         save.write_text(plan_text(found.found.plan))
     if plot is not None:

@@ -107,11 +107,11 @@ class LLM:
         hidden = torch.float16  # for a GPU's ops in tests
         if not on_gpu or where.type != "cpu":
             hidden = resolve_dtype(dtype, checkpoint.config, where)
-        if chosen:
-            self.plan = plan = default_plan(checkpoint, where, hidden)
         self.tokenizer = None
         if has_tokenizer(found):
             self.tokenizer = load_tokenizer(found, trust_remote_code)
+        if chosen:  # of what is free beside the tokenizer
+            self.plan = plan = default_plan(checkpoint, where, hidden)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
         if is_modules(checkpoint):

@@ -23,6 +23,7 @@ from qoff.kernels.sampling import (
     log_probabilities,
     noise_size,
     penalize_,
+    rows_scored,
     rows_together,
 )
 from qoff.kernels.upload import on_device
@@ -164,7 +165,7 @@ class Sampler:
             sequence.prompt_logprobs.append(None)
         tokens = sequence.prompt[first + 1 : first + 1 + len(logits)]
         most = min(sequence.params.prompt_logprobs or 0, self._vocab_size)
-        step = rows_together(self._vocab_size, most)
+        step = rows_scored(self._vocab_size, most, self._device.type == "cpu")
         for at in range(0, len(tokens), step):
             some = tokens[at : at + step]
             rows = logits[at : at + len(some)]
@@ -230,7 +231,8 @@ class Sampler:
             return
         mine = tokens[self._there(torch.tensor(places))].clamp_(min=0)
         most = max(_logprobs(row.sequence) or 0 for row in rows)
-        step = rows_together(self._vocab_size, min(most, self._vocab_size))
+        on_cpu = self._device.type == "cpu"
+        step = rows_scored(self._vocab_size, min(most, self._vocab_size), on_cpu)
         for first in range(0, len(rows), step):
             logits = torch.stack([row.logits for row in rows[first : first + step]])
             yield from log_probabilities(logits, mine[first : first + step], most)

@@ -25,12 +25,16 @@ _DIFFERS = 0.02  # part of the seconds
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan, the machine it is for, and what it was asked for."""
+    """A plan, the machine it is for, and what it was asked for.
+
+    tokenizer: bytes of main memory that it takes beside the plan, about.
+    """
 
     sizes: ModelSizes
     machine: MachineProfile
     workload: Workload
     found: Certified
+    tokenizer: int = 0
 
     def line(self) -> str:
         """Why this plan, in one line."""
@@ -56,6 +60,9 @@ class Explained:
             if used or usable:
                 there = f"{format_size(used)} of {format_size(usable)}"
                 rows.append((tier, "in all", there))
+        if self.tokenizer:
+            main = HOST if self.machine.on_gpu else DEVICE
+            rows.append((main, "the tokenizer, beside the plan", format_size(self.tokenizer)))
         return rows
 
     def resources(self) -> list[tuple[str, ...]]:
@@ -132,6 +139,7 @@ class Explained:
                 "host_memory": found.plan.host_memory,
             },
             "bytes": found.bytes_by_tier(),
+            "tokenizer_bytes": self.tokenizer,
             "weights_read_from": dict(found.weights),
             "usable": dict(self.machine.usable),
             "seconds": found.seconds,

@@ -162,7 +162,8 @@ def _pass_bytes(
         plan.decode_tokens, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
     )
     head += logits_bytes(spec, plan.decode_tokens, dtype)
-    embedded, sampling = embedded_bytes(spec, tokens, dtype), plan.sampling_bytes(spec.vocab_size)
+    embedded = embedded_bytes(spec, tokens, dtype)
+    sampling = plan.sampling_bytes(spec.vocab_size, on_cpu=False)
     work = CUBLAS_BYTES + max(embedded, layer, head, sampling)
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 

@@ -145,9 +145,10 @@ class Plan:
         each = self.decode_tokens * vocab_size + self.batch_size * self.context
         return 4 * self.batches * each
 
-    def sampling_bytes(self, vocab_size: int) -> int:
+    def sampling_bytes(self, vocab_size: int, on_cpu: bool) -> int:
         """Bytes that choosing the tokens of a round takes, after all passes."""
-        return sampling_bytes(vocab_size, self.batches * self.batch_size, self.context)
+        rows = self.batches * self.batch_size
+        return sampling_bytes(vocab_size, rows, self.context, on_cpu)
 
     def passes(self, vocab_size: int, tiled: bool = False) -> Passes:
         """The largest passes, of which all but a prompt's are rows of a batch."""
@@ -230,7 +231,7 @@ class Memory:
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
-        work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab))
+        work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab, on_cpu=True))
         work += table_bytes(spec, plan.context + 1) + recorded_bytes(spec, plan.batch_size)
         work += scratch_bytes(spec, shapes, forms, plan.passes(vocab, tiled), threads)
         if tiled:

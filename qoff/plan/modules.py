@@ -55,7 +55,7 @@ def memory_of_modules(
     work = plan.batches * sum(each) if tiled else max(each)
     work += plan.logits_bytes(decoder.vocab_size)
     head = 4 * _LOGITS * plan.batch_size * decoder.vocab_size
-    work += max(head, plan.sampling_bytes(decoder.vocab_size))
+    work += max(head, plan.sampling_bytes(decoder.vocab_size, on_cpu=True))
     drawn = plan.passes(decoder.vocab_size).drawn
     work += max(
         sampling_scratch(decoder.vocab_size, drawn, of_torch=False),

@@ -50,6 +50,8 @@ def test_a_plan_is_explained_saved_and_run(
     printed = json.loads(found.stdout)
     assert printed["phases"]["decode"]["limit"] in printed["phases"]["decode"]["busy_s"]
     assert sum(printed["bytes"]["device"].values()) <= 6 * MIB
+    file = (model / "tokenizer.json").stat().st_size
+    assert printed["tokenizer_bytes"] >= file  # beside these
     plan = read_plan(out)
     assert plan.device_memory == printed["plan"]["device_memory"]
     prompts = tmp_path / "prompts.txt"

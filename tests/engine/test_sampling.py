@@ -115,6 +115,7 @@ def test_a_token_does_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPat
     alone = answers_to(logits, together=False)
     assert answers_to(logits, together=True) == alone
     monkeypatch.setattr(sampling, "_TOGETHER", 2 * sampling.columns(500))
+    monkeypatch.setattr(sampling, "_SCORED", sampling.columns(500))
     assert answers_to(logits, together=True) == alone
     # Penalties of each step are of all tokens so far, as if they were counted then.
     for (answer, *_), params in zip(alone, MANY, strict=True):

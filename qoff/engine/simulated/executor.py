@@ -103,6 +103,10 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
     def _transfers(self) -> Transfers:
         return _SimulatedThreads(self.machine)
 
+    def _memory_of(self, tiled: bool) -> Memory:
+        cores = self.machine.profile.cores
+        return Memory.of(self.plan, self.spec, self.shapes, tiled, cores)
+
     def _open_blocks(self) -> TieredBlocks:
         blocks = super()._open_blocks()
         if blocks.bounds is not None:
