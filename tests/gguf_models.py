@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 Array = NDArray[Any]
 ARCHITECTURES = {  # by model_type
     **dict.fromkeys(("llama", "mistral", "mixtral"), ARCH.LLAMA),
+    "ministral3": ARCH.MISTRAL3,
     "smollm3": ARCH.SMOLLM3,
     "qwen2": ARCH.QWEN2,
     "qwen3": ARCH.QWEN3,
@@ -44,16 +45,17 @@ ARCHITECTURES = {  # by model_type
     "qwen2_moe": ARCH.QWEN2MOE,
     "qwen3_moe": ARCH.QWEN3MOE,
     "gpt_oss": ARCH.GPT_OSS,
+    "llama4_text": ARCH.LLAMA4,
     "olmoe": ARCH.OLMOE,
     "granitemoe": ARCH.GRANITE_MOE,
     "glm4_moe": ARCH.GLM4_MOE,
     "dots1": ARCH.DOTS1,
     "minimax_m2": ARCH.MINIMAXM2,
     "ernie4_5_moe": ARCH.ERNIE4_5_MOE,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ARCH.DEEPSEEK2),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), ARCH.DEEPSEEK2),
 }
 _SUFFIXES = (".weight", ".bias")
-_PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe")
+_PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
 _SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
@@ -75,6 +77,7 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "num_experts_per_tok": "expert_used_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
@@ -199,8 +202,13 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "gemma3_text":
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
-    if model_type in ("gpt_oss", "minimax_m2"):
+    if model_type in ("gpt_oss", "minimax_m2", "llama4_text"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
+    if model_type == "llama4_text":
+        found["feed_forward_length"] = config["intermediate_size_mlp"]
+    if model_type == "ministral3":
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if "kv_lora_rank" in config:
         found |= _latent(config, rope)
     if model_type in _SIGMOID:
@@ -242,6 +250,11 @@ def _renamed(
                 yield stem.format(which), part
         elif ".mlp.experts." in name:
             yield from _gpt_oss_experts(name, values)
+        elif name.endswith("experts.gate_up_proj"):
+            for which, part in zip(("gate", "up"), np.split(values, 2, axis=2), strict=True):
+                yield name.replace("gate_up", which) + ".weight", part.swapaxes(1, 2)
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", values.swapaxes(1, 2)
         elif name.endswith("kv_b_proj.weight"):
             heads = values.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
             keys, others = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
@@ -298,6 +311,7 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, 1, 2 / config["head_dim"]))
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]
-    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    # Llama 4's factors are the same: there is a step.
+    smooth = np.clip((original / wavelengths - low) / max(high - low, 1e-9), 0, 1)
     divisors = 1 / ((1 - smooth) / rope["factor"] + smooth)
     return {"rope_freqs.weight": divisors.astype(np.float32)}

@@ -381,4 +381,20 @@ FAMILIES |= {
         "attention_bias": True,
     },
 }
+FAMILIES |= {
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 6,
+        "floor_scale": 4,
+        "attn_scale": 0.7,
+        "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
+    },
+}
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]

@@ -8,36 +8,42 @@ decoding CPU needs no horizontal sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 KEYS_PER_VECTOR = 16
+_Position = TypeVar("_Position", int, Tensor)
 
 
 @dataclass(frozen=True)
 class QueryScale:
-    """A query at position p is multiplied by 1 + beta * log(1 + p // every), after RoPE.
+    """A query at position p is multiplied by 1 + beta * log(1 + (p + ahead) // every), after RoPE.
 
-    Scores of long contexts then stay as distinct as those of short ones: Llama 4's temperature, as
-    Ministral 3 has it (transformers `models/ministral3`, `get_llama_4_attn_scale`).
+    Scores of long contexts then stay as distinct as those of short ones (arXiv 2501.19399): Llama
+    4's temperature with `ahead` 1, Ministral 3's with 0 (transformers `models/llama4`,
+    `models/ministral3`).
     """
 
     beta: float
     every: int  # tokens
+    ahead: int = 0
 
     def of(self, positions: Tensor) -> Tensor:
         """The factors of integer positions, float32."""
-        return 1 + self.beta * torch.log1p((positions // self.every).float())
+        return 1 + self.beta * torch.log1p(((positions + self.ahead) // self.every).float())
 
 
 @dataclass(frozen=True)
 class HeadShape:
     """What the attention of one layer looks like, the same for every call.
 
-    latent: 0, or V of a token are so many channels of its key (`latent_values`), and have no
-    columns of their own; the key's other channels turn, i of those in its lower half with i of
-    those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that with one KV head.
+    chunked: windows are chunks, which begin at multiples of their size; a query sees what its own
+    has before it. latent: 0, or V of a token are so many channels of its key (`latent_values`), and
+    have no columns of their own; the key's other channels turn, i of those in its lower half with i
+    of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that with one KV
+    head.
     """
 
     heads: int
@@ -49,6 +55,12 @@ class HeadShape:
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they do not
     latent: int = 0
     query_scale: QueryScale | None = None
+    chunked: bool = False
+
+    @property
+    def reach(self) -> int:
+        """The window as kernels are told it: its size, minus the size of a chunk, or 0 for none."""
+        return (-1 if self.chunked else 1) * (self.window or 0)
 
     @property
     def value_dim(self) -> int:
@@ -75,6 +87,16 @@ class HeadShape:
         """Whether the norms are of all queries and of all keys of a token, not of each head."""
         wide = q_norm is not None and q_norm.numel() > self.head_dim
         return wide and k_norm is not None
+
+
+def first_seen(position: _Position, reach: int) -> _Position:
+    """The oldest position that a query at `position` sees; below 0 for one before the first.
+
+    reach: `HeadShape.reach`.
+    """
+    if reach == 0:
+        return position * 0
+    return position + 1 - reach if reach > 0 else position - position % -reach
 
 
 def cache_shapes(

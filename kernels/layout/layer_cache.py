@@ -21,8 +21,10 @@ ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
 # fixed, so that threads change no bit.
 RUN_TOKENS = 512
 RUN_BLOCKS = 8
-# The position counts from the first token of the slot's blocks.
-ITEM_FIELDS = ("first row", "rows", "slot", "position of the first row", "packed tokens")
+# The position counts from the first token of the slot's blocks, before which there are others.
+ITEM_FIELDS = (
+    "first row", "rows", "slot", "position of the first row", "packed tokens", "tokens before",
+)  # fmt: skip
 _POSITION = ITEM_FIELDS.index("position of the first row")
 
 
@@ -53,7 +55,8 @@ class BlockTable:
         last, longest, items = -1, 0, []
         for span in self.ragged.spans:
             count = counts[span.slot]
-            past = span.past - (self.first[span.slot] if self.first else 0)
+            before = self.first[span.slot] if self.first else 0
+            past = span.past - before
             if count % BLOCK_TOKENS or not 0 <= count <= max(0, past):  # none before `first`
                 raise OpError(
                     f"slot {span.slot}: {count} of {span.past} tokens cannot be packed in blocks"
@@ -74,6 +77,7 @@ class BlockTable:
                     span.slot,
                     past + first,
                     count,
+                    before,
                 )
                 for first in range(0, span.count, ITEM_TOKENS)
             ]

@@ -114,7 +114,8 @@ class ExpertsMlp:
     """The MLP of a layer's experts: down @ f(gate_up @ x + bias) + bias, each of E experts.
 
     Raises OpError for matrices that do not fit each other, and for an unknown activation. I is a
-    multiple of 16, as groups divide it.
+    multiple of 16, as groups divide it. weighs_input: a pair's weight multiplies what goes into
+    gate_up, in place of what comes out of down.
     """
 
     gate_up: QExperts  # E x [2I, H], rows in blocks of 16 of gate and of up in turn
@@ -122,6 +123,7 @@ class ExpertsMlp:
     activation: str  # f, one of ACTIVATIONS: see `reference.experts.activate`
     gate_up_bias: Tensor | None = None  # [E, 2I], in the order of the rows
     down_bias: Tensor | None = None  # [E, H]
+    weighs_input: bool = False
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down

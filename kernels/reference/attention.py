@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape, first_seen
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 
 from .kv_blocks import dequantize_blocks
@@ -25,8 +25,8 @@ def attend(
     """Causal attention of one sequence: output [T, Hq, D] and log-sum-exp [Hq, T] of its scores.
 
     q: [T, Hq, D], at positions `first` on, in whose dtype all is computed. k, v: [kv_heads, n, D],
-    at positions `first_key` on. A key p counts for a query at i when i - window < p <= i, or
-    p <= i without a window, and where chosen, bool [kv_heads, n], is true. A score is scale * q.k,
+    at positions `first_key` on. A key p counts for a query at i when `first_seen` of it <= p
+    <= i, and where chosen, bool [kv_heads, n], is true. A score is scale * q.k,
     then soft_cap * tanh(score / soft_cap) where that is not 0. sinks: [Hq], further scores without
     values. Without any score the output is 0. The log-sum-exp is of natural base.
     """
@@ -36,8 +36,8 @@ def attend(
     if shape.soft_cap:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     key = torch.arange(first_key, first_key + keys, device=q.device)
-    back = torch.arange(first, first + len(q), device=q.device)[:, None] - key
-    seen = (back >= 0) & (back < shape.window) if shape.window else back >= 0
+    query = torch.arange(first, first + len(q), device=q.device)[:, None]
+    seen = (key <= query) & (key >= first_seen(query, shape.reach))
     if chosen is not None:
         seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
     scores = scores.masked_fill(~seen, -torch.inf)

@@ -64,17 +64,21 @@ def experts(
 ) -> Tensor:
     """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
-    x, residual: [M, H], any float dtype, in which all is computed. topk_ids: int64 [M, T], the
-    experts of each token; topk_weights: [M, T], how much each counts. Nothing is rounded. of: where
-    these are a part of a choice, its number of pairs of a token and an expert, and of experts; such
-    a part is of pairs, each as a token with one expert, whose `out` is float32: with `add_experts`
-    the results are those of the whole.
+    Where `mlp.weighs_input`, topk_weights multiply x in place of the outputs. x, residual: [M, H],
+    any float dtype, in which all is computed. topk_ids: int64 [M, T], the experts of each token;
+    topk_weights: [M, T], how much each counts. Nothing is rounded. of: where these are a part of a
+    choice, its number of pairs of a token and an expert, and of experts; such a part is of pairs,
+    each as a token with one expert, whose `out` is float32: with `add_experts` the results are
+    those of the whole.
     """
     y = torch.zeros_like(x)
     for e in topk_ids.unique().tolist():
         token, place = (topk_ids == e).nonzero(as_tuple=True)
         share = topk_weights[token, place, None].to(x.dtype)
-        y.index_add_(0, token, share * expert(x[token], mlp, e))
+        if mlp.weighs_input:
+            y.index_add_(0, token, expert(share * x[token], mlp, e))
+        else:
+            y.index_add_(0, token, share * expert(x[token], mlp, e))
     y = y if residual is None else y + residual
     return y if out is None else out.copy_(y)
 

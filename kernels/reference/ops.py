@@ -123,7 +123,7 @@ def attention(
         _append(cache, span, key[rows], value[rows])
         chosen = None
         if cache.packed and cache.top < 1 and ragged.is_decode:
-            chosen = _chosen(cache, span, query[span.start], shape.window)
+            chosen = _chosen(cache, span, query[span.start], shape.reach)
         found, _ = attend(
             query[rows], *_remembered(cache, span), span.past, 0, shape, sinks, chosen
         )
@@ -194,11 +194,11 @@ def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def _chosen(cache: LayerCache, span: Span, query: Tensor, window: int | None) -> Tensor:
+def _chosen(cache: LayerCache, span: Span, query: Tensor, reach: int) -> Tensor:
     """Which tokens each KV head attends to, bool [kv_heads, tokens]: all that are not packed."""
     recent = span.past + 1 - _packed_tokens(cache, span)
     seen = torch.ones(cache.values.shape[1], recent, dtype=torch.bool)
-    chosen = select_blocks(query, cache.packed, span, cache.top, window)
+    chosen = select_blocks(query, cache.packed, span, cache.top, reach)
     for part, blocks in zip(cache.packed, chosen, strict=True):
         first = part.table.first[span.slot] if part.table.first else 0
         tokens = blocks.repeat_interleave(BLOCK_TOKENS, 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.heads import first_seen
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import PackedTokens, kept_blocks
 from qoff.kernels.layout.ragged import Span
@@ -28,20 +29,20 @@ def block_bounds(query: Tensor, records: Tensor, form: KVFormat) -> Tensor:
     return torch.maximum(groups * low, groups * high).sum((-1, -2)).T
 
 
-def first_block(table_first: int, span: Span, window: int | None) -> int:
+def first_block(table_first: int, span: Span, reach: int) -> int:
     """The first block, of a part that begins at position `table_first`, a new token may see."""
-    oldest = span.past - table_first + 1 - window if window else 0
-    return max(0, oldest) // BLOCK_TOKENS
+    return max(0, first_seen(span.past, reach) - table_first) // BLOCK_TOKENS
 
 
 def select_blocks(
-    query: Tensor, packed: tuple[PackedTokens, ...], span: Span, top: float, window: int | None
+    query: Tensor, packed: tuple[PackedTokens, ...], span: Span, top: float, reach: int
 ) -> list[Tensor]:
     """Choose the `kept_blocks` of largest bound, of all parts together; of equal ones the first.
 
-    query: [heads, D], of the one new token. Blocks that the window hides are not chosen and do not
-    count. Where two are kept, the first block of the sequence is one of them, as an attention sink
-    (Xiao et al., 2024, arXiv 2309.17453). Returns bool [kv_heads, blocks] per part.
+    query: [heads, D], of the one new token. reach: `HeadShape.reach`; blocks that it hides are
+    not chosen and do not count. Where two are kept, the first block of the sequence is one of them,
+    as an attention sink (Xiao et al., 2024, arXiv 2309.17453). Returns bool [kv_heads, blocks] per
+    part.
     """
     bounds: list[Tensor] = []
     counts: list[int] = []
@@ -51,7 +52,7 @@ def select_blocks(
         blocks = table.blocks[span.slot, : table.counts[span.slot] // BLOCK_TOKENS].long()
         found = block_bounds(query, part.pool[blocks], part.form)
         start = table.first[span.slot] if table.first else 0
-        first = first_block(start, span, window)
+        first = first_block(start, span, reach)
         found[:, :first] = -torch.inf
         if start == first == 0 and len(blocks):
             sinks.append(sum(x.shape[1] for x in bounds))

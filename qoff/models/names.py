@@ -206,7 +206,7 @@ class _Layer:
         biased = spec.norm == "layer" and spec.norm_bias
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
-        if spec.qk_norm != "none":
+        if spec.qk_norm in ("head", "all"):
             for x, rows in (("q", spec.q_rows), ("k", spec.kv_rows)):
                 each = spec.head_dim if spec.qk_norm == "head" else rows
                 yield self._vector(f"self_attn.{x}_norm", each)
@@ -327,7 +327,7 @@ class _Layer:
         fused = "gate_up_proj"
         if self._names.stacked_experts == "columns":
             return (self._stacked_part(fused, 2 * inner, from_pairs, 2 * ROW_BLOCK),)
-        if self._names.stacked_experts == "halves":
+        if self._names.stacked_experts in ("halves", "column-halves"):
             return (self._stacked_part(fused, 2 * inner, from_halves(inner)),)
         orders = {"gate_proj": partial(_in_turn, part=0), "up_proj": partial(_in_turn, part=1)}
         return tuple(self._stacked_part(name, inner, order) for name, order in orders.items())
@@ -335,7 +335,7 @@ class _Layer:
     def _stacked_part(
         self, name: str, rows: int, order: Order = _in_order, unit: int = ROW_BLOCK
     ) -> Part:
-        transposed = self._names.stacked_experts == "columns"
+        transposed = self._names.stacked_experts in ("columns", "column-halves")
         source = self._source(f"mlp.experts.{name}", "" if transposed else "weight")
         return Part(source, rows, order, unit, transposed=transposed)
 

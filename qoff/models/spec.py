@@ -38,6 +38,7 @@ class DecoderSpec:
     rope: RopeSpec | None
     rope_layers: tuple[bool, ...]  # per layer: whether it rotates queries and keys
     sliding_window: tuple[int | None, ...]  # per layer: tokens attended to, itself included
+    chunked: bool = False  # windows begin at multiples of their size
     activation: str = "silu"
     gated: bool = True  # the MLP is down(act(gate(x)) * up(x)), or else down(act(up(x)))
     qkv_bias: bool = False
@@ -50,13 +51,15 @@ class DecoderSpec:
     norm_after_add: bool = False
     final_norm: bool = True
     parallel: bool = False
-    qk_norm: Literal["none", "head", "all"] = "none"  # RMSNorm of each query and key head, or of
-    # all queries and of all keys of a token, before RoPE
+    # RMSNorm before RoPE: of each query and key head ("unweighted": without weights, in layers that
+    # rotate), or of all queries and of all keys of a token.
+    qk_norm: Literal["none", "head", "unweighted", "all"] = "none"
     local_rope: RopeSpec | None = None  # of layers with a sliding window, where it differs
     learned_positions: int = 0  # rows of a table of which one is added to each embedding
     position_offset: int = 0  # the row of position 0
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
     query_scale: QueryScale | None = None  # by position
+    scaled_layers: tuple[bool, ...] | None = None  # whose queries are; None: all
     attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
     sinks: bool = False  # each head has a score for a key without a value
     embedding_scale: float = 1.0
@@ -85,6 +88,7 @@ class DecoderSpec:
         for key, per_layer in (
             ("no_rope_layers", self.rope_layers),
             ("layer_types", self.sliding_window),
+            ("no_rope_layers", self.scaled_layers or self.rope_layers),
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
@@ -172,6 +176,10 @@ class DecoderSpec:
                 f"this {self.model_type} model is run up to {limit} tokens a sequence, prompt and "
                 f"answer, not {tokens}; use a shorter one"
             )
+
+    def query_scale_of(self, layer: int) -> QueryScale | None:
+        """How a layer scales its queries by position."""
+        return self.query_scale if (self.scaled_layers or self.rope_layers)[layer] else None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""

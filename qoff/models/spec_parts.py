@@ -69,6 +69,7 @@ class ExpertsSpec:
     scale: float = 1.0
     group_best: int = 2
     correction: bool = False  # of the shares as experts are chosen
+    weighs_input: bool = False  # weights multiply inputs of experts in place of outputs
     activation: str = "silu"
     router_bias: bool = False
     bias: bool = False  # of the experts' matrices

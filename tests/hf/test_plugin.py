@@ -24,7 +24,7 @@ from qoff.errors import (
     QoffError,
     QuantizationError,
 )
-from qoff.hf.packed.derived import QoffEmbedding
+from qoff.hf.packed.derived import QoffEmbedding, QoffRouter
 from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.plugin.install import packed_modules
 from qoff.kernels.layout.qtensor import QTensor
@@ -78,7 +78,7 @@ def test_a_checkpoint_loads_as_the_model_of_its_family(base: Path, family: str) 
     assert_close(logits(model), logits(reference), tolerance=DECODER_LOGITS)
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     assert linears
-    assert all(isinstance(m, QoffLinear) for m in linears)
+    assert all(isinstance(m, QoffLinear | QoffRouter) for m in linears)
     matrices = [n for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith("_bias")]
     assert matrices == []  # no matrix but codes
     for name, module in packed_modules(model).items():  # the same codes, with the same values

@@ -23,8 +23,12 @@ SHAPES = [
     HeadShape(2, 2, 128, 0.1, window=600),
     HeadShape(6, 2, 64, 0.4, soft_cap=2.0),
     HeadShape(4, 2, 32, 0.4, query_scale=QueryScale(0.5, 20)),
+    HeadShape(4, 2, 32, 0.4, query_scale=QueryScale(0.5, 6, ahead=1)),
+    HeadShape(8, 2, 64, 0.1, window=37, chunked=True),
+    HeadShape(2, 2, 128, 0.1, window=600, chunked=True),
 ]
 SUNK, PARTLY = SHAPES[5], SHAPES[3]  # with sinks; with channels that do not rotate
+CHUNKED = SHAPES[8]
 
 
 def _cache(shape: HeadShape, sequences: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -85,8 +89,10 @@ def test_pairs_of_bfloat16(shape: HeadShape) -> None:
 
 
 @pytest.mark.parametrize("activation_bits", [16, 8])
-def test_no_bit_depends_on_what_is_attended_together(activation_bits: int) -> None:
-    shape = SHAPES[3]
+@pytest.mark.parametrize("shape", [PARTLY, CHUNKED], ids=str)
+def test_no_bit_depends_on_what_is_attended_together(
+    shape: HeadShape, activation_bits: int
+) -> None:
     qkv = torch.randn(100, shape.qkv_width)
 
     def attended(*counts: int) -> torch.Tensor:

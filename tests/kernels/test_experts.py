@@ -48,6 +48,7 @@ def random_mlp(count: int, hidden: int, inner: int, *options, activation="silu")
     bits=st.sampled_from([4, 6, 8]),
     activation=st.sampled_from(ACTIVATIONS),
     with_bias=st.booleans(),
+    weighs_input=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_reference(
@@ -59,6 +60,7 @@ def test_equals_reference(
     bits: int,
     activation: str,
     with_bias: bool,
+    weighs_input: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -68,13 +70,15 @@ def test_equals_reference(
     if with_bias:
         biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
         mlp = replace(mlp, gate_up_bias=biases[0], down_bias=biases[1])
+    mlp = replace(mlp, weighs_input=weighs_input)
     found = experts(x, *routing, mlp)
     assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
+@pytest.mark.parametrize("weighs_input", [False, True])
 @pytest.mark.parametrize("packing", ["split32", "rows16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
+def test_the_reference_is_the_formula(activation: str, packing: str, weighs_input: bool) -> None:
     """Token by token, with gate and up apart, as a model's own code has it."""
     gate_up, down = random_experts(3, 64, 32, packing=packing)
     x, (topk_ids, topk_weights) = torch.randn(4, 64, dtype=torch.double), routed(4, 3, 2)
@@ -86,15 +90,16 @@ def test_the_reference_is_the_formula(activation: str, packing: str) -> None:
             (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
         ),
     }
-    mlp = ExpertsMlp(gate_up, down, activation)
+    mlp = ExpertsMlp(gate_up, down, activation, weighs_input=weighs_input)
     found = reference_ops.experts(x, topk_ids, topk_weights, mlp)
     for m in range(4):
         total = torch.zeros(64, dtype=torch.double)
         for e, s in zip(topk_ids[m].tolist(), topk_weights[m].tolist(), strict=True):
-            z = gate_up.expert(e).dequantize().double() @ x[m]
+            before, behind = (s, 1) if weighs_input else (1, s)
+            z = gate_up.expert(e).dequantize().double() @ (before * x[m])
             gate, up = z.view(2, 2, 16).transpose(0, 1).reshape(2, 32)
             value = functions[activation](gate, up)
-            total += s * (down.expert(e).dequantize().double() @ value)
+            total += behind * (down.expert(e).dequantize().double() @ value)
         assert_close(found[m], total)
 
 

@@ -40,7 +40,7 @@ class Case:
         tokens = PackedTokens(self.form, self.pool, table)
         return packed_attention(self.q, self.heads, tokens, scale=self.scale, **options)
 
-    def expected(self, window: int | None = None, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
+    def expected(self, window: int = 0, soft_cap: float = 0.0) -> tuple[Tensor, Tensor]:
         """Output [M, heads * D] and log-sum-exp [M, heads] in float64."""
         k, v = dequantize_blocks(self.pool, self.form)
         group = self.heads // self.pool.shape[1]
@@ -59,8 +59,10 @@ class Case:
             scores = (keys @ q)[..., 0] * self.scale
             if soft_cap:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            if window:
+            if window > 0:
                 scores[:, : max(0, int(position) + 1 - window)] = -torch.inf
+            elif window < 0:
+                scores[:, : int(position) // -window * -window] = -torch.inf
             lse.append(scores.logsumexp(-1))
             if not torch.isinf(lse[-1]).any():
                 out[row] = (scores.softmax(-1)[:, None] @ values).flatten()
@@ -144,10 +146,10 @@ def test_any_number_of_queries_shares_a_kv_head(heads: int, bits: tuple[int, int
     check(make(KVFormat(64, *bits), heads, 1, (2, 5), (3, 19)))
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [0, 100, -100])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (10, 5), (16, 4), (64, 8)])
 def test_neighbouring_kv_heads_are_attended_in_turns(
-    heads: int, kv_heads: int, window: int | None
+    heads: int, kv_heads: int, window: int
 ) -> None:
     check(make(KVFormat(64), heads, kv_heads, (11, 3, 1)), window=window)
 
@@ -158,7 +160,7 @@ def test_many_new_tokens_attend_together(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [None, (40, 3, 70)])
-@pytest.mark.parametrize("window", [1, 8, 64, 100, 1500])
+@pytest.mark.parametrize("window", [1, 8, 64, 100, 1500, -1, -8, -64, -100, -1100, -4000])
 def test_a_window_leaves_out_the_oldest_tokens(window: int, counts: tuple[int, ...] | None) -> None:
     check(make(KVFormat(64), 4, 2, (40, 17, 3), counts), window=window)
 

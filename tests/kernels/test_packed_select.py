@@ -57,7 +57,7 @@ class Case:
 
     def select(self, top: float, threads: Pool | None = None) -> tuple[SelectedBlocks, ...]:
         return select_blocks(
-            self.qkv, self.shape.heads, self.parts, top, window=self.shape.window, threads=threads
+            self.qkv, self.shape.heads, self.parts, top, window=self.shape.reach, threads=threads
         )
 
     def lists(self, top: float) -> list[list[list[list[int]]]]:
@@ -75,7 +75,7 @@ class Case:
         for span in self.ragged.spans:
             query = self.qkv[span.start].double().unflatten(0, (-1, self.shape.head_dim))
             chosen = reference_select(
-                query[: self.shape.heads], self.parts, span, top, self.shape.window
+                query[: self.shape.heads], self.parts, span, top, self.shape.reach
             )
             for part, mask in zip(found, chosen, strict=True):
                 part.append([head.nonzero()[:, 0].tolist() for head in mask])
@@ -88,13 +88,14 @@ def make(
     kv_heads: int,
     blocks: tuple[tuple[int, ...], ...],
     *,
-    window: int | None = None,
+    window: int = 0,
     recent: int = 7,
     sinks: int = 0,
     counts: tuple[int, ...] | None = None,
 ) -> Case:
     """blocks: of each sequence, in each part. Blocks in no table hold NaN."""
-    shape = HeadShape(heads, kv_heads, form.head_dim, form.head_dim**-0.5, window)
+    options = {"window": abs(window) or None, "chunked": window < 0}
+    shape = HeadShape(heads, kv_heads, form.head_dim, form.head_dim**-0.5, **options)
     sequences, parts = len(blocks), len(blocks[0])
     unpacked = recent + sinks
     pasts = [64 * sum(row) + unpacked for row in blocks]
@@ -152,8 +153,9 @@ def test_the_other_head_sizes(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("top", [0.1, 0.5])
-@pytest.mark.parametrize("window", [1, 60, 64, 100, 300, 1500, 9999])
+@pytest.mark.parametrize("window", [1, 60, 64, 100, 300, 1500, 9999, -60, -64, -700, -1100, -9999])
 def test_blocks_outside_the_window_are_no_candidates(window: int, top: float) -> None:
+    """Below 0: windows begin at multiples of so many tokens."""
     check(make(KVFormat(64), 4, 2, ((11, 9), (17, 0), (2, 1)), window=window), top)
 
 

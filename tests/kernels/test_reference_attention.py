@@ -15,6 +15,7 @@ from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from tests.kernels.attention_operands import random_cache
 from tests.tolerances import assert_close
 
+WINDOWS = [(0, False), (40, False), (40, True)]
 FORMS = [
     KVFormat(64),
     KVFormat(80, k_bits=8),
@@ -42,44 +43,47 @@ def _plain_cache(cache: DeviceLayerCache, s: int, new: bool = False) -> tuple[Te
     return torch.stack(rows[0], 1), torch.stack(rows[1], 1)
 
 
-def _expected(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def _expected(q: Tensor, k: Tensor, v: Tensor, shape: HeadShape) -> Tensor:
     """q [n, Hq, D], the last n of the keys' positions."""
     n, total = len(q), k.shape[1]
     position = torch.arange(total - n, total)[:, None]
     key = torch.arange(total)[None, :]
-    seen = (key <= position) & ((key > position - window) if window else True)
+    seen = key <= position
+    if shape.window:
+        near = position // shape.window == key // shape.window
+        seen = seen & (near if shape.chunked else key > position - shape.window)
     out = scaled_dot_product_attention(
-        q.double().transpose(0, 1), k, v, attn_mask=seen, scale=scale, enable_gqa=True
+        q.double().transpose(0, 1), k, v, attn_mask=seen, scale=shape.scale, enable_gqa=True
     )
     return out.transpose(0, 1)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("window", "chunked"), WINDOWS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_decode(form: KVFormat, window: int) -> None:
+def test_decode(form: KVFormat, window: int, chunked: bool) -> None:
     cache = random_cache(form, 2, [(2, 9), (0, 1), (1, 0)], ring=70)
     q = torch.randn(3, 6, form.head_dim, dtype=torch.float64)
-    shape = HeadShape(6, 2, form.head_dim, 0.1, window)
+    shape = HeadShape(6, 2, form.head_dim, 0.1, window, chunked=chunked)
     out, _ = decode_attention(q, cache, shape)
     for s in range(3):
-        expected = _expected(q[s : s + 1], *_plain_cache(cache, s), 0.1, window)
+        expected = _expected(q[s : s + 1], *_plain_cache(cache, s), shape)
         assert_close(out[s : s + 1], expected, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("window", "chunked"), WINDOWS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_prefill(form: KVFormat, window: int) -> None:
+def test_prefill(form: KVFormat, window: int, chunked: bool) -> None:
     cache = random_cache(form, 2, [(1, 9), (0, 0)], ring=70, rows=[5, 70])
     rows = cache.step.row_start
     q = torch.randn(75, 4, form.head_dim, dtype=torch.float64)
     k, v = torch.randn(2, 75, 2, form.head_dim, dtype=torch.float64)
-    shape = HeadShape(4, 2, form.head_dim, 0.1, window)
+    shape = HeadShape(4, 2, form.head_dim, 0.1, window, chunked=chunked)
     out, _ = prefill_attention(q, k, v, cache, shape)
     for s in range(2):
         mine = slice(int(rows[s]), int(rows[s + 1]))
         pairs = zip(_plain_cache(cache, s, new=True), (k[mine], v[mine]), strict=True)
         keys, values = (torch.cat((old, new.transpose(0, 1)), 1) for old, new in pairs)
-        expected = _expected(q[mine], keys, values, 0.1, window)
+        expected = _expected(q[mine], keys, values, shape)
         assert_close(out[mine], expected, tolerance=1e-6)
 
 

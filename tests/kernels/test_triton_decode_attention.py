@@ -94,10 +94,11 @@ def test_nothing_cached_no_recent_window_and_more_than_a_tile_of_it(sizes: list)
 
 
 @pytest.mark.parametrize("window", [1, 30, 64, 65, 100, 192, 1000])
-def test_sliding_window(window: int) -> None:
+@pytest.mark.parametrize("chunked", [False, True], ids=["sliding", "chunks"])
+def test_windows(window: int, chunked: bool) -> None:
     cache = random_cache(KVFormat(64), 1, [(3, 20), (1, 64), (0, 9), (4, 0)])
     q = torch.randn(4, 2, 64, dtype=torch.float16)
-    _check(cache, q, window=window, run=1)
+    _check(cache, q, window=window, chunked=chunked, run=1)
 
 
 def test_blocks_before_the_window_are_not_read() -> None:

@@ -77,6 +77,13 @@ def test_equals_reference(shape: tuple[int, ...], block: int) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 16])
+def test_weights_of_inputs(block: int) -> None:
+    *operands, mlp = case(*SHAPES[1])
+    operands = [*operands, replace(mlp, weighs_input=True)]
+    check(triton_ops.experts(*operands, block=block), tuple(operands))
+
+
+@pytest.mark.parametrize("block", [0, 16])
 def test_in_bfloat16(block: int) -> None:
     operands = case(*SHAPES[1], dtype=torch.bfloat16)
     check(triton_ops.experts(*operands, block=block), operands)

@@ -78,8 +78,10 @@ def test_ragged_batches() -> None:
 
 @pytest.mark.parametrize("config", [DIRECT, SCRATCH], ids=["direct", "scratch"])
 @pytest.mark.parametrize("window", [1, 20, 64, 100, 1000])
-def test_sliding_window(window: int, config: PrefillConfig) -> None:
-    _check(KVFormat(64), [(3, 20, 40), (1, 0, 80), (0, 0, 70)], config, window=window)
+@pytest.mark.parametrize("chunked", [False, True], ids=["sliding", "chunks"])
+def test_windows(window: int, chunked: bool, config: PrefillConfig) -> None:
+    sizes = [(3, 20, 40), (1, 0, 80), (0, 0, 70)]
+    _check(KVFormat(64), sizes, config, window=window, chunked=chunked)
 
 
 @pytest.mark.parametrize("config", [DIRECT, SCRATCH], ids=["direct", "scratch"])

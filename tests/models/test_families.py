@@ -35,6 +35,10 @@ _VISION = {
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": _VISION,
     "mistral3": {**_VISION, "head_dim": 16, "model_type": "pixtral"},
+    "llama4": {
+        **_VISION,
+        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+    },
     "qwen3_vl": {
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -49,6 +53,7 @@ SEEN_BY: dict[str, dict[str, Any]] = {
     "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
     "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
     "ministral3": {**_TEXT, **FAMILIES["ministral3"]},
+    "llama4": {**TINY, **FAMILIES["llama4"]},
     "qwen3_vl": {
         **_TEXT,
         "rope_parameters": {
@@ -97,6 +102,7 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
         ("mistral3", "mistral", "old"),
         ("mistral3", "ministral3", "old"),
         ("qwen3_vl", "qwen3", "new"),
+        ("llama4", "llama4_text", "old"),
     ],
 )
 def test_a_model_that_sees_becomes_its_language_model(

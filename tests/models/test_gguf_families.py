@@ -39,13 +39,22 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": None, "num_hidden_layers": 4},
     "exaone4": {"layer_types": None, "num_hidden_layers": 4},
     "glm4-moe": {"n_group": 1, "topk_group": 1},
+    "llama4": {
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "rope_parameters": {
+            **FAMILIES["llama4"]["rope_parameters"],
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
 }
 # llama.cpp has no such architecture, does not tell it from another, splits its text by a rule that
 # is not known here.
 WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "olmo3", "solar-open", "exaone-moe", "hy-v3")
-WITHOUT += ("glm4-moe-lite", "youtu", "ministral", "ministral3", "internlm3", "cwm")
+WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +239,7 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("qwen3-moe", {"expert_count": 2**32 - 1}, FormatError, "expert_count is 4294967295"),
         ("qwen3-moe", {"expert_feed_forward_length": 48}, FormatError, r"ffn_gate_exps.weight has"),
         ("qwen3-moe", {"expert_gating_func": 2}, UnsupportedModelError, "expert_gating_func is 2"),
+        ("llama4", {"attention.sliding_window": 0}, UnsupportedModelError, "sliding_window is 0"),
         ("glm4-moe", {"expert_gating_func": 1}, UnsupportedModelError, "expert_gating_func is 1"),
         ("glm4-moe", {"expert_group_count": 2}, UnsupportedModelError, "expert_group_count is 2"),
         ("glm4-moe", {"expert_feed_forward_length": 48}, FormatError, "a multiple of glm4moe.exp"),

@@ -47,6 +47,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 2},  # one layer does not rotate
     "ministral3": {"num_attention_heads": 2},  # queries are scaled by position
     "gemma2": {"num_attention_heads": 2, "sliding_window": 40},
+    "llama4": {  # one layer rotates, in chunks, the other has experts
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 40,
+    },
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
     "opt": {"hidden_size": 64, "ffn_dim": 32, "max_position_embeddings": 192},
 }

@@ -94,8 +94,9 @@ def _append_token(args, token):
             turned = x + 2 * latent
             _rotate_head(turned, pairs, apart, cos + angles, simd.peek_i64(args + f.SIN) + angles)
     every = simd.peek_i64(args + f.QUERY_EVERY)
-    if every != 0 and position >= every:  # log 1 before
-        _scale_queries(row, dim * heads, simd.peek_f32(args + f.QUERY_BETA), position // every)
+    ahead = position + simd.peek_i64(args + f.QUERY_AHEAD)
+    if every != 0 and ahead >= every:  # log 1 before
+        _scale_queries(row, dim * heads, simd.peek_f32(args + f.QUERY_BETA), ahead // every)
     for head in range(kv_heads):
         to = 4 * (slot * kv_heads + head) * capacity
         key = row + 4 * dim * (heads + head)

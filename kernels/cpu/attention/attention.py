@@ -135,10 +135,10 @@ def attention(
             address(cos), address(sin), pairs, ragged.positions.data_ptr(),
             cache.places.data_ptr(), ragged.slots.data_ptr(), cache.keys.data_ptr(),
             cache.values.data_ptr(), cache.values.shape[2],
-            shape.window or 0, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
+            shape.reach, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
             pool.workspace(scratch), width, shape.value_dim, shape.latent,
-            0 if by is None else by.every, 0.0 if by is None else by.beta, shape.norm_eps,
-            shape.scale, shape.soft_cap,
+            0 if by is None else by.every, 0 if by is None else by.ahead,
+            0.0 if by is None else by.beta, shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
         for first in range(0, tokens, together):
             if first:
@@ -148,14 +148,14 @@ def attention(
     chosen: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)
     if cache.packed and cache.top < 1 and ragged.is_decode:
         chosen = select_blocks(
-            qkv, shape.heads, cache.packed, cache.top, window=shape.window, threads=pool
+            qkv, shape.heads, cache.packed, cache.top, window=shape.reach, threads=pool
         )
     for packed, blocks in zip(cache.packed, chosen, strict=True):
         if packed.bounds is not None and blocks is not None:
             packed.bounds.bring(blocks.blocks, blocks.counts)
         packed_attention(
             qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-            window=shape.window, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
+            window=shape.reach, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
             threads=pool,
         )  # fmt: skip
     return out

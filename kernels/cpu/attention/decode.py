@@ -20,6 +20,7 @@ from .product import ROWS, product, tile_rows
 from .scratch import SCORES, STATE_BYTES
 from .soft_cap import cap_scores
 from .softmax import SUMS, mask, row_bytes, softmax
+from .window import first_seen
 
 RUN = RUN_TOKENS  # keys per partial result
 _SCRATCH_BYTES = ROWS * SCORES  # of a thread
@@ -34,10 +35,14 @@ def _state(args, threads, token, run, head):
 
 
 @inner
-def first_key(args, position):
-    """The oldest key that a query sees."""
+def first_key(args, token):
+    """The oldest place of the cache that a token's query sees."""
     window = simd.peek_i64(args + f.WINDOW)
-    return max(0, position + 1 - window) if window > 0 else 0
+    if window == 0:
+        return 0
+    place = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
+    position = simd.peek_i64(simd.peek_i64(args + f.POSITIONS) + 8 * token)
+    return max(0, first_seen(place, position, window))
 
 
 @inner
@@ -74,7 +79,7 @@ def _attend_item(args, thread, threads, item):
     kv_heads, runs = simd.peek_i64(args + f.KV_HEADS), simd.peek_i64(args + f.RUNS)
     token, run, kv_head = item // (kv_heads * runs), item % runs, item // runs % kv_heads
     position = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
-    first = max(first_key(args, position), run * RUN)
+    first = max(first_key(args, token), run * RUN)
     last = min(position + 1, (run + 1) * RUN)
     if first >= last:
         return
@@ -101,7 +106,7 @@ def _merge(args, threads, token, head, row):
     dim, heads = simd.peek_i64(args + f.VALUE_DIM), simd.peek_i64(args + f.HEADS)
     states, size = _state(args, threads, token, 0, head - row), heads * row_bytes(dim)
     position = simd.peek_i64(simd.peek_i64(args + f.PLACES) + 8 * token)
-    low, high = first_key(args, position) // RUN, position // RUN + 1
+    low, high = first_key(args, token) // RUN, position // RUN + 1
     lse, sinks = simd.peek_i64(args + f.LSE), simd.peek_i64(args + f.SINKS)
     sink = np.float32(-np.inf) if sinks == 0 else simd.peek_f32(sinks + 4 * head)
     peak = sink

@@ -75,8 +75,13 @@ def _add_keys(args, width, token, rows, start, last, queries, stride, keys, valu
         for row in range(rows):
             cap_scores(scores + row * SCORES, 16 * vectors, soft_cap)
     end, window = _position(args, token) + 1, simd.peek_i64(args + f.WINDOW)
-    low = end - window - start if window > 0 else -ROWS - 16
-    mask(rows, scores, SCORES, vectors, low, end - start, 1)
+    if window < 0:  # rows of one chunk begin where it does
+        for row in range(rows):
+            low = first_key(args, token + row) - start
+            mask(1, scores + row * SCORES, SCORES, vectors, low, end - start + row, 1)
+    else:
+        low = end - window - start if window > 0 else -ROWS - 16
+        mask(rows, scores, SCORES, vectors, low, end - start, 1)
     softmax(width, rows, scores, SCORES, vectors, state)
     product(
         width, rows, scores, SCORES, values, 64, 4 * value_dim, value_dim // 16,
@@ -120,7 +125,7 @@ def _attend_tile(args, width, token, rows, head, base, last, stride, queries, ke
     """Let a tile attend to what it sees of the keys from `base` on and before `last`."""
     if begins:
         _begin(args, rows, head, state)
-    start = max(base, first_key(args, _position(args, token)) // 16 * 16)
+    start = max(base, first_key(args, token) // 16 * 16)
     last = min(last, _position(args, token + rows - 1) + 1)
     if start < last:
         before = width * (start - base)
@@ -197,7 +202,7 @@ def _attend_tokens(args, token, tokens, kv_head, scratch):
     if width == 2:
         _round_queries(args, token, tokens, kv_head, scratch + _QUERIES)
     end = _position(args, token + tokens - 1) + 1
-    base = first_key(args, _position(args, token)) // 16 * 16
+    base = first_key(args, token) // 16 * 16
     begins = True
     while base < end:
         last = min(base // RUN * RUN + RUN, end)

@@ -38,6 +38,7 @@ def experts(
 ) -> Tensor:
     """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
+    Where `mlp.weighs_input`, topk_weights multiply x in place of the outputs.
     x, residual, out: float32 [M, H], rows contiguous; out may be the residual, but not x. topk_ids:
     contiguous int64 [M, T], numbers of experts; topk_weights: contiguous float32 [M, T]. mlp:
     packing rows16; biases float32. activation_bits: 16 or 8, as for `w4_linear`. What a pair of a
@@ -59,6 +60,7 @@ def experts(
         per_token=topk_ids.shape[1],
         experts=mlp.gate_up.count,
         activation=NUMBERS[mlp.activation],
+        weighs_input=mlp.weighs_input,
         residual_stride=0 if residual is None else 4 * residual.stride(0),
         out_stride=4 * out.stride(0),
         planes=activation_bits // 8,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
@@ -42,17 +44,17 @@ class ExpertsArguments(ctypes.Structure):
         ("down", MatrixArguments),
         *int64s(
             "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
-            "activation", "residual", "residual_stride", "out", "out_stride", "planes", "sorted",
-            "order", "segments", "counts", "inner", "weighted", "scratch",
+            "weighs_input", "activation", "residual", "residual_stride", "out", "out_stride",
+            "planes", "sorted", "order", "segments", "counts", "inner", "weighted", "scratch",
         ),
     )  # fmt: skip
 
 
 (N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDTH, GROUP, BITS, BIAS, HIGH, LOW,
  SCALES) = offsets(MatrixArguments)  # fmt: skip
-(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, ACTIVATION, RESIDUAL,
- RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS, INNER, WEIGHTED,
- SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
+(GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, WEIGHS_INPUT,
+ ACTIVATION, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS,
+ INNER, WEIGHTED, SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
 _COLUMNS = 512  # of a token's sum, in one item
 _TOKENS = 4  # of the widest tile
 
@@ -94,6 +96,17 @@ def _sort(args):
 
 
 @inner
+def _pair(args, place):
+    """The pair at a place of the sorted ones."""
+    return simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * place)
+
+
+@inner
+def _topk_weight(args, place):
+    return simd.peek_f32(simd.peek_i64(args + TOPK_WEIGHTS) + 4 * _pair(args, place))
+
+
+@inner
 def _quantize(pool, phase, threads, args, matrix, row_bytes):
     """Inputs of all pairs, sorted, as int8 planes; row_bytes: of `inner`, 0 for rows of x."""
     pairs, k = simd.peek_i64(simd.peek_i64(args + SORTED)), simd.peek_i64(matrix + K)
@@ -107,7 +120,7 @@ def _quantize(pool, phase, threads, args, matrix, row_bytes):
         if row_bytes != 0:
             x = simd.peek_i64(args + INNER) + place * row_bytes
         else:
-            pair = simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * place)
+            pair = _pair(args, place)
             token = pair // simd.peek_i64(args + PER_TOKEN)
             x = simd.peek_i64(args + X) + token * simd.peek_i64(args + X_STRIDE)
         high = simd.peek_i64(matrix + HIGH) + place * k
@@ -116,6 +129,10 @@ def _quantize(pool, phase, threads, args, matrix, row_bytes):
         part = item % parts
         first, last = part * groups // parts, (part + 1) * groups // parts
         quantize_groups(x, first, last, group, planes, high, low, scales)
+        if row_bytes == 0 and simd.peek_i64(args + WEIGHS_INPUT) != 0:
+            weight = _topk_weight(args, place)
+            for i in range(8 * first, 8 * last, 4):  # scales and sums
+                simd.poke_f32(scales + i, simd.peek_f32(scales + i) * weight)
         finish(pool, phase)
         item = take(pool, phase)
     wait(pool, phase, items)
@@ -134,16 +151,17 @@ def _write_gated(args, matrix, bias, scratch, block, place, tokens):
 
 @inner
 def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
-    """Weight of the expert times output, 32 columns, to the place of the pair in its token."""
+    """32 columns of outputs, weighted, to the places of their pairs in their tokens."""
     n = simd.peek_i64(matrix + N)
     for t in range(tokens):
-        pair = simd.peek_i64(simd.peek_i64(args + ORDER) + 8 * (place + t))
-        topk_weights = simd.splat_f32(simd.peek_f32(simd.peek_i64(args + TOPK_WEIGHTS) + 4 * pair))
-        to = simd.peek_i64(args + WEIGHTED) + pair * 4 * n
+        weight = np.float32(1.0)
+        if simd.peek_i64(args + WEIGHS_INPUT) == 0:
+            weight = _topk_weight(args, place + t)
+        to = simd.peek_i64(args + WEIGHTED) + _pair(args, place + t) * 4 * n
         for r in range(2):
             row = 16 * (block + r)
             value = with_bias(scratch + 64 * (r * tokens + t), bias, row, n)
-            simd.store_f32(to + 4 * row, simd.mul(value, topk_weights))
+            simd.store_f32(to + 4 * row, simd.mul(value, simd.splat_f32(weight)))
 
 
 @inner

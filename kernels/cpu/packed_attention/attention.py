@@ -24,7 +24,7 @@ def packed_attention(
     *,
     scale: float,
     soft_cap: float = 0.0,
-    window: int | None = None,
+    window: int = 0,
     chosen: SelectedBlocks | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -35,7 +35,7 @@ def packed_attention(
 
     queries: float32 [M, at least heads * D], rotated, rows as the pass of the block table says.
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap), 0 for as they are.
-    window: a query sees this many of the newest tokens, itself included. chosen: the blocks that
+    window: `HeadShape.reach`, of the positions of sequences. chosen: the blocks that
     are attended, for one new token a sequence; None: all.
     Returns float32 [M, heads * value_dim] and the natural log-sum-exp [M, heads] (0 and -inf for a
     query that sees no packed token). If `out` and `lse` are given, they hold attention to other
@@ -68,7 +68,7 @@ def packed_attention(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, pool.shape[1], form.half,
             form.k_bits, form.v_bits, pool.data_ptr(), form.nbytes, pool.stride(0),
             table.blocks.data_ptr(), table.blocks.shape[1], table.items.data_ptr(),
-            len(table.items), window or 0, runs, run, partials, base, out.data_ptr(),
+            len(table.items), window, runs, run, partials, base, out.data_ptr(),
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
             address(None if chosen is None else chosen.counts), longest,

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 
 from qoff.kernels.cpu.attention.hadamard import rotate, rotate_back
+from qoff.kernels.cpu.attention.window import first_seen
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
@@ -37,6 +38,7 @@ from .scratch import (
 
 _thread_bytes = inner(sizes.thread_bytes)
 ITEM_BYTES = 8 * len(ITEM_FIELDS)
+_BEFORE = 8 * ITEM_FIELDS.index("tokens before")
 
 
 class PackedArguments(ctypes.Structure):
@@ -102,7 +104,9 @@ def _range(args, item, kv_head, run, token):
         chosen += 4 * index * simd.peek_i64(args + WIDTH)
         return first, min(last, simd.peek_i32(counts + 4 * index)), chosen
     position, packed = simd.peek_i64(item + 24) + token, simd.peek_i64(item + 32)
-    oldest = max(0, position + 1 - window) if window > 0 else 0
+    oldest = 0
+    if window != 0:
+        oldest = max(0, first_seen(position, position + simd.peek_i64(item + _BEFORE), window))
     return max(first, oldest // TOKENS), min(last, packed // TOKENS), chosen
 
 
@@ -170,7 +174,7 @@ def _attend_run(
         last_record, last_ahead, last_at, last_count = record, ahead, at, count
         if turn > 0:
             last_row = last_at % padded
-            firsts = _firsts(args, block, last_row, last_count, position, heads, scratch)
+            firsts = _firsts(args, item, block, last_row, last_count, position, heads, scratch)
             weigh_block(
                 last_count, firsts, soft_cap, half, v_bits, latent,
                 scratch + MAXIMA + 16 * last_at, scratch + SUMS + 16 * last_at, scratch,
@@ -203,14 +207,15 @@ def _attend_run(
 
 
 @inner
-def _firsts(args, block, row, rows, position, heads, scratch):
+def _firsts(args, item, block, row, rows, position, heads, scratch):
     """Address of the first token of a block that rows from `row` on attend to; 0: all to all."""
     window = simd.peek_i64(args + WINDOW)
-    if window <= 0:
+    if window == 0:
         return 0
-    any_left_out = False
+    any_left_out, before = False, simd.peek_i64(item + _BEFORE)
     for i in range(rows):
-        first = position + (row + i) // heads + 1 - window - block * TOKENS
+        place = position + (row + i) // heads
+        first = first_seen(place, place + before, window) - block * TOKENS
         simd.poke_i64(scratch + FIRSTS + 8 * i, first)
         any_left_out = any_left_out or first > 0
     return scratch + FIRSTS if any_left_out else 0

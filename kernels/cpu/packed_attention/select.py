@@ -25,7 +25,7 @@ def select_blocks(
     packed: Sequence[PackedTokens],
     top: float,
     *,
-    window: int | None = None,
+    window: int = 0,
     threads: Pool | None = None,
 ) -> tuple[SelectedBlocks, ...]:
     """Choose `layer_cache.kept_blocks` of each row's blocks, of all parts together, per KV head.
@@ -63,7 +63,7 @@ def select_blocks(
         args = SelectArguments(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, kv_heads, dim,
             ctypes.addressof(descriptions), len(packed), first.ragged.positions.data_ptr(),
-            window or 0, longest, base, base + scratch, blocks.data_ptr(), width,
+            window, longest, base, base + scratch, blocks.data_ptr(), width,
             counts.data_ptr(), top,
         )  # fmt: skip
         workers.run(select_job.address, args, keep=descriptions)

@@ -13,6 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from qoff.kernels.cpu.attention.window import first_seen
 from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
@@ -25,6 +26,7 @@ from .scratch import FOLDED_BYTES, TOKENS
 _CHUNK = 64  # blocks to an item
 _AHEAD = 8  # blocks from the one that is scored to the one that is fetched
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
+_BEFORE = 8 * ITEM_FIELDS.index("tokens before")
 _LOWEST, _ABOVE = -(2**31), 2**31
 _ALMOST = 1e-9  # as `layer_cache.kept_blocks` has it
 
@@ -79,7 +81,10 @@ def _candidates(args, part, row):
     item = simd.peek_i64(part + ITEMS) + _ITEM_BYTES * row
     position, packed = simd.peek_i64(item + 24), simd.peek_i64(item + 32)
     window = simd.peek_i64(args + WINDOW)
-    first = max(0, position + 1 - window) // TOKENS if window > 0 else 0
+    first = 0
+    if window != 0:
+        before = simd.peek_i64(item + _BEFORE)
+        first = max(0, first_seen(position, position + before, window)) // TOKENS
     return first, max(0, packed // TOKENS - first)
 
 

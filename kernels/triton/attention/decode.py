@@ -37,7 +37,7 @@ from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .decode_tiles import attend_blocks, attend_ring, load_queries
-from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
+from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .merge import join, merge_bytes
 from .new_token import NewTokens, keep_new, load_new
 
@@ -65,6 +65,7 @@ def decode_attention_kernel(
     window,
     query_beta,
     query_every,
+    query_ahead,
     ring,  # W
     kv_heads,
     q_stride,
@@ -98,7 +99,7 @@ def decode_attention_kernel(
     at = head[None, :] * HEAD_DIM + channel[:, None]
     end = tl.load(length + s)
     in_blocks = tl.load(compressed + s)
-    first_key = tl.maximum(end - window, 0) if WINDOW else 0
+    first_key = tl.maximum(first_seen(end - 1, window, WINDOW), 0) if WINDOW else 0
     there = in_group < GROUP
     at_row = s
     if NEW:
@@ -111,7 +112,8 @@ def decode_attention_kernel(
             source, there, position, cos, sin, q_norm, eps, HEAD_DIM, PAIRS, TURNED, Q_NORM
         )
         if QUERY_SCALE:
-            factor = 1.0 + query_beta * tl.log(1.0 + (position // query_every).to(tl.float32))
+            steps = (position + query_ahead) // query_every
+            factor = 1.0 + query_beta * tl.log(1.0 + steps.to(tl.float32))
             q0 = (q0.to(tl.float32) * factor).to(q0.dtype)
             q1 = (q1.to(tl.float32) * factor).to(q1.dtype)
             q2 = (q2.to(tl.float32) * factor).to(q2.dtype)
@@ -207,7 +209,7 @@ def decode_attention(
     lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)
     if rows:
         fresh, strides = _NOTHING, (0, 0)
-        by = (0.0, 1) if shape.query_scale is None else astuple(shape.query_scale)
+        by = (0.0, 1, 0) if shape.query_scale is None else astuple(shape.query_scale)
         if new is not None:
             fresh = (step.row_start, new.key, new.value, *(new.tables or (None, None)), *new[3:5])
             strides = (new.key.stride(0), new.value.stride(0))
@@ -215,7 +217,7 @@ def decode_attention(
             (split.tiles, parts, sequences),
             q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
             sinks, step.resident_from, outs, lses, *fresh, shape.scale * LOG2E.value,
-            shape.soft_cap * LOG2E.value, shape.norm_eps, shape.window or 0, *by,
+            shape.soft_cap * LOG2E.value, shape.norm_eps, abs(shape.reach), *by,
             cache.recent_k.shape[1], shape.kv_heads, q.stride(0), *strides,
             run, step.table.stride(0), rows,
         )  # fmt: skip
@@ -277,7 +279,7 @@ def _bound(
     flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and of keys,
     channels of V that are rotated together.
     """
-    window, group = shape.window or 0, shape.heads // shape.kv_heads
+    (window, windowed), group = window_constants(shape), shape.heads // shape.kv_heads
     columns = _columns(group)
     config = config or _configured(device, dtype, form, columns)
     tiles, processors = shape.kv_heads * cdiv(group, columns), Gpu.of(device).processors
@@ -293,7 +295,7 @@ def _bound(
         COLUMNS=columns,
         PAIRS=max(16, next_power_of_2(form.head_dim // 4)),
         SOFT_CAP=shape.soft_cap != 0,
-        WINDOW=window != 0,
+        WINDOW=windowed,
         QUERY_SCALE=shape.query_scale is not None,
         PREFETCH=bool(config.prefetch) and use_asm(),
         STAGES=config.num_stages,

@@ -13,6 +13,7 @@ from functools import cache
 import triton
 import triton.language as tl
 
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 
 TOKENS = tl.constexpr(BLOCK_TOKENS)
@@ -106,6 +107,21 @@ def add_sink(sinks, head, inside, top, total):
     new_top = tl.maximum(top, sink)
     fade = tl.exp2(top - new_top)
     return new_top, total * fade + tl.exp2(sink - new_top), fade
+
+
+@triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """The oldest position that a query sees; below 0 for one before the first.
+
+    window: tokens; of a chunk, at whose multiples windows begin, where WINDOW is below 0.
+    """
+    return position - position % window if WINDOW < 0 else position - window + 1
+
+
+def window_constants(shape: HeadShape) -> tuple[int, int]:
+    """Of a window its tokens, and what kernels are compiled for: 1, -1 for chunks, 0 for none."""
+    size = abs(shape.reach)
+    return size, shape.reach // max(1, size)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ class OffloadedAttention:
                 part,
                 scale=self._shape.scale,
                 soft_cap=self._shape.soft_cap,
-                window=self._shape.window,
+                window=self._shape.reach,
                 out=out,
                 lse=lse,
             )

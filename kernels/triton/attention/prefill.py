@@ -28,7 +28,7 @@ from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 from qoff.kernels.triton.linear.nibbles import use_asm
 
-from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, form_constants
+from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .prefill_scratch import dequantize_blocks, scratch_heads
 from .prefill_tiles import attend, attend_rows, load_halves, load_packed_tile
 
@@ -82,7 +82,7 @@ def prefill_attention_kernel(
     head = kv_head * GROUP + index % GROUP
     inside = row < rows
     lowest = begin + (tile * ROWS) // GROUP
-    first_key = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
+    first_key = tl.maximum(first_seen(lowest, window, WINDOW), 0) if WINDOW else 0
     first_block = first_key // TOKENS
     if RESIDENT_FROM:
         older = tl.load(resident_from + s)
@@ -118,7 +118,7 @@ def prefill_attention_kernel(
                 record, HEAD_DIM, PAD, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE, ASM
             )
             key = b * TOKENS + tl.arange(0, TOKENS)
-            seen = key[None, :] > position[:, None] - window
+            seen = key[None, :] >= first_seen(position, window, WINDOW)[:, None]
             low, high, top, total = attend(
                 q_low, q_high, k_low, k_high, v_low, v_high, seen, scale, soft_cap,
                 low, high, top, total, SOFT_CAP, WINDOW, ASM,
@@ -185,7 +185,7 @@ def prefill_attention(
     if len(q) != len(k):
         raise OpError(f"{len(q)} rows of queries, but {len(k)} of keys")
     tokens, heads, dim = q.shape
-    step, form, window = cache.step, cache.form, shape.window or 0
+    step, form, (window, windowed) = cache.step, cache.form, window_constants(shape)
     sequences, kv_heads = len(step.start), shape.kv_heads
     group = heads // kv_heads
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
@@ -204,7 +204,7 @@ def prefill_attention(
     for first in range(0, kv_heads, piece or kv_heads):
         count = min(piece or kv_heads, kv_heads - first)
         if piece:
-            dequantize_blocks(cache, window, scratch, first, count)
+            dequantize_blocks(cache, shape, scratch, first, count)
         prefill_attention_kernel[(tiles, count, sequences)](
             q, k, v, step.row_start, step.start, cache.pool, step.table, step.packed,
             cache.recent_k, cache.recent_v, scratch[0], scratch[1], sinks, step.resident_from,
@@ -215,7 +215,7 @@ def prefill_attention(
             GROUP=group,
             ROWS=config.rows,
             SOFT_CAP=shape.soft_cap != 0,
-            WINDOW=window != 0,
+            WINDOW=windowed,
             SINKS=sinks is not None,
             RESIDENT_FROM=step.resident_from is not None,
             SCRATCH=bool(piece),

@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.launch.sizes import next_power_of_2
 from qoff.kernels.triton.linear.nibbles import use_asm
 
-from .kv_tiles import TOKENS, form_constants
+from .kv_tiles import TOKENS, first_seen, form_constants, window_constants
 from .prefill_tiles import load_packed_tile
 
 
@@ -35,7 +36,7 @@ def scratch_kernel(
         b += tl.load(resident_from + s) // TOKENS
     if b * TOKENS >= tl.load(compressed + s):
         return
-    if WINDOW and (b + 1) * TOKENS <= tl.load(start + s) - window + 1:
+    if WINDOW and (b + 1) * TOKENS <= first_seen(tl.load(start + s), window, WINDOW):
         return
     block = tl.load(block_table + s.to(tl.int64) * max_blocks + b).to(tl.int64)
     record = pool + (block * kv_heads + first_head + tl.program_id(1)) * NBYTES
@@ -53,14 +54,14 @@ def scratch_kernel(
 
 
 def dequantize_blocks(
-    cache: DeviceLayerCache, window: int, scratch: Tensor, first_head: int, heads: int
+    cache: DeviceLayerCache, shape: HeadShape, scratch: Tensor, first_head: int, heads: int
 ) -> None:
     """Dequantize the KV heads first_head.. of all blocks that any query can see.
 
     scratch: float16 [2, S, >= heads, tokens, D], written as K and V [S, heads, tokens, D] from
     the start of either half, without tokens before `cache.step.resident_from`.
     """
-    step, tokens = cache.step, scratch.shape[3]
+    step, tokens, (window, windowed) = cache.step, scratch.shape[3], window_constants(shape)
     if not tokens:
         return
     scratch_kernel[(tokens // TOKENS.value, heads, scratch.shape[1])](
@@ -68,7 +69,7 @@ def dequantize_blocks(
         scratch[1], window, step.table.stride(0), cache.pool.shape[1], first_head, tokens,
         **form_constants(cache.form),
         PAD=next_power_of_2(cache.form.half),
-        WINDOW=window != 0,
+        WINDOW=windowed,
         RESIDENT_FROM=step.resident_from is not None,
         ASM=use_asm(),
         num_warps=4,

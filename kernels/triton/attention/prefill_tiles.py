@@ -13,7 +13,14 @@ import triton.language as tl
 
 from qoff.kernels.triton.linear.nibbles import byte_values, dot16, low_high
 
-from .kv_tiles import TOKENS, cap_scores, load_code_rows, load_token_params, load_where
+from .kv_tiles import (
+    TOKENS,
+    cap_scores,
+    first_seen,
+    load_code_rows,
+    load_token_params,
+    load_where,
+)
 
 
 @triton.jit
@@ -136,7 +143,7 @@ def attend_rows(
         v_low, v_high = load_halves(values, row * value_stride, inside, HALF, PAD, CAUSAL or RING)
         seen = inside[None, :] & (key[None, :] <= position[:, None])
         if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - window)
+            seen = seen & (key[None, :] >= first_seen(position, window, WINDOW)[:, None])
         low, high, top, total = attend(
             q_low, q_high, k_low, k_high, v_low, v_high, seen, scale, soft_cap,
             low, high, top, total, SOFT_CAP, MASK, ASM,

@@ -56,7 +56,8 @@ def experts(
 ) -> Tensor:
     """Return residual + sum over t of topk_weights * (down @ f(gate_up @ x + bias) + bias), [M, H].
 
-    x: float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked, as that would wait for the
+    Where `mlp.weighs_input`, topk_weights multiply x in place of the outputs, in its dtype. x:
+    float16 or bfloat16 [M, H]; topk_ids: int64 [M, T], not checked, as that would wait for the
     GPU; topk_weights: float32 [M, T]; all contiguous. mlp: packing split32, every expert's codes
     and scales at multiples of 16 bytes; biases of any float dtype. Activations are rounded to the
     dtype of x, nothing else is but the result, which is in it, or in that of `out`. of: pairs and
@@ -79,9 +80,12 @@ def experts(
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         for first in range(0, len(x), together):
             part = slice(first, first + together)
-            chosen = topk_ids[part], topk_weights[part]
+            rows, chosen = x[part], (topk_ids[part], topk_weights[part])
+            if mlp.weighs_input:
+                rows = (rows[:, None] * chosen[1][..., None]).flatten(0, 1).to(x.dtype)
+                chosen = chosen[0], torch.ones_like(chosen[1])
             found: dict[int, Tiles] = {}
-            product = Product(x[part], *chosen, mlp.gate_up, gate_up_bias, mlp.activation)
+            product = Product(rows, *chosen, mlp.gate_up, gate_up_bias, mlp.activation)
             inner = _compute(product, block, found)
             product = Product(inner, *chosen, mlp.down, down_bias)
             add_up(_compute(product, block, found), out[part])

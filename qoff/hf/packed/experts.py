@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +125,10 @@ class QoffExperts(nn.Module):
         super().__init__()
         self.activation = activation
         module = self.__dict__["_replaced"] = cast(Any, replaced)  # its weights are on meta
-        self.has_bias = bool(module.has_bias)
-        for name in (f"{GATE_UP}_bias", f"{DOWN}_bias") if self.has_bias else ():
+        form = form_of(replaced)
+        assert form is not None
+        self.form = form
+        for name in (f"{GATE_UP}_bias", f"{DOWN}_bias") if form.has_bias else ():
             self.register_parameter(name, getattr(module, name))
 
     @property
@@ -142,7 +144,7 @@ class QoffExperts(nn.Module):
     def dense_shape(self, name: str) -> tuple[int, int, int]:
         """Experts, rows and columns of the matrices of a parameter."""
         count, rows, columns = getattr(self.replaced, name).shape
-        return (count, columns, rows) if self.replaced.is_transposed else (count, rows, columns)
+        return (count, columns, rows) if self.form.transposed else (count, rows, columns)
 
     def hold(self, name: str, packed: QExperts) -> None:
         """Take the matrices of a parameter."""
@@ -153,9 +155,7 @@ class QoffExperts(nn.Module):
         rows = torch.arange(self.dense_shape(name)[1])
         if name != GATE_UP:
             return rows
-        return (
-            from_halves(len(rows) // 2)(rows) if self.replaced.is_concatenated else from_pairs(rows)
-        )
+        return from_halves(len(rows) // 2)(rows) if self.form.halves else from_pairs(rows)
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """hidden_states: [..., H]; topk_ids: int64 [M, T]; topk_weights: [M, T]. Same shape."""
@@ -167,7 +167,7 @@ class QoffExperts(nn.Module):
         """What it computes with."""
         matrices = self.matrices
         gate_up, down = matrices[GATE_UP].qexperts, matrices[DOWN].qexperts
-        if not self.has_bias:
+        if not self.form.has_bias:
             return ExpertsMlp(gate_up, down, self.activation)
         bias = self._in_blocks(getattr(self, f"{GATE_UP}_bias"))
         return ExpertsMlp(gate_up, down, self.activation, bias, getattr(self, f"{DOWN}_bias"))
@@ -179,7 +179,7 @@ class QoffExperts(nn.Module):
             order, matrices = self.packed_rows(name), packed.qexperts
             rows = order.to(matrices.device)
             found = [matrices.expert(e).dequantize(dtype)[rows] for e in range(matrices.count)]
-            weight = torch.stack([x.T if module.is_transposed else x for x in found])
+            weight = torch.stack([x.T if self.form.transposed else x for x in found])
             module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
         for name, bias in self.named_parameters(recurse=False):
             module.register_parameter(name, bias)
@@ -200,6 +200,18 @@ class QoffExperts(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key != "_bias"}
 
 
+class QoffWeighedExperts(QoffExperts):
+    """Llama 4's experts, which get all tokens for each expert, times their weights."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """hidden_states: [experts * M, H]; 0 where a token did not choose an expert. Same shape."""
+        x, count = hidden_states.reshape(-1, hidden_states.shape[-1]), self.dense_shape(DOWN)[0]
+        chosen = x.detach().any(-1).nonzero()[:, 0]  # 0 becomes 0, as do gradients
+        ids = (chosen // max(1, len(x) // count))[:, None]
+        found = packed_experts(x[chosen], ids, torch.ones_like(ids, dtype=x.dtype), self.mlp())
+        return torch.zeros_like(x).index_copy(0, chosen, found.to(x.dtype))
+
+
 def qexperts_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QExperts:
     """Return the QExperts [E, N, K] that two tensors are. Raises OpError for others."""
     first = qtensor_of(codes[0], scale_min[0], shape)
@@ -214,9 +226,24 @@ def stacked(matrices: Sequence[QTensor]) -> QExperts:
     return qexperts_of(codes, scale_min, here[0].shape)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module has the experts of transformers' interface, gated, and nothing more."""
+class ExpertsForm(NamedTuple):
+    """How a module of transformers stores its experts."""
+
+    has_bias: bool
+    transposed: bool  # [experts, columns, rows]
+    halves: bool  # rows of gate before those of up, else in turn
+    kind: type[QoffExperts] = QoffExperts  # what takes its place
+
+
+def form_of(module: nn.Module) -> ExpertsForm | None:
+    """That of experts of transformers' interface, gated, and nothing more, and of Llama 4's.
+
+    None: a module is no such.
+    """
+    if type(module).__name__ == "Llama4TextExperts":
+        return ExpertsForm(False, True, True, QoffWeighedExperts)
     known = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-    if not all(hasattr(module, name) for name in known):
-        return False
-    return bool(module.has_gate) and not module.has_post_expert_norm
+    own: Any = module
+    if not all(hasattr(own, x) for x in known) or not own.has_gate or own.has_post_expert_norm:
+        return None
+    return ExpertsForm(bool(own.has_bias), bool(own.is_transposed), bool(own.is_concatenated))

@@ -16,7 +16,7 @@ from qoff.hf.packed.derived import (
     is_router,
     packed_like,
 )
-from qoff.hf.packed.experts import QoffExperts, is_experts
+from qoff.hf.packed.experts import QoffExperts, form_of
 from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.packed.module import PackedModule
 from qoff.kernels.layout.qexperts import QExperts
@@ -55,12 +55,13 @@ def experts_module(model: PreTrainedModel, path: str, activation: str) -> QoffEx
     module = model.get_submodule(path)
     if isinstance(module, QoffExperts):
         return module
-    if not is_experts(module):
+    form = form_of(module)
+    if form is None:
         raise UnsupportedModelError(
             f"{path}: is a {type(module).__name__}; only gated experts of transformers' own "
             "interface can be packed; use qoff.load"
         )
-    made = QoffExperts(module, activation).train(module.training)
+    made = form.kind(module, activation).train(module.training)
     model.set_submodule(path, made)
     return made
 
@@ -100,10 +101,10 @@ def restore(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _packed(module: nn.Module, packed: QTensor, name: str) -> PackedModule:
     made: PackedModule
-    if isinstance(module, nn.Linear):
-        made = QoffLinear(packed, module.bias, module.weight.dtype)
-    elif isinstance(module, nn.Embedding) or is_router(module):
+    if isinstance(module, nn.Embedding) or is_router(module):  # which may be a kind of linear
         made = packed_like(module, packed, cast(nn.Parameter, module.weight).dtype)
+    elif isinstance(module, nn.Linear):
+        made = QoffLinear(packed, module.bias, module.weight.dtype)
     else:
         raise UnsupportedModelError(
             f"{name}: is a {type(module).__name__}; only linears, embeddings and routers can be "

@@ -178,7 +178,7 @@ class Quantize(Operation):
         path, _, parameter = name.rpartition(".")
         module = experts_module(into.model, path, activation_of(into.model))
         order = module.packed_rows(parameter).argsort().to(weight.device)
-        dense = (x.T if module.replaced.is_transposed else x for x in weight)
+        dense = (x.T if module.form.transposed else x for x in weight)
         module.hold(parameter, stacked([self._packed(name, x[order].contiguous()) for x in dense]))
         into.missing.discard(name)
 

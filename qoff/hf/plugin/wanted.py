@@ -11,7 +11,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.hf.packed.derived import is_router
-from qoff.hf.packed.experts import DOWN, GATE_UP
+from qoff.hf.packed.experts import DOWN, GATE_UP, form_of
 from qoff.models.spec import DecoderSpec
 from qoff.quant.matrix import ROUTER_BITS
 
@@ -53,7 +53,8 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
             found.pop(source, None)
     for name in found:
         own = experts.get(name.rpartition(".")[0])
-        turned = own is not None and own.is_transposed
+        form = None if own is None else form_of(own)
+        turned = form is not None and form.transposed
         columns = model.get_parameter(name).shape[-2 if turned else -1]
         if columns % config.group_size:
             raise QuantizationError(

@@ -146,8 +146,10 @@ class _DenseExperts(Experts):
                 )
                 for name, bias in zip(MATRICES, biases, strict=True)
             )
-            y = down(activate(gate_up(x[token]), self.spec.activation))
-            hidden.index_add_(0, token, y * shares[token, place, None])
+            rows, share = x[token], shares[token, place, None]
+            rows = rows * share if self.spec.weighs_input else rows
+            y = down(activate(gate_up(rows), self.spec.activation))
+            hidden.index_add_(0, token, y if self.spec.weighs_input else y * share)
 
 
 class _WholeLayer(Layer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qoff.kernels.layout.heads import QueryScale
 from qoff.models.spec_parts import ExpertsSpec, unsupported
 
 from .family import Family, Fields, TensorNames, activation, biases, one_window, positive, windows
@@ -94,6 +95,39 @@ def _gpt_oss(config: Any) -> Fields:
     }
 
 
+def _llama4(config: Any) -> Fields:
+    """Layers with RoPE see their chunk; in others queries are scaled by position.
+
+    A token's expert is given its input times a weight.
+    """
+    layers = range(config.num_hidden_layers)
+    rotates = tuple(bool(x) for x in config.no_rope_layers)[: len(layers)]
+    if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
+        raise unsupported("attention_chunk_size", None, "a whole number above 0")
+    scale = QueryScale(float(config.attn_scale), config.floor_scale, ahead=1)
+    return {
+        **biases(config.attention_bias),
+        "intermediate_size": config.intermediate_size_mlp,
+        "rope_layers": rotates,
+        "sliding_window": windows(config),
+        "chunked": True,
+        "qk_norm": "unweighted" if config.use_qk_norm else "none",
+        "query_scale": scale if config.attn_temperature_tuning else None,
+        "scaled_layers": tuple(not x for x in rotates),
+        "experts": ExpertsSpec(
+            count=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            layers=tuple(i in config.moe_layers for i in layers),
+            shares="sigmoid",
+            normalized=False,
+            weighs_input=True,
+            activation=activation(config.hidden_act),
+            shared_size=config.intermediate_size,
+        ),
+    }
+
+
 def _everywhere(config: Any, **more: Any) -> ExpertsSpec:
     """Experts in all layers."""
     return ExpertsSpec(
@@ -128,6 +162,13 @@ FAMILIES = {
                 "mlp.experts.down_proj": "block_sparse_moe.output_linear",
             },
             stacked_experts="halves",
+        ),
+    ),
+    "llama4_text": Family(
+        "Llama 4 Scout 109B-A17B, Maverick 400B-A17B",
+        _llama4,
+        TensorNames(
+            modules={"mlp": "feed_forward"}, stacked_experts="column-halves", rope_pairs=True
         ),
     ),
     "gpt_oss": Family("gpt-oss 20B, 120B", _gpt_oss, TensorNames(stacked_experts="columns")),

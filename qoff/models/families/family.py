@@ -37,8 +37,9 @@ class TensorNames:
     fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
     after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
     stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
-    gate and up in turn; "rows": [experts, rows, columns], gate and up apart; "halves": the same,
-    gate above up. rope_pairs: neighbouring channels of queries and keys turn together.
+    gate and up in turn; "column-halves": the same, gate before up; "rows": [experts, rows,
+    columns], gate and up apart; "halves": the same, gate above up.
+    rope_pairs: neighbouring channels of queries and keys turn together.
     correction_in_row: the correction of a router is stored as [1, experts].
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
     that it is multiplied by from the right, and whether that is stored transposed.
@@ -53,7 +54,7 @@ class TensorNames:
     head: str = "lm_head.weight"
     fused_qkv: Literal["", "rows", "heads"] = ""
     fused_gate_up: bool = False
-    stacked_experts: Literal["", "columns", "rows", "halves"] = ""
+    stacked_experts: Literal["", "columns", "column-halves", "rows", "halves"] = ""
     rope_pairs: bool = False
     correction_in_row: bool = False
     norm_offset: float = 0.0
@@ -199,11 +200,12 @@ def positive(config: Any, key: str) -> float:
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer, from its `layer_types`."""
+    """The sliding window, or the chunk, of each layer, from its `layer_types`."""
     used = getattr(config, "use_sliding_window", True)
     kinds: Mapping[str, int | None] = {
         "full_attention": None,
-        "sliding_attention": config.sliding_window if used else None,
+        "sliding_attention": getattr(config, "sliding_window", None) if used else None,
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
     for kind in config.layer_types:
         if kind not in kinds:

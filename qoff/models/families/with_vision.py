@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from qoff.models.spec_parts import unsupported
 
-from . import gemma, llama
+from . import experts, gemma, llama
 from .family import Config, Family, Has, TensorNames, full_config
 
 
@@ -89,6 +89,11 @@ SOURCES: Mapping[str, Family] = {
         "Gemma 3 4B to 27B",
         gemma.FAMILIES,
         {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")},
+    ),
+    "llama4": _family(
+        "Llama 4",
+        experts.FAMILIES,
+        {"llama4_text": ("llama4_text", "Llama4ForCausalLM")},
     ),
     "mistral3": _family(
         "Mistral Small 3.1 and 3.2, Ministral 3",

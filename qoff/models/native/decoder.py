@@ -50,9 +50,10 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
             spec.norm_eps,
             spec.attention_soft_cap,
             0 if latent is None else latent.latent,
-            spec.query_scale,
+            spec.query_scale_of(layer),
+            spec.chunked,
         )
-        for window in spec.sliding_window
+        for layer, window in enumerate(spec.sliding_window)
     )
 
 
@@ -116,7 +117,7 @@ class Decoder:
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
         self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.head_shapes = head_shapes(spec)
-        self._layer = Layer(spec, ops, self.head_shapes)
+        self._layer = Layer(spec, ops, self.head_shapes, device)
         self._head = Linear(ops)
         # Logits are scaled in float32: by the head's op, or behind it.
         self._scaled = dtype == torch.float32

@@ -48,7 +48,7 @@ class Experts:
         x: their inputs. scores: the router's, [M, experts].
         """
         gate_up, down = self._matrices(weights)
-        mlp = ExpertsMlp(gate_up, down, self.spec.activation, *self._biases(weights))
+        mlp = self._mlp(gate_up, down, *self._biases(weights))
         self._ops.experts(x, *self.route(scores, weights), mlp, residual=hidden, out=hidden)
 
     def route(self, scores: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class Experts:
             found = yield from wait_for(run, wanted)
             wave = cast(ExpertWave, found[EXPERTS])
             biases = self._biases_of(wave, weights)
-            mlp = ExpertsMlp(wave.gate_up, wave.down, self.spec.activation, *biases)
+            mlp = self._mlp(wave.gate_up, wave.down, *biases)
             for choice in choices:
                 self._compute_wave(choice, wave, mlp, run.input[choice.part])
             left = [number for number in left if number not in wave.numbers]
@@ -119,6 +119,11 @@ class Experts:
                 of=(slots.numel(), self.spec.count),
             )
         choice.left &= ~there
+
+    def _mlp(self, gate_up: QExperts, down: QExperts, *biases: Tensor | None) -> ExpertsMlp:
+        """How these compute."""
+        spec = self.spec
+        return ExpertsMlp(gate_up, down, spec.activation, *biases, weighs_input=spec.weighs_input)
 
     def _biases(self, weights: Weights) -> list[Tensor | None]:
         """Those of gate and up and those of down, of all experts, [E, rows]; None for none."""

@@ -31,7 +31,14 @@ class Layer:
 
     MIXTURE = Experts
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape]) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        shapes: Sequence[HeadShape],
+        device: torch.device | None = None,
+    ) -> None:
+        """device: of hidden states."""
         self._spec, self._ops, self._shapes = spec, ops, shapes
         self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops)
@@ -39,6 +46,8 @@ class Layer:
         self._exact_linear = Linear(self._exact_ops)
         self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
+        unweighted = spec.qk_norm == "unweighted"
+        self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
 
     def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
@@ -81,7 +90,7 @@ class Layer:
             qkv = yield from self._linear(run, weights, names.QKV, out=workspace.qkv, norm=norm)
         else:
             qkv = yield from self._latent.queries(run, weights, norm)
-        q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
+        q_norm, k_norm = self._head_norms(layer, weights)
         attended = self._ops.attention(
             qkv,
             self._shapes[layer],
@@ -104,6 +113,13 @@ class Layer:
                 run, weights, name, attended, residual="hidden", out=out, end=end
             )
         )
+
+    def _head_norms(self, layer: int, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of the norms of queries and of keys."""
+        if self._ones is not None and self._spec.rope_layers[layer]:
+            return self._ones, self._ones
+        q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
+        return q_norm, k_norm
 
     def _mlp(self, weights: Weights, run: ForwardPass, attended: Tensor | None) -> Steps:
         """hidden += down(act(gate(norm(hidden))) * up(norm(hidden))), in parts of the tokens.
@@ -273,5 +289,6 @@ def layer_bytes(
         pairs = tokens * experts.top_k
         waves = pairs * (4 * hidden + 32) + min(pairs, WAVE_PAIRS) * hidden * (item + 4)
         waves *= tiled
-        rest = max(rest, routed + experts_bytes(some, *sizes) + shared + waves)
+        weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
+        rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves)
     return max(attention, rest + normed + 2 * aside)

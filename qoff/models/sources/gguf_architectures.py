@@ -98,6 +98,8 @@ def find(metadata: Metadata) -> Architecture:
         return _MIXTRAL
     if metadata.architecture == "deepseek2" and latent.is_v3(metadata):
         return _DEEPSEEK_V3
+    if metadata.architecture == "deepseek2" and not metadata.get("expert_count", 0):
+        return _YOUTU
     return ARCHITECTURES[metadata.architecture]
 
 
@@ -112,6 +114,14 @@ _DEEPSEEK_V3 = Architecture(
     modules=latent.MODULES,
     base=latent.base,
 )
+_YOUTU = Architecture(
+    "youtu",
+    "YoutuForCausalLM",
+    latent.youtu,
+    rope_pairs=True,
+    modules=latent.MODULES,
+    base=latent.base,
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         "deepseek_v2",
@@ -122,6 +132,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         base=latent.base,
     ),
     "llama": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
+    "mistral3": Architecture(
+        "ministral3", "Ministral3ForCausalLM", dense.mistral3, rope_pairs=True
+    ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", dense.llama, rope_pairs=True),
@@ -170,6 +183,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", experts.ernie4_5_moe, rope_pairs=True
     ),
+    "llama4": Architecture("llama4_text", "Llama4ForCausalLM", experts.llama4, rope_pairs=True),
     "gpt-oss": Architecture(
         "gpt_oss", "GptOssForCausalLM", experts.gpt_oss, modules=_NORM_BEHIND_ATTENTION
     ),

@@ -17,9 +17,25 @@ from .gguf_fields import (
 )
 from .gguf_metadata import Metadata
 
+_POSITIONS = "max_position_embeddings"
+
 
 def llama(metadata: Metadata, config: Config) -> Config:
     return {**dense(metadata), "mlp_bias": has_bias(metadata, "ffn_up")}
+
+
+def mistral3(metadata: Metadata, config: Config) -> Config:
+    """Ministral 3: YaRN, whose `mscale` is 1, and queries scaled by position."""
+    metadata.only("expert_count", 0)
+    rope = dict(config["rope_parameters"])
+    if (beta := metadata.get("attention.temperature_scale")) is not None and beta != 0:
+        every = metadata.get("rope.scaling.original_context_length", config[_POSITIONS])
+        metadata.only("attention.temperature_length", every)
+        rope |= {"llama_4_scaling_beta": beta, f"original_{_POSITIONS}": every}
+    multiplier = metadata.get("rope.scaling.yarn_log_multiplier", 0.0)
+    if rope["rope_type"] == "yarn" and multiplier:
+        rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    return {**rms(metadata), "sliding_window": None, "rope_parameters": rope}
 
 
 def qwen(metadata: Metadata, config: Config) -> Config:

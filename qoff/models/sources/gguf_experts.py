@@ -8,6 +8,7 @@ from .gguf_fields import Config, attention_bias, rms, scales, windows
 from .gguf_metadata import Metadata
 
 _INNER = "expert_feed_forward_length"
+_LLAMA4_CHUNK = 8192  # tokens
 SOFTMAX, SIGMOID = (0, 1), (0, 2)  # of `expert_gating_func`
 
 
@@ -145,6 +146,30 @@ def qwen2_moe(metadata: Metadata, config: Config) -> Config:
 def qwen3_moe(metadata: Metadata, config: Config) -> Config:
     found = _qwen_moe(metadata, config, normalized=True)
     return {**found, "attention_bias": attention_bias(metadata)}
+
+
+def llama4(metadata: Metadata, config: Config) -> Config:
+    """Chunks, layers without RoPE, factors of queries and norms are as llama.cpp has them.
+
+    That knows the model without norms, Maverick, by its 128 experts.
+    """
+    metadata.only("attention.sliding_window", _LLAMA4_CHUNK)
+    experts = _experts(metadata, "num_local_experts", SIGMOID)
+    layers = range(config["num_hidden_layers"])
+    return {
+        **rms(metadata),
+        **experts,
+        "intermediate_size": metadata.need(_INNER),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "moe_layers": [i for i in layers if metadata.has(f"blk.{i}.ffn_gate_inp.weight")],
+        "attention_chunk_size": _LLAMA4_CHUNK,
+        "no_rope_layer_interval": 4,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": _LLAMA4_CHUNK,
+        "use_qk_norm": experts["num_local_experts"] != 128,
+        "attention_bias": attention_bias(metadata),
+    }
 
 
 def gpt_oss(metadata: Metadata, config: Config) -> Config:

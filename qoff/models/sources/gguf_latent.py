@@ -18,7 +18,7 @@ from qoff.errors import FormatError
 from qoff.quant import GGUFFile, QTensor
 
 from .gguf_experts import SIGMOID, SOFTMAX, deepseek
-from .gguf_fields import Config, common
+from .gguf_fields import Config, common, rms
 from .gguf_metadata import Metadata
 
 _KEYS, _VALUES, _BOTH = ".attn_k_b.weight", ".attn_v_b.weight", ".attn_kv_b.weight"
@@ -95,6 +95,11 @@ def deepseek_v3(metadata: Metadata, config: Config) -> Config:
         **_groups(metadata),
         "attention_bias": False,
     }
+
+
+def youtu(metadata: Metadata, config: Config) -> Config:
+    """A model without experts."""
+    return {**rms(metadata), **_latent(metadata, config), "attention_bias": False}
 
 
 class Joined:

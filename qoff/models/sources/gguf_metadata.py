@@ -46,6 +46,8 @@ _FIELDS: Fields = {  # after the architecture's name
     "attention.sliding_window": _SIZE,
     "attention.sliding_window_pattern": either(_SIZE, _NUMBERS),
     "attention.causal": SWITCH,
+    "attention.temperature_scale": _FACTOR,
+    "attention.temperature_length": _SIZE,
     "feed_forward_length": _COUNT,
     "expert_feed_forward_length": _COUNT,
     "expert_shared_feed_forward_length": _SIZE,
@@ -84,7 +86,11 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-_HEEDED = {"deepseek2": ("expert_group_count", "rope.scaling.yarn_log_multiplier")}
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_HEEDED = {
+    "deepseek2": ("expert_group_count", _LOG_MULTIPLIER),
+    "mistral3": ("attention.temperature_scale", _LOG_MULTIPLIER),
+}
 
 
 class Metadata:

@@ -105,10 +105,31 @@ def _llama3(metadata: Metadata, dim: int, theta: float) -> dict[str, Any]:
                 "high_freq_factor": _HIGH,
                 "original_max_position_embeddings": original,
             }
+    if (original := _step(wavelengths, factors, factor)) is not None:
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": _LOW,
+            "high_freq_factor": _LOW,
+            "original_max_position_embeddings": original,
+        }
     raise UnsupportedModelError(
         f"{metadata.path}: {_LLAMA3} does not hold the factors of rope_type 'llama3'; "
         "convert the model's safetensors checkpoint instead"
     )
+
+
+def _step(wavelengths: Tensor, factors: Tensor, factor: float) -> int | None:
+    """A length between those that are not divided and those that are; None: others are between.
+
+    Llama 4 has no lengths in which the two are mixed.
+    """
+    short = int((factors == 1).sum())
+    whole = bool((factors[:short] == 1).all() and (factors[short:] == factor).all())
+    if not whole or not 0 < short < len(factors):
+        return None
+    low, high = (float(x) for x in wavelengths[short - 1 : short + 1])
+    return _ORIGINAL if low < _ORIGINAL < high else round(math.sqrt(low * high))
 
 
 def _divisors(wavelengths: Tensor, factor: float, original: int) -> Tensor:
