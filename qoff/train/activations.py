@@ -165,10 +165,10 @@ class Activations:
         if not self._bound or key in self._costs:
             yield
             return
-        start = time.perf_counter()
+        start = _now(x)
         with self._counting(x, layer, given, flat) as tally:
             yield
-        self._costs[key] = Cost(tally.nbytes, time.perf_counter() - start, tally.on_stage)
+        self._costs[key] = Cost(tally.nbytes, _now(x) - start, tally.on_stage)
 
     def cost(self, i: int, shape: Shape) -> Cost | None:
         """What was measured of a layer with inputs of a shape."""
@@ -274,6 +274,13 @@ def chosen(costs: Mapping[Place, Cost], bound: int) -> set[Place]:
             found.add(place)
             at -= size
     return found
+
+
+def _now(x: Tensor) -> float:
+    """Seconds, when all has been computed on the device of a tensor."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()
 
 
 _NOTHING = torch.full((), float("nan"))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qoff.memory.arena import PAGE, round_up
 
-from .homes import Home, Homes
+from .homes import Home, Link, Read
 
-STAGES = 3  # on their way to disk, or from there
+STAGES = 3  # on their way to where they are kept, or from there
 STAGES_WITHOUT_COLUMN = 6  # an input and a gradient at work, the next two, two on their way out
 _Form: TypeAlias = tuple[torch.Size, torch.dtype]
 _Key: TypeAlias = tuple[int, int]  # unit and micro-batch
@@ -31,24 +31,24 @@ class Boundaries:
     column: memory for the hidden states, or gradients, that are at work, one for each micro-batch;
     empty where those have no room: then a unit reads its input from where that is kept, and
     gradients have homes, too. homes: of inputs by unit and micro-batch, and of gradients behind
-    those where there is no column. stages: for those on disk.
+    those where there is no column. stages: for those that are not here.
     """
 
     def __init__(
         self,
-        homes: Homes,
+        link: Link,
         column: Sequence[Tensor],
         inputs: Sequence[Sequence[Home]],
         stages: Sequence[Tensor],
     ) -> None:
-        self._homes, self._column, self._inputs = homes, column, inputs
+        self._link, self._column, self._inputs = link, column, inputs
         self._gradients = len(inputs) - (not column)  # the number of their row, where they have one
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for stage in stages:
             self._free.put(stage)
         self._most = len(stages) - (1 if column else 2)  # reads at once
         self._writes: dict[_Key, Future[None]] = {}
-        self._reads: dict[_Key, tuple[Tensor, Future[None]]] = {}
+        self._reads: dict[_Key, tuple[Tensor, Read]] = {}
         self._held: list[_Key] = []  # of the reads, by who called `_load`
         self._forms: dict[int, _Form] = {}  # of what is in the column
         self._saved: dict[_Key, _Form] = {}  # of inputs and gradients, by unit and micro-batch
@@ -120,14 +120,15 @@ class Boundaries:
     def _keep(self, key: _Key, now: Tensor) -> Tensor:
         home = self._home(key)
         self._saved[key] = form = now.shape, now.dtype
-        if home.memory is not None:
-            place = _view(home.memory, form)
+        memory = self._link.here(home)
+        if memory is not None:
+            place = _view(memory, form)
             place.copy_(now)
             return place
         stage = self._free.get()
         place = _view(stage, form)
         place.copy_(now)
-        self._writes[key] = self._homes.write(
+        self._writes[key] = self._link.write(
             home, stage[: round_up(now.nbytes, PAGE)], lambda: self._free.put(stage)
         )
         return place
@@ -139,10 +140,10 @@ class Boundaries:
         while self._held:
             self._drop(self._held.pop())
         for key in wanted:
-            if self._home(key).memory is None and key not in self._reads:
+            if self._here(key) is None and key not in self._reads:
                 self._read(key, again)
         for key in ahead:
-            if self._home(key).memory is not None or key in self._reads:
+            if self._here(key) is not None or key in self._reads:
                 continue
             # A gradient is there again when the unit before has made it.
             if len(self._reads) >= self._most or key not in self._writes:
@@ -151,7 +152,7 @@ class Boundaries:
         return [self._view(key) for key in wanted]
 
     def _view(self, key: _Key) -> Tensor:
-        memory = self._home(key).memory
+        memory = self._here(key)
         if memory is None:
             memory, read = self._reads[key]
             self._held.append(key)
@@ -162,12 +163,15 @@ class Boundaries:
         (self._writes[key] if again else self._writes.pop(key)).result()
         stage, (shape, dtype) = self._free.get(), self._saved[key]
         nbytes = round_up(shape.numel() * dtype.itemsize, PAGE)
-        self._reads[key] = stage, self._homes.read(self._home(key), stage[:nbytes])
+        self._reads[key] = stage, self._link.read(self._home(key), stage[:nbytes])
 
     def _drop(self, key: _Key) -> None:
         stage, read = self._reads.pop(key)
         read.exception()
         self._free.put(stage)
+
+    def _here(self, key: _Key) -> Tensor | None:
+        return self._link.here(self._home(key))
 
     def _home(self, key: _Key) -> Home:
         i, m = key

@@ -8,19 +8,23 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from qoff.memory.arena import PAGE, round_up
+from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.io.copy_stream import CopyStream
 
-from . import factored
+from . import factored, stays
 from . import tiles as tiles_module
 from .activations import Activations
 from .boundaries import STAGES, STAGES_WITHOUT_COLUMN, Boundaries
 from .delayed import Delayed, NextWeights
 from .embedding import by_rows
 from .frozen import FrozenWeights
+from .generators import Generators
+from .gpu_link import BUFFERS as STAGING_BUFFERS
+from .gpu_link import GpuLink
 from .gradients import Gradients
 from .head import FusedHead
-from .held import HeldUnits
-from .homes import Home, Homes
+from .held import HeldUnits, OuterWeights
+from .homes import Home, Homes, Link
 from .placement import Placement, Sizes
 from .slots import SLOTS, WeightSlots
 from .step import Engine, Parts
@@ -38,21 +42,40 @@ def engine_of(
     placement: Placement,
     homes: Homes,
     kept: tuple[int, int],
+    streams: tuple[CopyStream, CopyStream] | None = None,
 ) -> Engine:
-    """Move weights to their homes and make what computes steps. kept: bounds of activations."""
+    """Move weights to their homes and make what computes steps.
+
+    kept: bounds of activations. streams: to a GPU that computes, and from it.
+    """
     units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
     rows = placement.device
     copies = 2 if sizes.delayed else 1
+    device = torch.device("cpu") if streams is None else streams[0].device
+    near = homes.device if streams is None else homes.host  # where units are stepped
+    of_near = placement.device if streams is None else placement.host
 
-    def memory(what: str, parts: int) -> list[Tensor]:
-        each = rows[what] // parts
-        return [homes.device.alloc(each, what) for _ in range(parts)] if each else []
+    def memory(what: str, parts: int, arena: Arena = homes.device) -> list[Tensor]:
+        each = (rows if arena is homes.device else of_near).get(what, 0) // parts
+        return [arena.alloc(each, what) for _ in range(parts)] if each else []
 
-    (outer,) = memory("weights outside of layers", 1) or [torch.empty(0, dtype=torch.uint8)]
-    outer_grads = memory("their gradients", copies) or [torch.empty(0, dtype=torch.uint8)] * copies
-    slots = memory("slots of weights", SLOTS * copies)
+    def one(what: str, arena: Arena, parts: int = 1) -> list[Tensor]:
+        return memory(what, parts, arena) or [torch.empty(0, dtype=torch.uint8)] * parts
+
+    link: Link = homes
+    if streams is not None:
+        link = gpu_link = GpuLink(homes, *streams, memory("staging buffers", STAGING_BUFFERS, near))
+        homes.closes(gpu_link.close)
+    (outer,) = one("weights outside of layers", near)
+    outer_grads = one("their gradients", near, copies)
+    outer_here, grads_here = outer, outer_grads[0]
+    if streams is not None:
+        (outer_here,) = one("weights outside of layers", homes.device)
+        (grads_here,) = one("their gradients", homes.device)
+    slots = memory("slots of weights", SLOTS * copies, near)
+    slots_here = slots[:SLOTS] if streams is None else memory("slots of weights", SLOTS)
     at_work = memory("gradients at work", 2)
-    on_way = memory("states on their way", BUFFERS)
+    on_way = memory("states on their way", BUFFERS, near)
     column = memory("hidden states", sizes.micro_batches)
     stages = memory("inputs on their way", STAGES if column else STAGES_WITHOUT_COLUMN)
     weights, later = (
@@ -78,17 +101,15 @@ def engine_of(
         for i, (unit, form) in enumerate(zip(units, sizes.forms, strict=False))
     ]
     of_tiles, states_of_tiles = _homes_of_tiles(homes, sizes, placement)
-    own = [
-        homes.device.alloc(round_up(4 * n, PAGE), "moments by rows and columns")
-        for n in sizes.factored
-    ]
+    own = [near.alloc(round_up(4 * n, PAGE), "moments by rows and columns") for n in sizes.factored]
     moments = [
         factored.FactoredMoments(unit, memory.view(torch.float32))
         for unit, memory in zip(units, own, strict=False)
     ]
     all_states = [*states, *states_of_tiles]
     updater = Updater(homes, sizes.forms, all_states, on_way, moments or [None] * len(all_states))
-    flat_outer = units[-1].flat(outer)
+    outer_home = Home("weights outside of layers", len(outer), outer)
+    held_outer = OuterWeights(units[-1], outer_here, outer_home, link)
     for i, unit in enumerate(units):
         place = outer if i == count else weights[i].memory
         flat = unit.flat(slots[0] if place is None else place)
@@ -97,7 +118,12 @@ def engine_of(
         updater.begin(i, unit, flat)
         if place is None:
             homes.write(weights[i], slots[0][: weights[i].nbytes], lambda: None).result()
-        unit.bind(None if place is None else flat)
+        unit.on(device)
+        unit.bind(None if place is None or streams is not None else flat)
+    held_outer.arrive()
+    units[-1].bind(held_outer.flat)
+    if streams is not None:
+        stays.move(model, homes)
     tiles = Tiles(
         homes,
         sizes.tiles,
@@ -111,9 +137,16 @@ def engine_of(
     homes.moved.clear()
     frozen = FrozenWeights(layers)
     frozen.order()
-    stay = [Home("weights", len(x), x) for x in (outer, *own)]
-    sums = Gradients(homes, units, outer_grads[0], at_work, gradients)
-    held = HeldUnits(units, WeightSlots(homes, weights, slots[:SLOTS]), frozen, flat_outer)
+    stay = [outer_home, *(Home("weights", len(x), x) for x in own)]
+    landing, grads_home = list[Tensor](), None
+    if streams is not None:
+        landing = memory("gradients on their way", 2, near)
+        grads_home = Home("gradients outside of layers", len(outer_grads[0]), outer_grads[0])
+    sums = Gradients(homes, link, units, grads_here, at_work, gradients, landing, grads_home)
+    served = stepped = WeightSlots(link, weights, slots_here)
+    if streams is not None:
+        stepped = WeightSlots(homes, weights, slots[:SLOTS])
+    held = HeldUnits(units, served, stepped, frozen, held_outer)
     saved, delayed = [*stay, *chain.from_iterable(all_states), *(x.weights for x in of_tiles)], None
     if gradients is not None and sizes.delayed:
         saved += [*gradients, Home("gradients", len(outer_grads[1]), outer_grads[1])]
@@ -122,17 +155,20 @@ def engine_of(
         delayed = Delayed(held, sums, updater, after, waits)
     by_rows(model, sums.sum_of)
     logits = memory("logits", 1)
-    head.begin(logits[0] if logits else torch.empty(0, dtype=torch.uint8), sums.sum_of)
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    head.begin(logits[0] if logits else none, sums.sum_of)
     parts = Parts(
         model,
         head,
         held,
-        Boundaries(homes, column, inputs, stages),
+        Boundaries(link, column, inputs, stages),
         Activations(kept[0], lambda i: not frozen.has(i) and i not in tiles.layers, swaps),
         sums,
         updater,
         Stepping(held, sums, updater, delayed, tiles),
         saved,
+        device,
+        Generators(device),
     )
     return Engine(parts, layers)
 

@@ -30,12 +30,14 @@ from qoff.schema import (
 )
 
 from .delayed import Pending
+from .generators import State
 from .homes import Home, Homes
 from .layout import FlatUnit
 from .loss_scale import LossScale
 from .optimizers import Optimizer
 
 _HEADER, _VERSION = "run.json", 1
+_OF_GPU = 16  # bytes of a GPU's generator: seed and offset
 _STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
 _LOSS_SCALE: Fields = {"value": number(1, 2.0**1000, "a number from 1"), "good": whole(0)}
 _PENDING: Fields = {"step": whole(0), "scale": number(0, 2.0**1000, "a number from 0")}
@@ -47,6 +49,7 @@ _FIELDS: Fields = {
     ),
     "steps": whole(0),
     "random": TEXT,
+    "random_gpu": nothing_or(TEXT),
     "loss_scale": nothing_or(object_of(_LOSS_SCALE)),
     "pending": nothing_or(object_of(_PENDING)),
     "run": Kind("an object", lambda x: isinstance(x, dict)),
@@ -55,13 +58,13 @@ _FIELDS: Fields = {
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. random: of torch's generator. position: the caller's, in its data.
+    """How far a run is. random: of generators. position: the caller's, in its data.
 
     loss_scale: of a run in float16. pending: of one whose updates are delayed.
     """
 
     steps: int
-    random: torch.Tensor
+    random: State
     position: Any
     loss_scale: LossScale | None = None
     pending: Pending | None = None
@@ -106,7 +109,8 @@ def save(
         "version": _VERSION,
         "states": states,
         "steps": now.steps,
-        "random": base64.b64encode(now.random.numpy().tobytes()).decode(),
+        "random": _encoded(now.random[0]),
+        "random_gpu": _encoded(now.random[1]) if len(now.random) > 1 else None,
         "position": now.position,
         "loss_scale": None if now.loss_scale is None else asdict(now.loss_scale),
         "pending": None if now.pending is None else asdict(now.pending),
@@ -147,7 +151,10 @@ def opened(
     header = read_object(folder / _HEADER, "name a folder that training.save has written")
     check(header, _FIELDS, folder / _HEADER)
     _check_run(header["run"], run, folder)
-    random = _decoded(header["random"], folder)
+    random = _decoded(header["random"], folder, torch.get_rng_state().numel())
+    states: State = (random,)
+    if header.get("random_gpu") is not None:
+        states += (_decoded(header["random_gpu"], folder, _OF_GPU),)
     path, wanted = folder / header["states"], sum(home.nbytes for home in kept)
     with io_errors(folder, DiskReadError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -158,7 +165,7 @@ def opened(
             scale, waits = header.get("loss_scale"), header.get("pending")
             known = None if scale is None else LossScale(**scale)
             pending = None if waits is None else Pending(**waits)
-            yield fd, Progress(header["steps"], random, header.get("position"), known, pending)
+            yield fd, Progress(header["steps"], states, header.get("position"), known, pending)
         finally:
             os.close(fd)
 
@@ -183,12 +190,16 @@ def _write(path: Path, homes: Homes, kept: Sequence[Home]) -> None:
         os.close(fd)
 
 
-def _decoded(random: str, folder: Path) -> torch.Tensor:
+def _encoded(random: torch.Tensor) -> str:
+    return base64.b64encode(random.numpy().tobytes()).decode()
+
+
+def _decoded(random: str, folder: Path, nbytes: int) -> torch.Tensor:
     try:
         found = base64.b64decode(random, validate=True)
     except ValueError:
         found = b""
-    if len(found) != torch.get_rng_state().numel():
+    if len(found) != nbytes:
         raise FormatError(f"{folder / _HEADER}: random is no state of torch's generator")
     return torch.tensor(list(found), dtype=torch.uint8)
 

@@ -104,7 +104,7 @@ class Delayed:
                 partial(self._done, i),
             )  # fmt: skip
         self._last = partial(
-            self._updater.submit, last, units[last], rule, lambda: self._held.outer,
+            self._updater.submit, last, units[last], rule, lambda: self._held.outer.stepped,
             lambda: self._outer, lambda: None,
         )  # fmt: skip
         return True
@@ -122,6 +122,7 @@ class Delayed:
             for update in self._running.values():
                 update.result()
             self._weights.turn()
+            self._held.outer.arrive()
         finally:
             self._updater.wait()
             self._weights.stop()
@@ -133,7 +134,7 @@ class Delayed:
     def keep(self, step: int, scale: float) -> None:
         """The gradients of a step are complete: they wait from now on. Raises DiskWriteError."""
         self._gradients.settle()
-        self._outer.copy_(self._gradients.outer)
+        self._outer.copy_(self._gradients.take_outer())
         self.pending = Pending(step, scale)
 
     def _flat(self, i: int) -> Tensor:

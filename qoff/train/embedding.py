@@ -42,7 +42,10 @@ class EmbeddingRows:
         padding = self._module.padding_idx
         if padding is not None:
             given = given.masked_fill((flat == padding)[:, None], 0)
-        total.index_add_(0, flat, given)
+        if total.is_cuda:  # where `index_add_` sums in any order
+            total.index_put_((flat,), given, accumulate=True)
+        else:
+            total.index_add_(0, flat, given)
 
 
 class _Rows(torch.autograd.Function):

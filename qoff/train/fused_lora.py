@@ -26,7 +26,7 @@ class FusedLora:
     """Takes the place of the `forward` of PEFT's linear layer, and is as that computes.
 
     It is called where there is more to do than the product: several adapters, dropout, DoRA,
-    biases that learn, other dtypes than float32.
+    biases that learn, other dtypes than float32, a GPU.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -57,7 +57,7 @@ class FusedLora:
         learns = learns or (bias is not None and bias.requires_grad)
         drops = layer.training and not isinstance(dropout, nn.Identity)
         wide = all(t.dtype == torch.float32 for t in (x, a.weight, b.weight))
-        if learns or drops or not wide or torch.is_autocast_enabled("cpu"):
+        if learns or drops or not (wide and x.is_cpu) or torch.is_autocast_enabled("cpu"):
             return None
         return _Adapter(a.weight, b.weight, layer.scaling[name])
 
@@ -95,7 +95,7 @@ class _Fused(torch.autograd.Function):
 
 
 def fuse(model: nn.Module) -> int:
-    """Fuse the LoRA layers beside packed matrices on the CPU; returns how many."""
+    """Fuse the LoRA layers beside packed matrices, for the CPU; returns how many."""
     try:
         from peft.tuners.lora.layer import Linear
     except ModuleNotFoundError:

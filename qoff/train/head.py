@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qoff.errors import UnsupportedModelError
-from qoff.hf.packed.linear import QoffLinear
+from qoff.hf.packed.linear import QoffLinear, packed_linear
 from qoff.kernels.dequantize import times_matrix
 from qoff.kernels.ops import ops_for
 
@@ -130,7 +130,8 @@ class FusedHead:
         used = (wanted != _IGNORED).nonzero()[:, 0]
         count = len(used) if num_items_in_batch is None else float(num_items_in_batch)
         flat, factor = hidden.detach().reshape(-1, hidden.shape[-1]), share / count
-        grad, total = torch.zeros_like(flat) if learns else None, torch.zeros(())
+        total = torch.zeros((), device=flat.device)
+        grad = torch.zeros_like(flat) if learns else None
         compute = self._of_linear if self._is_linear else self._of_any
         piece = max(1, self._memory.numel() // self._head.out_features) if self._is_linear else 256
         with torch.no_grad():
@@ -151,8 +152,10 @@ class FusedHead:
         weight, bias = self._head.weight, self._head.bias
         packed = self._head.qtensor if type(self._head) is QoffLinear else None
         logits = self._memory[: len(x) * self._head.out_features].view(len(x), -1)
-        if packed is not None:
+        if packed is not None and x.is_cpu:
             ops_for(x.device).w4_linear(x.float().contiguous(), packed, out=logits)
+        elif packed is not None:
+            logits.copy_(packed_linear(x, packed))
         elif weight.dtype == torch.float32:
             torch.mm(x, weight.t(), out=logits)
         else:
@@ -170,7 +173,8 @@ class FusedHead:
         if bias is not None and bias.requires_grad:
             self._sum_of(bias).add_(logits.sum(0))
         if packed is not None:
-            return loss, times_matrix(logits, packed).to(x.dtype)
+            given = logits if x.is_cpu else logits.to(x.dtype)
+            return loss, times_matrix(given, packed).to(x.dtype)
         narrow = logits.to(weight.dtype)
         if weight.requires_grad:
             place = self._sum_of(weight)

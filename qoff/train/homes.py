@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
 from qoff.memory import DiskReader
-from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.arena import PAGE, TierArenas, round_up
+from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.ranges import read_all, write_all
 from qoff.memory.io.spill import SpillFile
 
@@ -27,15 +30,51 @@ class Home:
     offset: int = 0
 
 
+class Read(Protocol):
+    """Bytes on their way to where they are computed with."""
+
+    def result(self) -> None:
+        """What is computed from now on has them. Raises DiskReadError."""
+
+    def exception(self) -> BaseException | None:
+        """Wait until no byte moves any more; what went wrong."""
+
+
+class Link(Protocol):
+    """Between homes and memory that is computed with: `Homes` on a CPU, `GpuLink` on a GPU."""
+
+    def here(self, home: Home) -> Tensor | None:
+        """The memory of a home, if that is computed with as it is."""
+
+    def read(self, home: Home, into: Tensor) -> Read:
+        """Start reading the first bytes of a home that is not here."""
+
+    def write(self, home: Home, source: Tensor, then: Callable[[], None]) -> Future[None]:
+        """Start writing to a home that is not here; `then` is called when it has ended."""
+
+
 class Homes:
     """The arenas of device and host, and the spill file behind them."""
 
-    def __init__(self, device: int, host: int, disk: int, folder: Path | None) -> None:
-        """Bytes of each. Raises BudgetError and DiskWriteError for what cannot be had."""
-        self.device, self.host = Arena("device", device), Arena("host", host)
-        self.moved: Counter[str] = Counter()  # bytes, by what and "read" or "written"
-        self._next, self._disk = 0, disk
+    def __init__(
+        self,
+        device: int,
+        host: int,
+        disk: int,
+        folder: Path | None,
+        stream: CopyStream | None = None,
+    ) -> None:
+        """Bytes of each. stream: of a GPU, whose memory is the device's; host memory is pinned.
+
+        Raises BudgetError and DiskWriteError for what cannot be had.
+        """
         self._resources = ExitStack()
+        arenas = TierArenas({"device": device, "host": host}, stream)
+        self._resources.callback(arenas.close)
+        self.device, self.host = arenas.arenas["device"], arenas.arenas["host"]
+        self.moved: Counter[str] = Counter()  # bytes, by what and "read" or "written"
+        self._counting = threading.Lock()
+        self._next, self._disk = 0, disk
         self._spill: SpillFile | None = None
         if disk:
             assert folder is not None
@@ -47,6 +86,19 @@ class Homes:
                 self._resources.close()
                 raise
             self._resources.callback(self._spill.close)
+
+    def count(self, what: str, nbytes: int) -> None:
+        """Bytes that move, in any thread."""
+        with self._counting:
+            self.moved[what] += nbytes
+
+    def here(self, home: Home) -> Tensor | None:
+        """The memory of a home, if it is not on disk."""
+        return home.memory
+
+    def closes(self, one: Callable[[], None]) -> None:
+        """Call this before all else is closed."""
+        self._resources.callback(one)
 
     def home(self, what: str, nbytes: int, in_memory: bool) -> Home:
         """A new home of whole pages."""
@@ -60,7 +112,7 @@ class Homes:
     def read(self, home: Home, into: Tensor) -> Future[None]:
         """Start reading from disk; the first bytes of a home that is there."""
         assert self._spill is not None
-        self.moved[f"{home.what} read"] += into.nbytes
+        self.count(f"{home.what} read", into.nbytes)
         return self._spill.read(home.offset, into)
 
     def write(self, home: Home, source: Tensor, then: Callable[[], None]) -> Future[None]:
@@ -69,7 +121,7 @@ class Homes:
         The future is done after `then`: who waits for it sees what that has changed.
         """
         assert self._spill is not None
-        self.moved[f"{home.what} written"] += source.nbytes
+        self.count(f"{home.what} written", source.nbytes)
         ended: Future[None] = Future()
 
         def end(write: Future[None]) -> None:
@@ -101,5 +153,3 @@ class Homes:
     def close(self) -> None:
         """Stop all moves and let go of all memory."""
         self._resources.close()
-        for arena in (self.device, self.host):
-            arena.close()

@@ -71,6 +71,10 @@ class FlatUnit:
         for shape, start, stop in zip(self.shapes.values(), starts, starts[1:], strict=False):
             yield flat[start + shape.numel() : stop]
 
+    def on(self, device: torch.device) -> None:
+        """Have parameters that lie in no memory be of this device."""
+        self._nothing = self._nothing.to(device)
+
     def bind(self, flat: Tensor | None) -> None:
         """Have the parameters lie in flat memory; in none, they are NaN."""
         if flat is None:

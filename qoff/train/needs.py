@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.hf.dispatch.units import others, units_of
 
-from . import factored
+from . import factored, stays
 from .head import FusedHead
 from .layout import FlatUnit, StateForm
 from .loss_scale import uses_float16
@@ -18,6 +19,8 @@ from .optimizers import Optimizer
 from .passes import StoppingLayer
 from .placement import Sizes
 from .tiles import Tile, cut
+
+_CPU = torch.device("cpu")
 
 
 def needs_of(
@@ -29,14 +32,17 @@ def needs_of(
     packed: bool | None = None,
     delayed: bool = False,
     most: int | None = None,
+    device: torch.device = _CPU,
 ) -> tuple[list[nn.Module], FusedHead, Sizes]:
     """The layers of a model and its head, and the sizes of a training of it.
 
     packed: of a model of shapes alone, whether its frozen matrices are to be packed; None: it has
     values. delayed: weights change a step late. most: linear layers of more bytes are cut into
-    tiles; None: none are. Raises ArgumentError and UnsupportedModelError for a model that cannot be
+    tiles; None: none are. device: computes. Raises ArgumentError and UnsupportedModelError for a model that cannot be
     trained by streaming.
     """
+    if packed is None:
+        stays.check(model, device)
     layers, units, tiles = _units(model, packed is None, most)
     head = FusedHead(model)
     if optimizer.factored:
@@ -55,6 +61,7 @@ def needs_of(
         counts,
         delayed,
         tiles,
+        0 if packed else stays.nbytes_of(model),
     )
     return layers, head, sizes
 
@@ -77,11 +84,6 @@ def _units(
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layers that transformers names or lists"
-        )
-    elsewhere = {str(p.device) for p in model.parameters() if values and not p.is_cpu}
-    if elsewhere:
-        raise ArgumentError(
-            f"training computes on the CPU, and this model is on {min(elsewhere)}; move it there"
         )
     names = {id(p): name for name, p in model.named_parameters()}
     units, tiles = [], list[Tile]()

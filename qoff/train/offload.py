@@ -7,9 +7,10 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from qoff.budgets import memory_size
+from qoff.budgets import memory_size, resolve_device
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
@@ -17,6 +18,7 @@ from qoff.system_memory import refusals
 
 from .building import engine_of
 from .fused_lora import fuse
+from .gpu_link import streams_of
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer
@@ -40,8 +42,9 @@ def offload(
     activation_memory: int | str = 0,
     activation_disk: int | str = 0,
     delayed: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Training:
-    """Return what trains a model of transformers on this CPU, one step after another.
+    """Return what trains a model of transformers, one step after another.
 
     model: in memory, float32, bfloat16 or float16, or a path or hub id that transformers loads. Its
     parameters that require gradients learn; it is changed, and computes as before. Of float16, the
@@ -61,6 +64,11 @@ def offload(
     where, changes no bit. delayed: a step's gradients change weights during the next step, beside
     all of it, and so one step later; weights then lie twice, and gradients stay.
 
+    device: computes, "cpu" or a GPU, like "cuda". On a GPU device_memory is of its memory, where
+    what does not learn, and does not stream, has to be. Weights, gradients and layers' inputs are
+    copied from pinned host memory and back beside what it computes, and weights are stepped by the
+    CPU. Tiles and activation_disk are for the CPU alone.
+
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.
     """
@@ -70,21 +78,28 @@ def offload(
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
     if max_norm is not None and not max_norm > 0:
         raise ArgumentError(f"max_norm is {max_norm!r}; use a number above 0, or None")
-    device = memory_size("device_memory", device_memory)
+    room = memory_size("device_memory", device_memory)
     host = memory_size("host_memory", host_memory)
     kept = memory_size("activation_memory", activation_memory) or 0
     swapped = memory_size("activation_disk", activation_disk) or 0
+    where = _device_of(device)
+    if swapped and where.type != "cpu":
+        raise ArgumentError("activation_disk is for the CPU; use activation_memory on a GPU")
     if swapped and (disk is None or not kept):
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
     clips = max_norm is not None
-    needs = partial(needs_of, built, optimizer, tokens, micro_batches, clips, delayed=delayed)
+    needs = partial(
+        needs_of, built, optimizer, tokens, micro_batches, clips, delayed=delayed, device=where
+    )
     layers, head, sizes = needs()
+    streams = streams_of(where)
+    apart = streams is not None
     fuse(built)
-    cuts = iter(() if optimizer.factored or delayed else _TILES)
+    cuts = iter(() if optimizer.factored or delayed or apart else _TILES)
     while True:
         try:
-            placement = placed(sizes, device, host, disk is not None)
+            placement = placed(sizes, room, host, disk is not None, apart)
             break
         except BudgetError:  # of the device
             most = next(cuts, None)
@@ -94,9 +109,14 @@ def offload(
     folder = None if disk is None else Path(disk)
     swapped = round_up(swapped, PAGE)
     on_device, on_host, on_disk = placement.totals
-    homes = Homes(on_device, on_host, on_disk + swapped, folder)
+    if apart and host is not None and on_host > host:
+        raise BudgetError(
+            f"host memory: {host:,} bytes are too few by {on_host - host:,}; raise host_memory to "
+            f"{on_host:,}"
+        )
+    homes = Homes(on_device, on_host, on_disk + swapped, folder, streams and streams[0])
     try:
-        engine = engine_of(built, head, layers, sizes, placement, homes, (kept, swapped))
+        engine = engine_of(built, head, layers, sizes, placement, homes, (kept, swapped), streams)
     except BaseException:
         homes.close()
         raise
@@ -106,6 +126,16 @@ def offload(
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training
+
+
+def _device_of(device: torch.device | str) -> torch.device:
+    """Raises ArgumentError for a GPU that is not there, or what is neither that nor the CPU."""
+    found = resolve_device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("there is no GPU that torch can use; train with device='cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"training computes on 'cpu' or 'cuda', not on {str(found)!r}")
+    return found
 
 
 def _loaded(path: str | PathLike[str]) -> nn.Module:

@@ -133,14 +133,14 @@ def let_go(stop: Stop) -> None:
     x = stop.hidden
     others = [y for y in tree_leaves((stop.args, dict(stop.kwargs))) if isinstance(y, Tensor)]
     if all(storage_of(y) != storage_of(x) for y in others):
-        x.data = torch.full((), float("nan"), dtype=x.dtype).expand(x.shape)
+        x.data = x.new_full((), float("nan")).expand(x.shape)
 
 
 def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int) -> bool:
     """Whether a model computes with its embeddings outside of its layers, once these have begun.
 
     A few tokens go through it without gradients, with embeddings of NaN and layers that return 0.
-    What cannot be found out counts as reading.
+    What cannot be found out counts as reading. Draws from torch's generators.
     """
     shape = batch["input_ids"].shape
     others: Mapping[str, Any] = {k: x for k, x in batch.items() if k != "labels"}
@@ -166,7 +166,7 @@ def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int)
         finally:
             one.end()
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.no_grad():
         return not (finite(lambda x: x) or finite(lambda x: (x,)))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 
+from . import gpu_link
 from .boundaries import STAGES, STAGES_WITHOUT_COLUMN
 from .layout import FlatUnit, StateForm
 from .slots import SLOTS
@@ -27,7 +28,8 @@ class Sizes:
     there at once, where head and loss are fused. clips: gradients of all units are
     kept until their norm is known. factored: elements of each unit's moments by rows and columns.
     delayed: gradients are kept until the next step, and weights lie twice. tiles: of linear layers
-    that are larger than the device; their forms are behind those of the units.
+    that are larger than the device; their forms are behind those of the units. frozen: bytes that
+    do not learn, nor stream, and have to be on a GPU.
     """
 
     units: Sequence[FlatUnit]
@@ -39,6 +41,7 @@ class Sizes:
     factored: Sequence[int] = ()
     delayed: bool = False
     tiles: Sequence[Tile] = ()
+    frozen: int = 0
 
     @property
     def keeps(self) -> bool:
@@ -83,9 +86,10 @@ def placed(
     for those of all micro-batches: then units read their inputs from where these are kept, and
     gradients of hidden states are kept there, too.
 
-    apart: the device has memory of its own, so all that is in host memory moves, and states are
-    changed there (`qoff plan`; `offload` trains on a CPU). Raises BudgetError with the bytes
-    wanted, ArgumentError where something goes to disk and there is none.
+    apart: the device is a GPU with memory of its own, so all that is in host memory moves, and
+    weights are stepped there, where gradients come to. What it needs there at least may be more
+    than host_memory. Raises BudgetError with the bytes wanted, ArgumentError where something goes
+    to disk and there is none.
     """
     try:
         return _placed(sizes, device_memory, host_memory, disk, apart, column=True)
@@ -120,30 +124,44 @@ def _placed(
     }
     piece = max(nbytes for each in pieces for nbytes in each)
     on_way = BUFFERS * piece
-    left = host_memory if host_memory is None else host_memory - on_way * apart
-    host, parked, kept = dict[str, int](), dict[str, int](), dict[str, frozenset[int]]()
-    for what, each in wanted.items():
-        chosen = set()
-        for i, nbytes in enumerate(each):
-            if left is None or nbytes <= left:
-                chosen.add(i)
-                left = None if left is None else left - nbytes
-        kept[what] = frozenset(chosen)
-        host[what] = sum(each[i] for i in chosen)
-        parked[what] = sum(each) - host[what]
     largest = max(_whole(4 * unit.count) for unit in units[:-1])
     outer = units[-1]
+    moments = sum(_whole(4 * n) for n in sizes.factored)
+    slots = SLOTS * max(wanted["weights"])
+    longest = max(region, *(max(wanted[what]) for what in ("weights", "gradients")))
+    always, if_parked = dict[str, int](), dict[str, int]()
+    if apart:
+        always = {
+            "weights outside of layers": _whole(outer.nbytes),
+            "their gradients": copies * _whole(4 * outer.count),
+            "gradients on their way": _GRADIENTS * largest,
+            "moments by rows and columns": moments,
+        }
+        if_parked = {
+            "slots of weights": slots,
+            "states on their way": on_way,
+            "staging buffers": gpu_link.BUFFERS * min(gpu_link.STAGING, longest),
+        }
+    left = None if host_memory is None else host_memory - sum(always.values())
+    kept, host = _filled(wanted, left)
+    if left is not None and host != {what: sum(each) for what, each in wanted.items()}:
+        kept, host = _filled(wanted, left - sum(if_parked.values()))
+    parked = {what: sum(each) - host[what] for what, each in wanted.items()}
     all_at_home = sizes.keeps and not parked["gradients"] and not apart
     spills = bool(parked["states"] + parked["states of tiles"])
     stages = STAGES if column else STAGES_WITHOUT_COLUMN
     if apart:
-        host["states on their way"] = on_way * spills
+        if_parked["slots of weights"] *= bool(parked["weights"])
+        if_parked["states on their way"] *= spills
+        if_parked["staging buffers"] *= any(parked.values())
+    host |= always | if_parked
     device = {
         "weights outside of layers": _whole(outer.nbytes),
-        "their gradients": copies * _whole(4 * outer.count),
-        "slots of weights": SLOTS * max(wanted["weights"]) * (apart or bool(parked["weights"])),
+        "their gradients": (1 if apart else copies) * _whole(4 * outer.count),
+        "weights that do not learn": sizes.frozen * apart,
+        "slots of weights": slots // copies if apart else slots * bool(parked["weights"]),
         "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
-        "moments by rows and columns": sum(_whole(4 * n) for n in sizes.factored),
+        "moments by rows and columns": moments * (not apart),
         "states on their way": on_way * spills * (not apart),
         "tiles of weights": _at_once(TILE_SLOTS, wanted, parked, "weights in tiles"),
         "tiles of gradients": _at_once(TILE_GRADIENTS, wanted, parked, "gradients of tiles"),
@@ -165,6 +183,22 @@ def _placed(
         )
     weights, inputs, gradients, states, *of_tiles = kept.values()
     return Placement(weights, inputs, gradients, states, device, host, parked, tuple(of_tiles))
+
+
+def _filled(
+    wanted: Mapping[str, Sequence[int]], left: int | None
+) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
+    """Numbers of those that fit into so many bytes, in their order, and their bytes."""
+    kept, host = dict[str, frozenset[int]](), dict[str, int]()
+    for what, each in wanted.items():
+        chosen = set()
+        for i, nbytes in enumerate(each):
+            if left is None or nbytes <= left:
+                chosen.add(i)
+                left = None if left is None else left - nbytes
+        kept[what] = frozenset(chosen)
+        host[what] = sum(each[i] for i in chosen)
+    return kept, host
 
 
 def _at_once(count: int, wanted: dict[str, list[int]], parked: dict[str, int], what: str) -> int:

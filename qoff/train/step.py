@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .activations import Activations
 from .boundaries import Boundaries
+from .generators import Generators, State
 from .gradients import Gradients
 from .head import FusedHead
 from .heap import Heap
@@ -29,7 +30,10 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works with. states: homes of all that is kept, beside the layers' weights."""
+    """What a step works with. states: homes of all that is kept, beside the layers' weights.
+
+    device: that computes.
+    """
 
     model: nn.Module
     head: FusedHead
@@ -40,6 +44,8 @@ class Parts:
     updater: Updater
     steps: Stepping
     states: Sequence[Home]
+    device: torch.device
+    generators: Generators
 
     @property
     def kept(self) -> list[Home]:
@@ -55,10 +61,10 @@ class Engine:
         self.layers = [StoppingLayer(x, i, self._alone) for i, x in enumerate(layers)]
         for i, layer in enumerate(self.layers):
             layer.own = parts.held.frozen.forward_of(i, layer.own)
-        self._random: dict[tuple[int, int], Tensor] = {}
-        self._state: Tensor | None = None
+        self._random: dict[tuple[int, int], State] = {}
+        self._state: State | None = None
         self._heap = Heap()
-        self._walk = Walk(parts.model, len(layers), parts.boundaries)
+        self._walk = Walk(parts.model, len(layers), parts.boundaries, parts.generators)
 
     def step(
         self,
@@ -87,11 +93,11 @@ class Engine:
             loss = self._forward(passes, batches) / loss_scale
             if not math.isfinite(loss):
                 return loss, None
-            waits, random = parts.gradients.are_kept, torch.get_rng_state()
+            waits, random = parts.gradients.are_kept, parts.generators.state()
             rate = optimizer.rate(number)
             rule = optimizer.rule(number, rate, 1 / loss_scale)
             self._backward(len(passes), None if waits else partial(steps.unit, rule))
-            torch.set_rng_state(random)
+            parts.generators.restore(random)
             for m, edge in self._walk.edges.items():
                 torch.autograd.backward([edge], [parts.boundaries.gradient(m)])
             parts.gradients.close_outer()
@@ -141,7 +147,7 @@ class Engine:
         boundaries, last = self.parts.boundaries, len(self.layers) - 1
         self._walk.start(passes, batches)
         self.parts.activations.plan(last + 1, boundaries.forms(len(passes)))
-        losses = []
+        losses: list[Tensor] = []
         for i in range(last + 1):
             self.parts.held.hold(i)
             for m, one in enumerate(passes):
@@ -160,7 +166,7 @@ class Engine:
                         raise
                     loss = self._loss_again(batches[m], one.share, whole, hidden)
                 loss.backward()
-                losses.append(float(loss.detach()))
+                losses.append(loss.detach())
                 assert hidden.grad is not None
                 boundaries.put_gradient(m, hidden.grad)
                 del hidden, loss
@@ -168,7 +174,7 @@ class Engine:
             self._heap.next_unit()
             if i < last:
                 self.parts.held.release(i)
-        return math.fsum(losses)
+        return math.fsum(map(float, losses))
 
     def _compute(self, i: int, m: int, count: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """A layer forward; what its backward needs is kept, or its input, to compute it again."""
@@ -190,13 +196,13 @@ class Engine:
         with torch.no_grad():
             return layer.compute(x, stop)
 
-    def _generator(self) -> Tensor:
-        """The state of torch's generator; the last one where it has not changed.
+    def _generator(self) -> State:
+        """The state of generators; the last one where it has not changed.
 
         Many small tensors that stay, between large ones that go, would have the heap grow.
         """
-        now = torch.get_rng_state()
-        if self._state is None or not torch.equal(now, self._state):
+        now = self.parts.generators.state()
+        if self._state is None or not all(map(torch.equal, now, self._state)):
             self._state = now
         return self._state
 
@@ -204,7 +210,7 @@ class Engine:
         """A layer once more and backward; returns the gradient of its input."""
         layer, stop = self.layers[i], self._walk.stops[i, m]
         x = given.data.requires_grad_()
-        torch.set_rng_state(self._random.pop((i, m)))
+        self.parts.generators.restore(self._random.pop((i, m)))
         measuring = self.parts.activations.measuring(
             i, x, layer.module, (stop.args, stop.kwargs), lambda: self.parts.held.flat(i)
         )
@@ -250,7 +256,7 @@ class Engine:
         """The loss of hidden states behind all layers, in a pass of its own that computes none."""
         self.parts.gradients.begin()
         again = TrainingPass(partial(self._loss, batch, share), share)
-        with torch.random.fork_rng(devices=[]):
+        with self.parts.generators.forked():
             stop = stop_of(again.advance(), 0)
             for i in range(1, len(self.layers)):
                 stop = stop_of(again.advance(whole(stop.hidden)), i)

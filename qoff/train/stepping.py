@@ -37,6 +37,8 @@ class Stepping:
         """A step begins: that of the gradients of the one before, if it is delayed."""
         self._done.clear()
         self.tiles.begin()
+        if self._held.apart and not self._gradients.are_kept:
+            self._held.stepped.begin(self._order)
         if self.delayed is not None:
             self.changing = self.delayed.begin(optimizer)
 
@@ -46,17 +48,17 @@ class Stepping:
             self.delayed.wait(i)
 
     def unit(self, rule: Rule | FactoredRule, i: int) -> None:
-        """Step a unit that is held and complete; it is given back then."""
-        held, gradients, flat = self._held, self._gradients, self._held.take(i)
+        """Step a unit that is complete; it is given back then."""
+        held, gradients, weights = self._held, self._gradients, self._held.to_step(i)
         self.changing = True
 
         def after() -> None:
             gradients.give_back(i)
-            held.weights.write_back(i)
+            held.stepped.write_back(i)
 
         self._done.append(
             self._updater.submit(
-                i, held.units[i], rule, lambda: flat, partial(gradients.take, i), after
+                i, held.units[i], rule, weights, partial(gradients.take, i), after
             )
         )
 
@@ -75,10 +77,8 @@ class Stepping:
 
     def all_units(self, rule: Rule | FactoredRule) -> None:
         """Step all layers by the gradients that are kept; their weights come once more."""
-        order = list(reversed(range(len(self._held.units) - 1)))
-        self._held.begin(order)
-        for i in order:
-            self._held.borrow(i)
+        self._held.stepped.begin(self._order)
+        for i in self._order:
             self.unit(rule, i)
 
     def later(self, step: int, scale: float) -> bool:
@@ -96,14 +96,19 @@ class Stepping:
             last,
             held.units[last],
             rule,
-            lambda: held.outer,
-            lambda: self._gradients.outer,
+            lambda: held.outer.stepped,
+            self._gradients.take_outer,
             _nothing,
         )
         for update in (*self._done, outer):
             update.result()
-        held.weights.settle()
+        held.stepped.settle()
+        held.outer.arrive()
         self.changing = False
+
+    @property
+    def _order(self) -> list[int]:
+        return list(reversed(range(len(self._held.units) - 1)))
 
     def settle(self) -> None:
         """Have what is delayed done, if it was begun."""

@@ -87,7 +87,7 @@ class Training:
             )
         total, scale = sum(counts), self.loss_scale
         loss, self.grad_norm = self._engine.step(
-            [b for b, _ in used],
+            [self._moved(b) for b, _ in used],
             [n / total for _, n in used],
             self.optimizer,
             self.steps,
@@ -123,7 +123,7 @@ class Training:
             while group := list(islice(given, self._micro_batches)):
                 labels = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in group]
                 used = [(b, n) for b, n in zip(group, labels, strict=True) if n]
-                losses = self._engine.evaluate([b for b, _ in used]) if used else []
+                losses = self._engine.evaluate([self._moved(b) for b, _ in used]) if used else []
                 total += sum(x * n for x, (_, n) in zip(losses, used, strict=True))
                 count += sum(labels)
         finally:
@@ -203,7 +203,8 @@ class Training:
         self._check_whole()
         parts = self._engine.parts
         pending = None if parts.steps.delayed is None else parts.steps.delayed.pending
-        now = Progress(self.steps, torch.get_rng_state(), position, self.loss_scale, pending)
+        random = parts.generators.state()
+        now = Progress(self.steps, random, position, self.loss_scale, pending)
         run = self._kind_of_run()
         save(Path(folder), self._homes, parts.kept, run, now)
 
@@ -224,7 +225,8 @@ class Training:
         self.steps, self.grad_norm = now.steps, None
         if self.loss_scale is not None and now.loss_scale is not None:
             self.loss_scale = now.loss_scale
-        torch.set_rng_state(now.random)
+        parts.generators.restore(now.random)
+        parts.held.outer.arrive()
         return now.position
 
     def _kind_of_run(self) -> dict[str, Any]:
@@ -254,6 +256,11 @@ class Training:
             mask = made.get("attention_mask", torch.ones_like(ids))
             made["labels"] = ids.masked_fill(mask == 0, _IGNORED)
         return made
+
+    def _moved(self, batch: Batch) -> Batch:
+        """A batch where the model computes."""
+        device = self._engine.parts.device
+        return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
 
     @property
     def _hidden_bytes(self) -> int:

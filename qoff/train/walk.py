@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from qoff.errors import UnsupportedModelError
 
 from .boundaries import Boundaries
+from .generators import Generators
 from .passes import (
     Stop,
     TrainingPass,
@@ -32,8 +33,11 @@ class Walk:
     stops: by layer and micro-batch. edges: of embeddings that learn, by micro-batch.
     """
 
-    def __init__(self, model: nn.Module, layers: int, boundaries: Boundaries) -> None:
+    def __init__(
+        self, model: nn.Module, layers: int, boundaries: Boundaries, generators: Generators
+    ) -> None:
         self._model, self._layers, self._boundaries = model, layers, boundaries
+        self._generators = generators
         self._reads_embeddings: bool | None = None  # None: not known yet
         self._callers: set[int] = set()  # storages of the batches
         self.stops: dict[tuple[int, int], Stop] = {}
@@ -44,7 +48,8 @@ class Walk:
     ) -> None:
         """Have all come to the first layer."""
         if self._reads_embeddings is None:
-            self._reads_embeddings = reads_embeddings(self._model, batches[0], self._layers)
+            with self._generators.forked():
+                self._reads_embeddings = reads_embeddings(self._model, batches[0], self._layers)
         given = (x for batch in batches for x in batch.values() if isinstance(x, Tensor))
         self._callers = {storage_of(x) for x in given}
         for m, one in enumerate(passes):
