@@ -83,7 +83,9 @@ def offload(
     kept = memory_size("activation_memory", activation_memory) or 0
     swapped = memory_size("activation_disk", activation_disk) or 0
     where = _device_of(device)
-    if swapped and where.type != "cpu":
+    streams = streams_of(where)
+    apart = streams is not None
+    if swapped and apart:
         raise ArgumentError("activation_disk is for the CPU; use activation_memory on a GPU")
     if swapped and (disk is None or not kept):
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
@@ -93,8 +95,6 @@ def offload(
         needs_of, built, optimizer, tokens, micro_batches, clips, delayed=delayed, device=where
     )
     layers, head, sizes = needs()
-    streams = streams_of(where)
-    apart = streams is not None
     fuse(built)
     cuts = iter(() if optimizer.factored or delayed or apart else _TILES)
     while True:

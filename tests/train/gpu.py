@@ -1,17 +1,26 @@
-"""Training on a GPU without one: copies are made by threads that take their time.
+"""Training on a GPU without one, whose memory is memory of the host.
 
-Memory of the GPU is memory of the host, and NaN from the time that something is copied to it until
-that has come: so what is computed too early is NaN, and so is the loss.
+Copies to it are made as late as they may be, when somebody waits for them, and what they are made
+to is NaN until then: so what is computed too early is NaN, and so is the loss. Copies from it are
+made by a thread that takes its time.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
+from qoff.hf.plugin import streaming
+from qoff.memory import WeightStore
+from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.io.copy_stream import Copy, Event
+from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.memory.plan import place_in_host
 from qoff.train import building
 from qoff.train.gpu_link import GpuLink
 from tests.memory.kinds import SimulatedStream
@@ -19,12 +28,50 @@ from tests.memory.kinds import SimulatedStream
 STAGING = 8192  # bytes: so that units go in pieces
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `offload` take the CPU for a GPU."""
+class LateStream(SimulatedStream):
+    """Makes a copy, and those before it, when it is waited for."""
 
-    def streams(device: torch.device) -> tuple[SimulatedStream, SimulatedStream]:
-        return SimulatedStream(device), SimulatedStream(device)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._waiting: list[_Late] = []
+        self._lock = threading.RLock()
+
+    def copy(self, source: Tensor, memory: Tensor, after: Event | None, timed: bool) -> Copy:
+        assert source.shape == memory.shape
+        late = _Late(self, source, memory)
+        with self._lock:
+            self._waiting.append(late)
+        return Copy(late)
+
+    def until(self, late: _Late) -> None:
+        with self._lock:
+            while late in self._waiting:
+                one = self._waiting.pop(0)
+                one.memory.copy_(one.source)
+
+
+class _Late:
+    def __init__(self, stream: LateStream, source: Tensor, memory: Tensor) -> None:
+        self.source, self.memory, self._stream = source, memory, stream
+
+    def synchronize(self) -> None:
+        self._stream.until(self)
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `offload`, and layers of `from_pretrained` that stream, take the CPU for a GPU."""
+
+    def streams(device: torch.device) -> tuple[LateStream, SimulatedStream]:
+        return LateStream(device), SimulatedStream(device)
 
     monkeypatch.setattr(sys.modules["qoff.train.offload"], "streams_of", streams)
     monkeypatch.setattr(building, "GpuLink", partial(GpuLink, poison=True))
     monkeypatch.setattr("qoff.train.gpu_link.STAGING", STAGING)
+    monkeypatch.setattr(
+        streaming, "transfers_to", lambda device: CudaTransfers(device, stream=SimulatedStream)
+    )
+    monkeypatch.setattr(
+        streaming, "place_in_host", lambda part, plan, budget, _: place_in_host(part, plan, None, 2)
+    )
+    hooks = Instrumentation(poison=True)
+    monkeypatch.setattr(streaming, "WeightStore", partial(WeightStore, instrumentation=hooks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from qoff import train
-from qoff.errors import ArgumentError, BudgetError
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, BudgetError, TrainingError
+from tests.tiny_models import tiny_checkpoint
 
-from .gpu import simulated
+from .gpu import LateStream, simulated
 from .test_training import LR, OPTIMIZERS, TOKENS, batch, model_of
 
 MANY = 5  # layers, of which three are in slots
 PLACES = ["host", "host and disk", "disk"]
+Found = tuple[list[float], dict[str, Tensor], train.Training]
 
 
-def run(
-    model: Any, place: str, folder: Path, steps: int = 2, **options: Any
-) -> tuple[list[float], dict[str, Tensor], train.Training]:
-    given = {"tokens": TOKENS, "micro_batches": 3, "disk": folder, **options}
+def run(model: Any, place: str, folder: Path, count: int = 2, **options: Any) -> Found:
+    given = {"tokens": TOKENS, "micro_batches": count, "disk": folder, **options}
     if place != PLACES[0]:
         with pytest.raises(BudgetError, match="host memory: 0 bytes are too few") as refused:
             train.offload(model, **given, host_memory=0)
@@ -31,13 +34,16 @@ def run(
         layer = sum(p.nbytes for p in model.model.layers[0].parameters())
         given["host_memory"] = least + 5 * layer // 2 * (place == PLACES[1])
     training = train.offload(model, **given)
-    losses = [training.step([batch(step), batch(step + 9)]) for step in range(steps)]
+    losses = [training.step([batch(9 * i + step) for i in range(count)]) for step in range(3)]
     return losses, training.state_dict(), training
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name, x in wanted.items() if not torch.equal(found[name], x)] == []
+def assert_same(found: Found, wanted: Found) -> None:
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    assert [name for name, x in wanted[1].items() if not torch.equal(found[1][name], x)] == []
+    stats = found[2].stats
+    assert (stats.device_peak, stats.host_peak) == found[2].placement.totals[:2]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +55,143 @@ def test_full_training_is_that_of_the_cpu(
 ) -> None:
     dtype = torch.bfloat16 if name == "adamw" else torch.float32
     made = partial(model_of, "llama", dtype, num_hidden_layers=MANY)
-    wanted, weights, _ = run(made(), PLACES[0], tmp_path, optimizer=OPTIMIZERS[name]())
+    wanted = run(made(), PLACES[0], tmp_path, optimizer=OPTIMIZERS[name]())
     simulated(monkeypatch)
-    losses, found, training = run(made(), place, tmp_path, optimizer=OPTIMIZERS[name]())
-    assert losses == wanted
-    assert_same(found, weights)
-    where, stats = training.placement, training.stats
-    assert len(where.weights) == {"host": MANY, "host and disk": 2, "disk": 0}[place]
-    assert (stats.device_peak, stats.host_peak) == where.totals[:2]
+    found = run(made(), place, tmp_path, optimizer=OPTIMIZERS[name]())
+    assert_same(found, wanted)
+    weights = found[2].placement.weights
+    assert len(weights) == {"host": MANY, "host and disk": 2, "disk": 0}[place]
+
+
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "clipped": (partial(model_of, "tied"), {"max_norm": 0.1}),
+    "delayed": (partial(model_of, "tied"), {"delayed": True}),
+    "float16": (partial(model_of, "llama", torch.float16), {}),
+    "activations kept": (partial(model_of, "llama"), {"activation_memory": "1GiB"}),
+    "dropout": (partial(model_of, "llama", attention_dropout=0.3), {}),
+    "mixture": (partial(model_of, "mixtral"), {}),
+}
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_are_its_kinds(
+    kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, options = KINDS[kind]
+    options = {"optimizer": train.AdamW(lr=LR), **options}
+    torch.manual_seed(3)
+    wanted = run(make(), PLACES[0], tmp_path, **options)
+    simulated(monkeypatch)
+    model = make()
+    torch.manual_seed(3)
+    assert_same(run(model, place, tmp_path, **options), wanted)
+
+
+def test_hidden_states_of_many_micro_batches_lie_in_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(model_of("llama"), PLACES[0], tmp_path, 8)
+    simulated(monkeypatch)
+    first = run(model_of("llama"), PLACES[0], tmp_path, 8)[2].placement
+    for place in ("host", "disk"):
+        less = sum(first.device.values()) - 1
+        found = run(model_of("llama"), place, tmp_path, 8, device_memory=less)
+        assert_same(found, wanted)
+        assert (first.device["hidden states"], found[2].placement.device["hidden states"]) == (
+            8 * 4096,
+            0,
+        )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_units_are_copied_twice_a_step(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated(monkeypatch)
+    training = run(model_of("llama", num_hidden_layers=MANY), "host", tmp_path, count)[2]
+    moved, unit = training.stats.moved, training.placement.host["weights"] // MANY
+    assert moved["weights to the GPU"] == 3 * (2 * MANY - 1) * unit
+    assert moved["gradients from the GPU"] == 3 * MANY * unit  # both are float32
+    assert moved["inputs of units to the GPU"] == moved["inputs of units from the GPU"]
+    assert moved["inputs of units to the GPU"] == 3 * count * MANY * 4096
+
+
+def test_a_copy_that_is_not_waited_for_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated(monkeypatch)
+    training = train.offload(model_of("llama"), tokens=TOKENS)
+    monkeypatch.setattr(LateStream, "order_after", lambda *_: None)
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        training.step([batch(0)])
+
+
+def test_a_run_goes_on_wherever_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"optimizer": train.AdamW(lr=LR), "tokens": TOKENS, "disk": tmp_path}
+    made = partial(model_of, "llama", attention_dropout=0.3)
+
+    def losses(training: train.Training, first: int) -> list[float]:
+        return [training.step([batch(first + i)]) for i in range(2)]
+
+    on_cpu = train.offload(made(), **options)
+    torch.manual_seed(5)
+    losses(on_cpu, 0)
+    on_cpu.save(tmp_path / "saved", 2)
+    wanted, weights = losses(on_cpu, 2), on_cpu.state_dict()
+    loss = on_cpu.evaluate([batch(7), batch(8)])
+    simulated(monkeypatch)
+    on_gpu = train.offload(made(), **options)
+    losses(on_gpu, 30)  # others, which are forgotten
+    assert on_gpu.resume(tmp_path / "saved") == 2
+    assert losses(on_gpu, 2) == wanted
+    assert all(torch.equal(x, weights[name]) for name, x in on_gpu.state_dict().items())
+    assert on_gpu.evaluate([batch(7), batch(8)]) == loss
+    on_gpu.save_model(tmp_path / "tuned")
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    with torch.no_grad():
+        ids = batch(0)["input_ids"]
+        assert torch.equal(on_gpu.model.eval()(ids).logits, tuned(ids).logits)
+
+
+@pytest.mark.parametrize("places", [{}, {"device_map": "disk"}], ids=["resident", "streamed"])
+def test_adapters_learn_as_on_the_cpu(
+    places: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from .test_lora import lora
+
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    options = {"optimizer": train.AdamW(lr=LR), "tokens": TOKENS, "micro_batches": 3}
+
+    def found() -> tuple[list[float], dict[str, Tensor], train.Training]:
+        model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
+        training = train.offload(model, **options)
+        losses = [training.step([batch(step), batch(step + 9)]) for step in range(3)]
+        return losses, training.state_dict(), training
+
+    wanted = found()
+    simulated(monkeypatch)
+    ours = found()
+    assert_same(ours, wanted)
+    if places:
+        layers = sum(file.nbytes for file in Checkpoint.open(path).layers)
+        assert 0 < ours[2].stats.frozen_read <= 2 * 3 * layers + 2 * layers
+
+
+def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = model_of("llama"), {"tokens": TOKENS, "disk": tmp_path}
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="no GPU that torch can use; train with device="):
+            train.offload(model, **given, device="cuda")
+    with pytest.raises(ArgumentError, match="'cpu' or 'cuda', not on 'meta'"):
+        train.offload(model, **given, device="meta")
+    simulated(monkeypatch)
+    with pytest.raises(BudgetError, match="device memory: 1,000 bytes are too few"):
+        train.offload(model, **given, device_memory=1000)
+    with pytest.raises(ArgumentError, match="activation_disk is for the CPU"):
+        train.offload(model, **given, activation_memory="1MiB", activation_disk="1MiB")
