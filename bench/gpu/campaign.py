@@ -20,7 +20,14 @@ JSON, TEXT, LOG = "gpu.json", "gpu.txt", "log.txt"
 _WRITE_S = 2.0  # between two versions of the files, while a child runs
 _LOSSES = 2  # of a child of an op in a stage; then the rest of the op is left out
 # What part of the time that is left a stage may take, at most.
-_PARTS = {"compile": 0.35, "checks": 0.4, "tests": 0.35, "ceilings": 0.2, "timings": 0.75}
+_PARTS = {
+    "compile": 0.35,
+    "checks": 0.4,
+    "tests": 0.35,
+    "training": 0.2,
+    "ceilings": 0.2,
+    "timings": 0.75,
+}
 
 MakeJob = Callable[[str], Job]
 
@@ -89,6 +96,10 @@ class Campaign:
     def _tests(self) -> None:
         if not self.report.tests:
             self._run([stages.pytest(self.settings, self.folder, self._part())])
+
+    def _training(self) -> None:
+        if not self.report.training:
+            self._run([stages.trainings(self.settings, self._part())])
 
     def _ceilings(self) -> None:
         if self.report.ceilings is None:

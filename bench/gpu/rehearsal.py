@@ -6,18 +6,21 @@ One hangs, one aborts and one returns wrong numbers; all others must come home.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bench.gpu import ops
 from bench.gpu.case import Call, TimedCase
 from bench.gpu.model_shapes import ModelShape
 from bench.gpu.timer import CallTimes
+from qoff.memory.io.copy_stream import Copy, CopyStream, Event
 
 FAULTS: Mapping[str, str] = MappingProxyType(
     {"rope": "hang", "merge": "abort", "gated_silu": "wrong"}
@@ -61,6 +64,50 @@ def break_op(op: str, kind: str) -> None:
         return _spoiled(launch(*args, **kwargs))
 
     setattr(module, op, broken)
+
+
+class _Now:
+    """A point that is reached."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _HostStream(CopyStream):
+    """Copies at once, from main memory to main memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pin(self, memory: Tensor) -> None:
+        pass
+
+    def unpin(self, memory: Tensor) -> None:
+        pass
+
+    def copy(self, source: Tensor, memory: Tensor, after: Event | None, timed: bool) -> Copy:
+        memory.copy_(source)
+        return Copy(_Now())
+
+    def recycle(self, memory: Tensor, poison: bool) -> Event:
+        return _Now()
+
+    def order_after(self, event: Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def copy_as_to_a_gpu() -> None:
+    """Have trainings copy as if the CPU were a GPU."""
+    import qoff.train
+
+    module = sys.modules[qoff.train.offload.__module__]
+    module.streams_of = lambda device: (_HostStream(device), _HostStream(device))
 
 
 def _spoiled(result: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from bench.gpu import training
 from bench.gpu.case import SerialChain, TimedCase
 from bench.gpu.ceilings import Ceilings
 from bench.gpu.targets import TARGETS, GpuTarget
@@ -110,7 +111,8 @@ class GpuReport:
     each. skipped: what memory does not hold. late: what was left out, mostly for lack of time, by
     stage and op.
     done: timings and searches that are over, failed ones too. compiled: a row for each kernel.
-    tests: how the GPU tests went. tuned: op, key, configuration.
+    tests: how the GPU tests went. training: a row for each kind of `bench.gpu.training`. tuned: op,
+    key, configuration.
     """
 
     settings: dict[str, Any]
@@ -123,6 +125,7 @@ class GpuReport:
     done: list[str] = field(default_factory=list)
     compiled: list[dict[str, Any]] = field(default_factory=list)
     tests: dict[str, Any] = field(default_factory=dict)
+    training: list[dict[str, Any]] = field(default_factory=list)
     tuned: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
     late: dict[str, list[str]] = field(default_factory=dict)
@@ -145,7 +148,7 @@ class GpuReport:
         for name in ("gpu", "tests"):
             if name in event:
                 setattr(self, name, event[name])
-        for name in ("compiled", "failed", "skipped"):
+        for name in ("compiled", "failed", "skipped", "training"):
             if name in event:
                 getattr(self, name).append(event[name])
         if "check" in event:
@@ -166,12 +169,14 @@ class GpuReport:
 
     @property
     def wrong(self) -> list[str]:
-        """A line for each check that failed."""
-        return [
+        """A line for each check that failed, and each training with other losses than the CPU's."""
+        found = [
             f"{op}: {name}: {raised or f'error {error:.3g}, at most {bound:.3g}'}"
             for op, name, error, bound, raised in self.checks
             if raised or not error <= bound
         ]
+        bad = [row for row in self.training if not row["difference"] <= row["bound"]]
+        return found + [training.line(row) for row in bad]
 
     def target_rows(self) -> list[dict[str, Any]]:
         """Each target with the median and the worst of its cases; met if the worst is."""
@@ -215,6 +220,7 @@ class GpuReport:
         parts += self._compiled_text()
         if self.tests:
             parts.append(f"pytest -m gpu: {self.tests['summary']}")
+        parts += [training.line(row) for row in self.training]
         failed = len(self.wrong)
         parts.append(f"{len(self.checks)} checks against the reference, {failed} failed")
         parts += self.wrong
@@ -270,6 +276,7 @@ class GpuReport:
             "seconds": self.seconds,
             "compiled": self.compiled,
             "tests": self.tests,
+            "training": self.training,
             "versions": versions(),
             "ceilings": asdict(self.ceilings) if self.ceilings else None,
             "checks": [

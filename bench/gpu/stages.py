@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import ops, predict, rehearsal, tune, work
+from bench.gpu import ops, predict, rehearsal, training, tune, work
 from bench.gpu.case import Check, TimedCase
 from bench.gpu.child import Emit, Job
 from bench.gpu.model_shapes import shapes
@@ -26,7 +26,7 @@ from qoff.errors import ArgumentError
 from qoff.kernels.triton.launch.gpu import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("device", "compile", "checks", "tests", "ceilings", "timings", "tuning")
+STAGES = ("device", "compile", "checks", "tests", "training", "ceilings", "timings", "tuning")
 _GPU_TESTS = re.compile(r"mark\.gpu\b|^from tests\.memory\.kinds import", re.MULTILINE)
 _TEST_S = 60  # of one GPU test
 _INTERRUPT_S = 10.0  # for pytest to write its reports in
@@ -126,6 +126,18 @@ def checks(settings: Settings, op: str, done: Collection[str], seconds: float) -
         work.check(emit, settings.checks(op), done, time.monotonic() + seconds)
 
     return Job(op, do, seconds + settings.silence_s, settings.silence_s)
+
+
+def trainings(settings: Settings, limit_s: float) -> Job:
+    """Steps of training, beside the CPU's."""
+
+    def do(emit: Emit) -> None:
+        device = settings.device()
+        if settings.rehearse:
+            rehearsal.copy_as_to_a_gpu()
+        training.measure(emit, device, settings.rehearse)
+
+    return Job("training", do, limit_s, limit_s)
 
 
 def ceilings(settings: Settings, limit_s: float) -> Job:

@@ -60,6 +60,7 @@ def finetune(
     delayed: bool = Option(
         False, "--delayed", help="Change weights a step late, beside all of the next step."
     ),
+    device: str = Option("cpu", help="What computes: cpu, or a GPU, like cuda."),
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
         "auto", help="Of weights; auto: the model's."
     ),
@@ -74,17 +75,20 @@ def finetune(
 
     A run that was ended goes on from its last checkpoint when the same command is given again.
     """
+    from qoff.budgets import memory_size
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
     from qoff.hf.load import load_tokenizer, local_source
     from qoff.train import finetune as work
     from qoff.train import offload
     from qoff.train.data import Encoder, examples, packed
+    from qoff.train.gpu_link import device_for
     from qoff.train.logs import writer_class
 
     if (lora is None) != full:
         raise ArgumentError("say what learns: --lora r=16, or --full")
     chosen = None if lora is None else work.Lora.parse(lora)
+    where = device_for(device)
     work.check_place(output, overwrite)
     if tensorboard is not None:
         writer_class()  # before a model is loaded
@@ -129,10 +133,11 @@ def finetune(
         optimizer,
         delayed,
     )
+    room = memory_size("device_memory", device_memory)
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(
-        work.loaded(path, recipe, dtype),
+        work.loaded(path, recipe, dtype, where, room, memory_size("host_memory", host_memory)),
         stepping,
         tokens=sequence,
         micro_batches=micro_batches,
@@ -143,6 +148,7 @@ def finetune(
         activation_memory=activation_memory,
         activation_disk=activation_disk,
         delayed=delayed,
+        device=where,
     )
     run = work.Run(training, found, recipe, output, overwrite, held_out, tensorboard)
     if run.saved is not None:

@@ -38,6 +38,7 @@ def attach(
     disk: str | PathLike[str] | None = None,
     activation_memory: int | str = 0,
     activation_disk: int | str = 0,
+    device: torch.device | str = "cpu",
 ) -> Training:
     """Have a Trainer train its model by `offload`; returns what does so. Then call its `train`.
 
@@ -63,6 +64,7 @@ def attach(
         max_norm=args.max_grad_norm or None,
         activation_memory=activation_memory,
         activation_disk=activation_disk,
+        device=device,
     )
     args.gradient_checkpointing = False  # layers are computed again in any case
     disable = getattr(trainer.model, "activation_checkpointing_disable", None)
@@ -109,10 +111,10 @@ class _Steps:
         batch = self._trainer._prepare_inputs(inputs)
         self._batches.append({k: x for k, x in batch.items() if x is not None})
         if not self._trainer.accelerator.gradient_state.sync_gradients:
-            return torch.zeros(())
+            return torch.zeros((), device=self._trainer.args.device)
         batches = self._batches.copy()
         self._batches.clear()
-        return torch.tensor(self._training.step(batches))
+        return torch.tensor(self._training.step(batches), device=self._trainer.args.device)
 
     def grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         """Of all gradients, where they are clipped."""

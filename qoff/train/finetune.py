@@ -24,6 +24,7 @@ from .optimizers import Adafactor, AdamW, Lion, Optimizer
 from .schedules import Schedule
 from .training import Training
 
+_CPU = torch.device("cpu")
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
@@ -86,11 +87,19 @@ class Recipe:
         return Schedule(self.lr, self.schedule, self.warmup, self.decay_steps)
 
 
-def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
+def loaded(
+    path: Path,
+    recipe: Recipe,
+    dtype: str,
+    device: torch.device = _CPU,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+) -> Any:
     """The model to train, with adapters if they learn; a qoff checkpoint streams from its files.
 
+    On a GPU its layers are there, or stream from host memory and files, as bounds allow (`room`).
     Seeds torch's generator, from which adapters begin and dropout goes on.
-    Raises ArgumentError for a qoff checkpoint without adapters, UnsupportedModelError.
+    Raises ArgumentError for a qoff checkpoint without adapters, UnsupportedModelError, BudgetError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -100,7 +109,11 @@ def loaded(path: Path, recipe: Recipe, dtype: str) -> Any:
             f"{path} is a qoff checkpoint, whose packed weights do not learn; use --lora, or the "
             "model that it was made of"
         )
-    options: dict[str, Any] = {"device_map": "disk"} if own else {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": dtype}
+    if own and lora is not None:
+        from .room import streaming_options
+
+        options = streaming_options(path, lora, recipe, device, device_memory, host_memory)
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     torch.manual_seed(recipe.seed)

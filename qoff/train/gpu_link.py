@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qoff.budgets import resolve_device
+from qoff.errors import ArgumentError
 from qoff.memory.io.copy_stream import CopyStream, Event
 from qoff.memory.io.workers import Workers
 
@@ -150,3 +152,16 @@ def _nothing() -> None:
 def streams_of(device: torch.device) -> tuple[CopyStream, CopyStream] | None:
     """Streams for copies to a GPU and from it; None for the CPU."""
     return None if device.type == "cpu" else (CopyStream(device), CopyStream(device))
+
+
+def device_for(name: torch.device | str) -> torch.device:
+    """The device that computes a training: "cpu", or a GPU like "cuda".
+
+    Raises ArgumentError for a GPU that is not there, and for any other device.
+    """
+    found = resolve_device(name)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("there is no GPU that torch can use; train with device 'cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"training computes on 'cpu' or 'cuda', not on {str(found)!r}")
+    return found

@@ -38,8 +38,8 @@ def needs_of(
 
     packed: of a model of shapes alone, whether its frozen matrices are to be packed; None: it has
     values. delayed: weights change a step late. most: linear layers of more bytes are cut into
-    tiles; None: none are. device: computes. Raises ArgumentError and UnsupportedModelError for a model that cannot be
-    trained by streaming.
+    tiles; None: none are. device: computes. Raises ArgumentError and UnsupportedModelError for a
+    model that cannot be trained by streaming.
     """
     if packed is None:
         stays.check(model, device)

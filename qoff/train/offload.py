@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qoff.budgets import memory_size, resolve_device
+from qoff.budgets import memory_size
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
@@ -18,7 +18,7 @@ from qoff.system_memory import refusals
 
 from .building import engine_of
 from .fused_lora import fuse
-from .gpu_link import streams_of
+from .gpu_link import device_for, streams_of
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer
@@ -82,7 +82,7 @@ def offload(
     host = memory_size("host_memory", host_memory)
     kept = memory_size("activation_memory", activation_memory) or 0
     swapped = memory_size("activation_disk", activation_disk) or 0
-    where = _device_of(device)
+    where = device_for(device)
     streams = streams_of(where)
     apart = streams is not None
     if swapped and apart:
@@ -126,16 +126,6 @@ def offload(
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training
-
-
-def _device_of(device: torch.device | str) -> torch.device:
-    """Raises ArgumentError for a GPU that is not there, or what is neither that nor the CPU."""
-    found = resolve_device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("there is no GPU that torch can use; train with device='cpu'")
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"training computes on 'cpu' or 'cuda', not on {str(found)!r}")
-    return found
 
 
 def _loaded(path: str | PathLike[str]) -> nn.Module:

@@ -57,9 +57,7 @@ class Stepping:
             held.stepped.write_back(i)
 
         self._done.append(
-            self._updater.submit(
-                i, held.units[i], rule, weights, partial(gradients.take, i), after
-            )
+            self._updater.submit(i, held.units[i], rule, weights, partial(gradients.take, i), after)
         )
 
         tiles = self.tiles

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import child, rehearsal, stages, work
+from bench.gpu import child, rehearsal, stages, training, work
 from bench.gpu.campaign import Campaign
 from bench.gpu.child import Emit, Ended, Event, Job
 from bench.gpu.ops import OPS
@@ -130,7 +130,7 @@ def stubs(
         return Job("nothing", lambda emit: None, 9.0, 9.0)
 
     monkeypatch.setattr(stages, "device", lambda s: Job("gpu", lambda e: e({"gpu": GPU}), 9, 9))
-    for name in ("compiling", "ceilings", "pytest"):
+    for name in ("compiling", "trainings", "ceilings", "pytest"):
         monkeypatch.setattr(stages, name, nothing)
     for name in ("checks", "timings", "tuning"):
         monkeypatch.setattr(stages, name, job(name))
@@ -239,7 +239,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     report = GpuReport({})
     run_campaign(tmp_path, report, seconds=0)
     assert report.late["stages"] == list(STAGES)
-    assert "left out: stages: device to tuning, 7 in all" in (tmp_path / "gpu.txt").read_text()
+    assert "left out: stages: device to tuning, 8 in all" in (tmp_path / "gpu.txt").read_text()
 
 
 def test_without_a_gpu_there_is_one_message(tmp_path: Path) -> None:
@@ -296,6 +296,8 @@ def test_a_rehearsal_brings_home_all_but_what_is_broken(tmp_path: Path) -> None:
     assert {r.op for r in report.results} == right
     assert report.failed == []
     assert report.ceilings is not None
+    assert [row["name"] for row in report.training] == [kind.name for kind in training.KINDS]
+    assert all(row["difference"] <= row["bound"] for row in report.training)
     assert report.compiled
     assert not any(row["error"] for row in report.compiled)
     assert "skipped" in report.tests["summary"]

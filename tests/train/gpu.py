@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from qoff.hf.plugin import streaming
 from qoff.memory import WeightStore
@@ -23,7 +27,7 @@ from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.plan import place_in_host
 from qoff.train import building
 from qoff.train.gpu_link import GpuLink
-from tests.memory.kinds import SimulatedStream
+from tests.memory.kinds import Done, SimulatedStream
 
 STAGING = 8192  # bytes: so that units go in pieces
 
@@ -75,3 +79,46 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     hooks = Instrumentation(poison=True)
     monkeypatch.setattr(streaming, "WeightStore", partial(WeightStore, instrumentation=hooks))
+
+
+class _NoValues(TorchFunctionMode):
+    """What asks for values of tensors that have none is answered with 1, or with all."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__float__, Tensor.__bool__, Tensor.item) and args[0].is_meta:
+            return 1.0
+        if func is torch.equal and args[0].is_meta:
+            return False
+        if func is Tensor.nonzero and args[0].is_meta:
+            return torch.arange(args[0].numel(), device="meta")[:, None]
+        if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _MetaStream(LateStream):
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+    def copy(self, source: Tensor, memory: Tensor, after: Event | None, timed: bool) -> Copy:
+        assert source.is_meta is not memory.is_meta
+        assert source.shape == memory.shape
+        done = Done()
+        done.happened.set()
+        return Copy(done)
+
+
+@contextmanager
+def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have `offload` take the meta device for a GPU, within the calling thread."""
+
+    def streams(_: torch.device) -> tuple[_MetaStream, _MetaStream]:
+        found = _MetaStream(torch.device("cpu")), _MetaStream(torch.device("cpu"))
+        for stream in found:
+            stream.device = torch.device("meta")
+        return found
+
+    monkeypatch.setattr(sys.modules["qoff.train.offload"], "streams_of", streams)
+    monkeypatch.setattr("qoff.train.walk.reads_embeddings", lambda *_: False)
+    with _NoValues():
+        yield

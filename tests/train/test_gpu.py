@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, TrainingError
+from qoff.train.finetune import Lora, Recipe
+from qoff.train.room import streaming_options
 from tests.tiny_models import tiny_checkpoint
 
-from .gpu import LateStream, simulated
+from .gpu import LateStream, on_meta, simulated
 from .test_training import LR, OPTIMIZERS, TOKENS, batch, model_of
 
 MANY = 5  # layers, of which three are in slots
@@ -73,19 +76,19 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_are_its_kinds(
-    kind: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_so_are_its_kinds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options = KINDS[kind]
-    options = {"optimizer": train.AdamW(lr=LR), **options}
-    torch.manual_seed(3)
-    wanted = run(make(), PLACES[0], tmp_path, **options)
+
+    def found(place: str) -> Found:
+        model = make()
+        torch.manual_seed(3)
+        return run(model, place, tmp_path, optimizer=train.AdamW(lr=LR), **options)
+
+    wanted = found("host")
     simulated(monkeypatch)
-    model = make()
-    torch.manual_seed(3)
-    assert_same(run(model, place, tmp_path, **options), wanted)
+    for place in ("host", "disk"):
+        assert_same(found(place), wanted)
 
 
 def test_hidden_states_of_many_micro_batches_lie_in_host_memory(
@@ -183,10 +186,27 @@ def test_adapters_learn_as_on_the_cpu(
         assert 0 < ours[2].stats.frozen_read <= 2 * 3 * layers + 2 * layers
 
 
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"activation_memory": "1GiB"}])
+def test_nothing_is_computed_of_two_devices(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's memory is on the meta device, of which torch computes nothing with main memory."""
+    with on_meta(monkeypatch):
+        with torch.device("meta"):
+            model = model_of("llama", torch.bfloat16, attention_dropout=0.3)
+        training = train.offload(model, tokens=TOKENS, micro_batches=2, **options)
+        for _ in range(2):
+            assert training.step([batch(0), batch(1)]) == 1.0
+        assert training.evaluate([batch(2)]) == 1.0
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
 def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = model_of("llama"), {"tokens": TOKENS, "disk": tmp_path}
     if not torch.cuda.is_available():
-        with pytest.raises(ArgumentError, match="no GPU that torch can use; train with device="):
+        with pytest.raises(
+            ArgumentError, match="no GPU that torch can use; train with device 'cpu'"
+        ):
             train.offload(model, **given, device="cuda")
     with pytest.raises(ArgumentError, match="'cpu' or 'cuda', not on 'meta'"):
         train.offload(model, **given, device="meta")
@@ -195,3 +215,25 @@ def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         train.offload(model, **given, device_memory=1000)
     with pytest.raises(ArgumentError, match="activation_disk is for the CPU"):
         train.offload(model, **given, activation_memory="1MiB", activation_disk="1MiB")
+
+
+def test_packed_layers_get_the_room_that_training_leaves(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama", "split32")
+    recipe = Recipe(str(path), Lora(4, 8), 64, 2, 1e-4, None, 0)
+    monkeypatch.setattr("qoff.train.room.resolve_dtype", lambda *_: torch.bfloat16)
+
+    def options(room: int) -> dict[str, Any]:
+        where = torch.device("cuda", 1)
+        return streaming_options(path, Lora(4, 8), recipe, where, room, 1 << 30)
+
+    with pytest.raises(BudgetError, match=r"too few by .* training takes .*, packed") as no:
+        options(1000)
+    numbers = re.findall(r"(?:by|takes|weights) ([\d,]+\d)", str(no.value))
+    missing, training, packed = (int(x.replace(",", "")) for x in numbers)
+    assert 1000 + missing == training + packed
+    found = options(1000 + missing)
+    assert found["max_memory"][1] == packed
+    assert 0 < (1 << 30) - found["max_memory"]["cpu"] < 1 << 24
+    assert found["dtype"] == torch.bfloat16

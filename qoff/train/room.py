@@ -1,0 +1,70 @@
+"""Where the packed layers of a qoff checkpoint lie while adapters beside them learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qoff.budgets import resolve_dtype
+from qoff.checkpoint import Checkpoint
+from qoff.errors import BudgetError
+from qoff.hf.plugin.streaming import frozen_of
+from qoff.plan.sizes import ModelSizes
+from qoff.system_memory import free_memory
+
+from .finetune import OPTIMIZERS, Lora, Recipe
+from .placement import placed
+from .planned import planned
+
+_SHARE = 0.9  # of what is free, where no bound is given
+
+
+def streaming_options(
+    path: Path,
+    lora: Lora,
+    recipe: Recipe,
+    device: torch.device,
+    device_memory: int | None,
+    host_memory: int | None,
+) -> dict[str, Any]:
+    """What `from_pretrained` is told for a qoff checkpoint.
+
+    On a CPU layers stream from their files. On a GPU they lie there, in host memory and in files,
+    as far as bounds allow beside the training: its arenas, as `offload` counts them, and twice what
+    a layer saves, in float32. device_memory, host_memory: bytes of all; None: nine tenths of what
+    is free. Raises BudgetError where a GPU has not enough for embedding, head and slots.
+    """
+    checkpoint = Checkpoint.open(path)
+    if device.type == "cpu":
+        if not torch.cuda.is_available():
+            return {"device_map": "disk"}  # which would have a GPU compute
+        return {"device_map": "auto", "max_memory": {"cpu": frozen_of(checkpoint, device).stays}}
+    if device_memory is None:
+        device_memory = int(_SHARE * torch.cuda.mem_get_info(device)[0])
+    if host_memory is None:
+        host_memory = int(_SHARE * (free_memory() or 0))
+    job = planned(
+        checkpoint.config,
+        OPTIMIZERS[recipe.optimizer](recipe.rate),
+        lora=lora,
+        packed=ModelSizes.of_checkpoint(checkpoint),
+        tokens=recipe.sequence,
+        micro_batches=recipe.micro_batches,
+        clips=recipe.max_norm is not None,
+        device=device.type,
+    )
+    arenas, in_host, _ = placed(job.sizes, None, host_memory, True, apart=True).totals
+    training = arenas + 2 * max((cost.nbytes for cost in job.costs), default=0)
+    assert job.frozen is not None
+    missing = training + job.frozen.stays - device_memory
+    if missing > 0:
+        raise BudgetError(
+            f"device memory: {device_memory:,} bytes are too few by {missing:,}: training takes "
+            f"{training:,}, packed weights {job.frozen.stays:,} with all layers streamed; train "
+            "with shorter sequences or fewer micro-batches"
+        )
+    room = {device.index or 0: device_memory - training, "cpu": max(0, host_memory - in_host)}
+    dtype = resolve_dtype("auto", checkpoint.config, device)
+    return {"device_map": "auto", "max_memory": room, "dtype": dtype}
