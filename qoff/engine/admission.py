@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequence_
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from qoff.errors import ArgumentError, QoffError, raised_as
+from qoff.models.adapters import adapter_number
 from qoff.plan import Plan
-from qoff.schema import shown
 
 from .grammar import Grammars
 from .pooling import Pooled, PoolingParams
@@ -30,18 +32,11 @@ class Limits(Protocol):
         """Raise ArgumentError for a sequence of more tokens than that."""
 
 
-def no_adapter(name: str | None) -> int:
-    """-1 for none. Raises ArgumentError for any."""
-    if name is not None:
-        raise ArgumentError(f"there is no adapter {shown(name)}; there are: none")
-    return -1
-
-
 class Admission:
     """Turns prompts into the sequences of a plan.
 
     eos: tokens that end the model's answers. whole_prompts: each is read in one pass.
-    adapter_number: of the adapter of a name.
+    adapters: names of those that a prompt may ask for.
     """
 
     def __init__(
@@ -51,10 +46,11 @@ class Admission:
         reader: PromptReader,
         eos: frozenset[int],
         whole_prompts: bool = False,
-        adapter_number: Callable[[str | None], int] = no_adapter,
+        adapters: Sequence_[str] = (),
     ) -> None:
         self._plan, self._limits, self._reader, self._eos = plan, limits, reader, eos
-        self._whole_prompts, self._adapter_number = whole_prompts, adapter_number
+        self._whole_prompts = whole_prompts
+        self._adapter_number = partial(adapter_number, adapters)
         self._grammars = Grammars(reader, limits.vocab_size, eos)
 
     def requests(

@@ -11,8 +11,11 @@ class Call:
     """What a caller wants: its answers, or what went wrong in a round with its sequences.
 
     `grew` and `failed` are called by the thread that computes a round, at the end of it. Whoever
-    wants tokens as they come overrides them, calls these, too, and returns soon.
+    wants tokens as they come overrides them, calls these, too, and returns soon. follows: sequences
+    like these that will be asked for later; inf where nobody knows how many.
     """
+
+    follows: float = 0.0
 
     def __init__(self) -> None:
         self.left = 0  # answers that were not taken

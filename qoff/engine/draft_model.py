@@ -22,7 +22,9 @@ from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import is_modules
-from qoff.plan import Plan
+from qoff.models.native.decoder import head_shapes
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Memory, Plan
 from qoff.units import format_size
 
 from .executor import CpuExecutor, Executor
@@ -45,29 +47,38 @@ class DraftModel:
                 f"draft_model {path}: needs an architecture that qoff computes itself"
             )
         _check_tokenizer(path, tokenizer)
-        small = replace(
-            plan,
-            draft_model=None,
-            draft_tokens=0,
-            share_prefixes=False,
-            kv=replace(plan.kv, layers={}),  # that are the large model's
-            kv_placement=KVPlacement(),
-            activations="device",
-            host_memory=None,
-        )
-        self._executor: Executor = CpuExecutor(checkpoint, small, own, **options)
+        self._executor: Executor = CpuExecutor(checkpoint, _small(plan), own, **options)
         residency = self._executor.runtime.residency
-        weights = residency.device_bytes - residency.workspace
-        self.nbytes = weights + self._executor.memory.total(DEVICE)
+        self._weights = residency.device_bytes - residency.workspace
+        self.nbytes = self._weights + self._executor.memory.total(DEVICE)
         if residency.slots:
             raise BudgetError(
                 f"draft_model {path}: does not fit in memory as a whole, which it needs to, beside "
                 f"its KV cache; the budget is {format_size(plan.device_memory or 0)}"
             )
 
+    def bytes_for(self, plan: Plan) -> int:
+        """What it takes beside the large model with a plan of that."""
+        spec = DecoderSpec.from_config(self._executor.runtime.checkpoint.config)
+        return self._weights + Memory.of(_small(plan), spec, head_shapes(spec)).total(DEVICE)
+
     def new_batch(self, vocab_size: int) -> DraftBatch:
         """For a batch of the large model, whose tokens are so many."""
         return DraftBatch(self._executor, vocab_size)
+
+
+def _small(plan: Plan) -> Plan:
+    """The draft model's plan beside the large one's."""
+    return replace(
+        plan,
+        draft_model=None,
+        draft_tokens=0,
+        share_prefixes=False,
+        kv=replace(plan.kv, layers={}),  # that are the large model's
+        kv_placement=KVPlacement(),
+        activations="device",
+        host_memory=None,
+    )
 
 
 def _check_tokenizer(path: Path, tokenizer: Any) -> None:

@@ -19,6 +19,7 @@ from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.pool import BlockPool
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, ThreadTransfers, Transfers, plan_residency
 from qoff.memory.activations import ActivationStore
@@ -168,6 +169,24 @@ class Executor(ABC):
     def kv_wait_s(self) -> float:
         """Seconds waited for KV blocks since the start."""
 
+    def adapter_bytes(self, plan: Plan, tiled: bool) -> int:
+        """What adapters take on the device with a plan; tiled: whose layers stream in tiles."""
+        adapters = self.adapters
+        if adapters is None:
+            return 0
+        return adapters.nbytes + adapters.work_bytes(plan.pass_tokens, plan.decode_tokens, tiled)
+
+    @property
+    def kv_used(self) -> float:
+        """Part of the packed KV blocks that is in use, 0 to 1."""
+        blocks, pools = self.blocks, list[BlockPool]()
+        if isinstance(blocks, DeviceBlocks):
+            pools.append(blocks.pool)
+        tiered = blocks.offloaded if isinstance(blocks, DeviceBlocks) else blocks
+        if tiered is not None:
+            pools += tiered.pools.values()
+        return sum(pool.used for pool in pools) / max(1, sum(pool.capacity for pool in pools))
+
     def counters(self) -> tuple[float, ...]:
         """Seconds and bytes since the start, in the order of `RoundStats`."""
         weights, activations = self.runtime.store.stats, self.activations
@@ -228,10 +247,9 @@ class Executor(ABC):
 
     def _beside(self, memory: Memory, tiled: bool) -> Memory:
         """With what is in memory beside the model."""
-        adapters, plan, more = self.adapters, self.plan, dict[str, int]()
-        if adapters is not None:
-            work = adapters.work_bytes(plan.pass_tokens, plan.decode_tokens, tiled)
-            more["adapters"] = adapters.nbytes + work
+        more = dict[str, int]()
+        if self.adapters is not None:
+            more["adapters"] = self.adapter_bytes(self.plan, tiled)
         if self._draft_bytes:
             more["draft model"] = self._draft_bytes
         return memory.beside(more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -19,12 +19,15 @@ from qoff.errors import ArgumentError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.placement import DEVICE, HOST
-from qoff.kvcache.store.pool import BlockPool
+from qoff.kvcache.store.tiered import TieredBlocks
+from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
+from qoff.memory.plan import Residency
 from qoff.models.modules.decoder import is_modules
-from qoff.models.native.decoder import Decoder
-from qoff.plan import Plan
+from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Memory, Plan
 from qoff.plan.default import default_plan
 from qoff.plan.saved import read_plan
 from qoff.process import only_here
@@ -32,16 +35,15 @@ from qoff.quant import QuantConfig
 from qoff.system_memory import refusals
 
 from .adapting import adapter_of
-from .admission import Admission, no_adapter
+from .admission import Admission
 from .answers import completion, default_params, end_tokens
 from .calls import Call, Vectors
-from .draft_model import DraftModel
 from .executor import CpuExecutor, Executor
+from .opened import Source
 from .pooling import Embedding, PoolingParams, complete
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence
 from .rounds import Rounds
-from .schedule import Schedule
 
 
 class LLM:
@@ -86,9 +88,7 @@ class LLM:
         if isinstance(plan, str | PathLike):
             plan = read_plan(plan)
         chosen = plan is None and device_bytes is None and host_bytes is None
-        self.plan = plan = _bounded(
-            plan or Plan(), device_memory=device_bytes, host_memory=host_bytes
-        )
+        plan = _bounded(plan or Plan(), device_memory=device_bytes, host_memory=host_bytes)
         self._trace = None if trace is None else checked_path(trace)
         if trace is not None:
             _instrumentation = replace(_instrumentation, timeline=Timeline())
@@ -111,7 +111,7 @@ class LLM:
         if has_tokenizer(found):
             self.tokenizer = load_tokenizer(found, trust_remote_code)
         if chosen:  # of what is free beside the tokenizer
-            self.plan = plan = default_plan(checkpoint, where, hidden)
+            plan = default_plan(checkpoint, where, hidden)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
         if is_modules(checkpoint):
@@ -122,63 +122,39 @@ class LLM:
             from .gpu_executor import GpuExecutor  # needs Triton
 
             kind = GpuExecutor
+        source = Source(
+            kind,
+            checkpoint,
+            self.tokenizer,
+            where,
+            hidden,
+            ops.PACKING,
+            _instrumentation,
+            adapters,
+            cache_dir,
+            more,
+        )
         self._resources = ExitStack()
+        self._resources.callback(source.close)
         weakref.finalize(self, only_here(self._resources.close))
-        try:
-            self._drafts: DraftModel | None = None
-            if plan.draft_model is not None:
-                if kind is not CpuExecutor:
-                    raise ArgumentError(
-                        "draft_model needs a CPU so far, and an architecture that qoff computes "
-                        "itself; leave it out"
-                    )
-                self._drafts = DraftModel(
-                    find_checkpoint(plan.draft_model, cache_dir=cache_dir, for_cpu=True),
-                    plan,
-                    self._resources,
-                    self.tokenizer,
-                    device=where,
-                    dtype=hidden,
-                    packing=ops.PACKING,
-                    instrumentation=_instrumentation,
-                )
-                more["draft_bytes"] = self._drafts.nbytes
-            self._executor = kind(
-                checkpoint,
-                plan,
-                self._resources,
-                device=where,
-                dtype=hidden,
-                packing=ops.PACKING,
-                instrumentation=_instrumentation,
-                adapters=adapters,
-                **more,
-            )
-        except BaseException:
-            self._resources.close()
-            raise
-        self.runtime = runtime = self._executor.runtime
-        self.memory = self._executor.memory  # what the plan takes beside the weights
-        self.arenas = self._executor.arenas  # of packed KV blocks, parked hidden states, by tier
-        self.blocks = self._executor.blocks  # packed KV blocks of all sequences
+        opened = source.open(plan)
         self._reader = PromptReader(self.tokenizer)
         self._defaults: SamplingParams | None = None
-        eos = end_tokens(runtime.checkpoint)
-        loaded = self._executor.adapters
+        self.checkpoint = checkpoint
+        executor = opened.executor
+        loaded = executor.adapters
         self.adapters = () if loaded is None else loaded.names
         self.adapter_folders = {} if loaded is None else loaded.folders
         self._admission = Admission(
             plan,
-            self._executor.limits,
+            executor.limits,
             self._reader,
-            eos,
-            self._executor.whole_prompts,
-            no_adapter if loaded is None else loaded.number,
+            end_tokens(checkpoint),
+            executor.whole_prompts,
+            self.adapters,
         )
-        schedule = Schedule(runtime.decoder, runtime.store, plan.schedule, _instrumentation)
         finish = partial(completion, tokenizer=self.tokenizer)
-        watch = adapter_of(self._executor, schedule)
-        self._rounds = Rounds(plan, self._executor, schedule, finish, watch, self._drafts)
+        self._rounds = Rounds(opened, source.open, finish, adapter_of(opened))
         self.rounds = self._rounds.history
 
     def generate(
@@ -220,7 +196,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json says; where it says nothing, the defaults."""
         if self._defaults is None:
-            self._defaults = default_params(self.runtime.checkpoint)
+            self._defaults = default_params(self.checkpoint)
         return self._defaults
 
     def stream(
@@ -273,13 +249,13 @@ class LLM:
         ]
 
     def _pooled(self, prompts: list[Prompt], params: PoolingParams) -> list[list[Sequence]]:
-        if not isinstance(self.runtime.decoder, Decoder):
+        if is_modules(self.checkpoint):
             raise ArgumentError(
                 "this architecture runs through transformers' modules, which qoff does not pool; "
                 "embeddings are those of its own decoder"
             )
-        size, checkpoint = self.runtime.spec.hidden_size, self.runtime.checkpoint
-        return self._admission.pooled(prompts, complete(params, checkpoint, size), size)
+        size = DecoderSpec.from_config(self.checkpoint.config).hidden_size
+        return self._admission.pooled(prompts, complete(params, self.checkpoint, size), size)
 
     def submit(
         self,
@@ -316,6 +292,45 @@ class LLM:
         self._rounds.wake()
 
     @property
+    def plan(self) -> Plan:
+        """The plan that is open. Another one may take its place (`Plan.adapt`)."""
+        return self._rounds.current.plan
+
+    @property
+    def memory(self) -> Memory:
+        """What the plan takes beside the weights."""
+        return self._rounds.current.memory
+
+    @property
+    def residency(self) -> Residency:
+        """Where the weights are."""
+        return self._rounds.current.residency
+
+    @property
+    def reopening(self) -> bool:
+        """Whether another plan is being opened; those who ask for something wait."""
+        return self._rounds.current.closed
+
+    @property
+    def runtime(self) -> Runtime:
+        """What computes a pass. Raises ArgumentError while `reopening`."""
+        return self._executor.runtime
+
+    @property
+    def arenas(self) -> Mapping[str, Arena]:
+        """Memory of packed KV blocks and parked hidden states, by tier; raises as `runtime`."""
+        return self._executor.arenas
+
+    @property
+    def blocks(self) -> TieredBlocks | DeviceBlocks:
+        """Packed KV blocks of all sequences; raises as `runtime`."""
+        return self._executor.blocks
+
+    @property
+    def _executor(self) -> Executor:
+        return self._rounds.current.opened.executor
+
+    @property
     def waiting(self) -> int:
         """Sequences that wait for a place in a batch."""
         return self._rounds.waiting
@@ -328,13 +343,9 @@ class LLM:
     @property
     def kv_used(self) -> float:
         """Part of the packed KV blocks that is in use, 0 to 1."""
-        blocks, pools = self.blocks, list[BlockPool]()
-        if isinstance(blocks, DeviceBlocks):
-            pools.append(blocks.pool)
-        tiered = blocks.offloaded if isinstance(blocks, DeviceBlocks) else blocks
-        if tiered is not None:
-            pools += tiered.pools.values()
-        return sum(pool.used for pool in pools) / max(1, sum(pool.capacity for pool in pools))
+        with suppress(ArgumentError):  # where none is there
+            return self._executor.kv_used
+        return 0.0
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt. Raises ArgumentError for what is none."""
@@ -342,7 +353,7 @@ class LLM:
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
-        residency = self.runtime.residency
+        residency = self.residency
         on_device = residency.device_bytes - residency.workspace
         weights = {DEVICE: on_device, HOST: residency.host_bytes}
         return {

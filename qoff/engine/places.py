@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
+
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.plan.reopen import Remaining
 
 from .batch import BatchSlots
 from .calls import Call
 from .prefixes import common_blocks
 from .request import Completion, Sequence
+
+_LOOKED_AT = 64  # prompts that wait, whose lengths stand for all
 
 
 class Places:
@@ -30,16 +36,66 @@ class Places:
         self.batches, self._share_prefixes, self._finish = batches, share_prefixes, finish
         self.calls: dict[Sequence, Call] = {}
         self._waiting: deque[list[Sequence]] = deque()  # answers of one prompt together
+        self._asked = self._given = 0  # tokens of answers that are done: at most, and as they are
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a place."""
         return sum(map(len, self._waiting))
 
+    @property
+    def running(self) -> bool:
+        """Whether a sequence has a place."""
+        return any(batch.sequences() for batch in self.batches)
+
+    def remaining(self) -> Remaining:
+        """What is left to compute, as answers have been so far in relation to their `max_tokens`.
+
+        Lengths are those of the first that wait, of those that run where none does.
+        """
+        running = [one for batch in self.batches for one in batch.sequences()]
+        first = [one for group in islice(self._waiting, _LOOKED_AT) for one in group]
+        share = self._given / self._asked if self._given else 1.0
+        some = first or running
+        follows = max((call.follows for call in {*self.calls.values()}), default=0.0)
+        return Remaining(
+            [max(1.0, share * one.max_tokens - len(one.answer)) for one in running],
+            self.waiting,
+            follows,
+            sum(len(one.prompt) for one in some) / max(1, len(some)),
+            share * sum(one.max_tokens for one in some) / max(1, len(some)),
+            self._read_again(first, running) if self._share_prefixes else 0,
+        )
+
+    def _read_again(self, waiting: list[Sequence], running: list[Sequence]) -> int:
+        """Tokens that those which wait share with others that run, each counted once."""
+        found = set[tuple[int, ...]]()
+        for one in waiting:
+            same = max((common_blocks(one.prompt, other.prompt) for other in running), default=0)
+            found.add(one.prompt[: same * BLOCK_TOKENS])
+        return sum(map(len, found))
+
+    def open_with(self, batches: list[BatchSlots]) -> None:
+        """Go on with other batches, in which no sequence has a place yet."""
+        self.batches = batches
+        groups, self._waiting = self._waiting, deque[list[Sequence]]()
+        for group in groups:
+            self._queue(group)
+
+    def _queue(self, group: list[Sequence]) -> None:
+        """Have a group wait; more answers than a batch has slots for read their prompt apart."""
+        size = self.batches[0].cache.sequences if self.batches else len(group)
+        for i in range(0, len(group), size):
+            first, *others = group[i : i + size]
+            first.waits_for = None
+            for other in others:
+                other.waits_for = first
+            self._waiting.append([first, *others])
+
     def submit(self, groups: Iterable[list[Sequence]], call: Call) -> None:
         """Queue sequences of a call, those of a prompt together."""
         for group in groups:
-            self._waiting.append(group)
+            self._queue(group)
             self.calls |= dict.fromkeys(group, call)
             call.left += len(group)
 
@@ -95,6 +151,8 @@ class Places:
                 answer = self._finish(sequence)
                 call = self.calls[sequence]
                 if answer is not None:
+                    self._asked += sequence.max_tokens
+                    self._given += len(answer.token_ids)
                     batch.remove(sequence)
                 call.grew(sequence, answer)
                 if answer is not None:

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import torch
 
@@ -18,74 +17,52 @@ from qoff.budgets import device_guard
 from qoff.errors import ArgumentError, ClosedError
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.interrupts import check as check_interrupts
-from qoff.kernels.sampling import DRAWS_AHEAD
-from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
+from qoff.plan.reopen import Remaining
 from qoff.process import Opener
 from qoff.system_memory import refusals
 
 from .adapting import Adapter
-from .batch import BatchSlots, Continuation
 from .calls import Call
-from .draft_model import DraftModel
-from .executor import Executor
+from .opened import Current, Opened
+from .passes import compute
 from .places import Places
-from .prefixes import PrefixIndex
 from .request import Completion, Sequence
-from .round_stats import Counts, RoundStats
-from .sampling import Sampler
+from .round_stats import RoundStats
 from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
-_TOGETHER = 64  # steps of a round, at most
 _KEPT = 4096  # rounds whose numbers are kept, at least
 
 
 class Rounds:
     """Admits sequences into the batches of a plan, and computes until they have their answers.
 
-    finish: the answer of a sequence, if it is done. adapter: watches the rounds. drafts: what
-    drafts answers, if the plan has such a model.
+    opened: what they run on; open_plan: opens another plan when that is closed. finish: the answer
+    of a sequence, if it is done. adapter: watches the rounds.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        executor: Executor,
-        schedule: Schedule,
+        opened: Opened,
+        open_plan: Callable[[Plan], Opened],
         finish: Callable[[Sequence], Completion | None],
         adapter: Adapter | None = None,
-        drafts: DraftModel | None = None,
     ) -> None:
-        self._plan, self._executor, self._schedule = plan, executor, schedule
         self._adapter = adapter
         self.history: list[RoundStats] = []  # of the newest thousands
         self.began: float | None = None  # the round that is computed, by `time.perf_counter`
         self._count = 0
         self.opener = Opener("this LLM")
-        self._closed = False
+        self._closed, self._why = False, ""
         # Held to look at what follows, not during a round. Reentrant: a generator may be
         # collected, and leave, at any time.
         self._changed = threading.Condition(threading.RLock())
         self._worker: int | None = None  # the thread that computes a round, if one does
         self._gone: deque[Call] = deque()
         self._sweeping = False
-        prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
-        places = plan.batches * plan.batch_size
-        self._sampler = Sampler(executor.limits.vocab_size, places, plan.context, executor.device)
-        batches = [
-            BatchSlots(
-                executor.new_cache(),
-                self._sampler,
-                first,
-                prefixes,
-                plan.draft_tokens,
-                executor.adapters,
-                None if drafts is None else drafts.new_batch(executor.limits.vocab_size),
-            )
-            for first in range(0, places, plan.batch_size)
-        ]
-        self._places = Places(batches, plan.share_prefixes, finish)
+        self.current = Current(opened, open_plan)
+        self._places = Places(opened.batches, opened.plan.share_prefixes, finish)
 
     def answers(
         self, groups: Iterable[list[Sequence]], call: Call | None = None
@@ -144,15 +121,19 @@ class Rounds:
                 raise ArgumentError("an LLM cannot be closed in the middle of its round")
             self._closed = True
             self._changed.wait_for(lambda: self._worker is None)
-            self._places.batches = []  # with their caches
+            self._places.batches.clear()  # with their caches
             self._changed.notify_all()
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self.current.opened.schedule
 
     def _check(self) -> None:
         self.opener.check()
         if self._worker == threading.get_ident():
             raise ArgumentError("an LLM cannot be called in the middle of its own round")
         if self._closed:
-            raise ClosedError("this LLM is closed")
+            raise ClosedError(f"this LLM is closed{self._why}")
 
     def _turn(self, ready: Callable[[], object]) -> None:
         """Compute a round as soon as no other thread does and there is something; or be `ready`."""
@@ -200,25 +181,26 @@ class Rounds:
             self._sweeping = False
 
     def _round(self) -> None:
-        """One pass of every batch: a token more of each sequence, or more of its prompt.
-
-        Where a CPU can do several steps together, several tokens more.
+        """A round, and before or after it a change of the plan.
 
         An error is for all callers that have a sequence in a batch. Where this thread is
         interrupted, the sequences of the others begin again.
         """
         check_interrupts()
-        places = self._places
-        most = None if self._adapter is None else self._adapter.knobs.batches
+        self._settle()
+        places, adapter = self._places, self._adapter
+        most = None if adapter is None else adapter.knobs.batches
+        if adapter is not None and adapter.wanted is not None:
+            most = 0  # the places are to be empty
         try:
-            with device_guard(self._executor.device):
+            with device_guard(self.current.opened.executor.device):
                 with self._changed:
                     self._sweep()
                     places.admit(most)
                     if not places.calls:
                         return
                 with torch.inference_mode(), one_torch_thread(), refusals():
-                    self._passes()
+                    self._compute()
         except Exception as error:
             with self._changed:
                 calls = {places.calls[one] for one in places.admitted()}
@@ -231,103 +213,63 @@ class Rounds:
             with self._changed:
                 places.begin_again()
             raise
+        self._settle()
 
-    def _passes(self) -> None:
-        clock = self._executor.instrumentation.clock
-        self.began = start = clock.now()
-        before = self._executor.counters()
-        passes: list[tuple[BatchSlots, ForwardPass]] = []
-        batches = self._places.batches
-        reads = len(batches) if self._adapter is None else self._adapter.knobs.reads
-        first = self._count % len(batches) if reads < len(batches) else 0
-        for batch in (*batches[first:], *batches[:first]):
-            decode = batch.decode()
-            read = batch.read(self._plan.prefill_tokens) if reads else None
-            reads -= read is not None
-            for run in (decode, read):
-                if run is None:
-                    continue
-                run.name, run.workspace = f"pass {len(passes)}", self._executor.workspace
-                if self._executor.activations is not None:
-                    run.activations = self._executor.activations.batch(len(passes))
-                passes.append((batch, run))
-        alone = len(passes) == 1 and passes[0][1].ragged.is_decode
-        generated = self._steps(*passes[0]) if alone else None
-        if generated is not None:
-            tokens = Counts(0, generated, 0, 0)
-        else:
-            if alone:
-                passes[0][1].logit_rows = None  # no other pass will use their memory
-            tokens = self._step(passes)
-        spent = [after - was for after, was in zip(self._executor.counters(), before, strict=True)]
-        ended = clock.now()
-        stats = RoundStats(self._count, *tokens, ended - start, ended, *spent)
-        self.history.append(stats)
+    def _settle(self) -> None:
+        """Open another plan, if one is wanted, there is work for it, and no sequence has a place.
+
+        Where no plan can be opened any more, all callers get the error, and this is closed.
+        """
+        adapter = self._adapter
+        with self._changed:
+            self._sweep()
+            if self._places.running:
+                return
+            if not self.current.closed:
+                if adapter is None or adapter.wanted is None:
+                    return
+                plan = adapter.still(self._places.remaining())
+                if plan is None:
+                    return
+                self.current.want(plan)
+            self._places.batches = []
+        if adapter is not None:
+            adapter.let_go()
+        try:
+            self.current.reopen()
+        except Exception as error:
+            with self._changed:
+                self._closed, self._why = True, f": {error}"
+                for call in {*self._places.calls.values()}:
+                    call.failed(error)
+                    self._places.drop(call)
+            raise
+        with self._changed:
+            self._places.open_with(self.current.opened.batches)
+        self._watched(lambda one: one.follow(self.current.opened))
+
+    def _compute(self) -> None:
+        opened, adapter = self.current.opened, self._adapter
+        clock = opened.executor.instrumentation.clock
+        self.began = clock.now()
+        reads = len(opened.batches) if adapter is None else adapter.knobs.reads
+        done = compute(opened, self._places, self._count, reads)
+        self.history.append(done.stats)
         self._count += 1
-        self._observe([run for _, run in passes], stats, generated is not None)
+        self._watched(lambda one: one.observe(done, self._remaining))
         if len(self.history) >= 2 * _KEPT:
             del self.history[:_KEPT]
 
-    def _observe(self, passes: list[ForwardPass], stats: RoundStats, several: bool) -> None:
-        """Let the adapter see a round; no answer is lost to what goes wrong there."""
+    def _remaining(self) -> Remaining:
+        with self._changed:
+            return self._places.remaining()
+
+    def _watched(self, call: Callable[[Adapter], object]) -> None:
+        """Tell the adapter something; no answer is lost to what goes wrong there."""
         if self._adapter is None:
             return
         try:
-            self._adapter.observe(passes, stats, several, len(self._places.calls))
+            call(self._adapter)
         except Exception:
             logger.exception("the plan stays as it is from now on (adapt): rounds cannot be judged")
             self._adapter = None
-
-    def _step(self, passes: list[tuple[BatchSlots, ForwardPass]]) -> Counts:
-        """Do each pass once."""
-        read, continued = 0, list[Continuation]()
-        found = self._schedule.round([run for _, run in passes])
-        for (batch, run), logits in zip(passes, found, strict=True):
-            tokens, more = batch.take(run, logits)
-            read, continued = read + tokens, continued + more
-        if any(run.states is not None for _, run in passes):
-            self._places.finish_done()
-        return self._continue(continued, read)
-
-    def _continue(self, found: list[Continuation], read: int) -> Counts:
-        """Choose tokens, after a drafted one that is accepted the one that follows, too."""
-        generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), 0
-        while found:
-            generated += self._sampler.draw([rows[0] for rows, _ in found])
-            self._places.finish_done()
-            found = [
-                Continuation(rows[1:], draft[1:])
-                for rows, draft in found
-                if draft and not rows[0].sequence.ended
-                if rows[0].sequence.answer[-1] == draft[0]
-            ]
-            accepted += len(found)
-        for batch in self._places.batches:
-            batch.forget_rejected()
-        return Counts(read, generated, drafted, accepted)
-
-    def _steps(self, batch: BatchSlots, run: ForwardPass) -> int | None:
-        """Do several steps of the only pass: how many tokens were generated; None where it cannot.
-
-        Sequences are independent: those that go on take no notice of one whose text ends it.
-        """
-        if run.cache.ended is None:
-            return None
-        rows = batch.places(run)
-        choice = self._sampler.choice(rows)
-        if choice is None:
-            return None
-        most, noise = min(one.max_tokens - len(one.answer) for _, one in rows), None
-        if choice.shapes is not None:
-            most, noise = min(most, DRAWS_AHEAD), partial(self._sampler.noise, rows)
-        steps = self._schedule.steps(run, choice, min(most, _TOGETHER), noise)
-        if not steps:
-            return None
-        generated = 0
-        for tokens in steps:
-            for (place, sequence), token in zip(rows, tokens, strict=True):
-                if not sequence.ended:
-                    self._sampler.chose(place, sequence, token)
-                    generated += token >= 0
-            self._places.finish_done()
-        return generated

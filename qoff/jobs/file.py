@@ -128,6 +128,7 @@ class FileJob:
             lambda mine: max(0, 2 * llm.plan.batches * llm.plan.batch_size - mine),
             block=self.sink.block,
             noticed=noticed,
+            left=lambda: self.left,
         )
         try:
             runner.start()

@@ -6,6 +6,7 @@ any size only a window of requests is in memory.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -64,6 +65,7 @@ class Runner:
     room: for how many answers there is room beside those given in flight; below 0: so many are to
     give up their places, and are asked for again later. most: answers of a request. block: requests
     whose answers are written together, at most. noticed: called by the thread after each block.
+    left: requests that are to be answered; None where nobody knows.
     A request whose round fails is computed once more, alone; `error` is what ends the job: faults
     of the machine, among them the third request in a row that fails alone in the same way.
     """
@@ -79,10 +81,11 @@ class Runner:
         most: int | None = None,
         block: int = BLOCK,
         noticed: Callable[[Counts], None] = lambda _: None,
+        left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._llm, self._left, self._reader = llm, lines, reader
         self._sink, self._room, self._most = sink, room, most
-        self._block, self._noticed = block, noticed
+        self._block, self._noticed, self._unanswered = block, noticed, left
         self.counts = Counts()
         self.error: BaseException | None = None
         self.ended = threading.Event()  # no more will be written
@@ -116,6 +119,12 @@ class Runner:
     def in_flight(self) -> int:
         """Answers that are asked for."""
         return sum(one.count for one in self._running)
+
+    @property
+    def follows(self) -> float:
+        """Requests that the engine was not asked for yet; inf where nobody knows."""
+        left = self._unanswered()
+        return math.inf if left is None else max(0, left - len(self._running))
 
     def run(self) -> None:
         """Answer what is left in this thread, until the end or `stop`."""
@@ -287,6 +296,10 @@ class _Asked(Call):
         self.count = len(prompt_list(request.prompts)) * request.params.n
         self.prompt_tokens = 0
         self.begun = self.gone = False  # whether it is in a batch; whether nobody waits any more
+
+    @property
+    def follows(self) -> float:  # type: ignore[override]
+        return self._runner.follows
 
     def again(self, alone: bool = False) -> _Asked:
         """The same once more."""

@@ -269,13 +269,8 @@ class Adapters:
             )
 
     def number(self, name: str | None) -> int:
-        """Of an adapter; -1 for none. Raises ArgumentError for a name that is not there."""
-        if name is None:
-            return -1
-        if name not in self.names:
-            known = ", ".join(map(shown, self.names)) or "none"
-            raise ArgumentError(f"there is no adapter {shown(name)}; there are: {known}")
-        return self.names.index(name)
+        """As `adapter_number`."""
+        return adapter_number(self.names, name)
 
     def rows(self, numbers: Sequence[int]) -> AdaptedRows | None:
         """What a pass adds whose rows have these adapters; None where none has one."""
@@ -283,3 +278,13 @@ class Adapters:
         if max(key, default=-1) < 0:
             return None
         return AdaptedRows(key, torch.tensor(key, dtype=torch.int64), self._layers)
+
+
+def adapter_number(names: Sequence[str], name: str | None) -> int:
+    """Of one of several adapters; -1 for none. Raises ArgumentError for one that is not there."""
+    if name is None:
+        return -1
+    if name not in names:
+        known = ", ".join(map(shown, names)) or "none"
+        raise ArgumentError(f"there is no adapter {shown(name)}; there are: {known}")
+    return names.index(name)

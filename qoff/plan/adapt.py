@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from qoff.errors import QoffError
-from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.placement import DISK, HOST
 from qoff.memory.plan import Residency
 
 from .certify import Certifier, choices_of
 from .cost import RESOURCES, Array, Choices, CostModel, Phase, round_seconds
 from .manual import Memory, Plan
 from .profile import Link, MachineProfile
-from .search import find_plan
 from .sizes import ModelSizes
 from .workload import Lengths, Workload
 
@@ -72,7 +70,10 @@ class Knobs:
 
 
 class RunningPlan:
-    """Predicts the rounds of a plan that is open. machine: rates; refitted by `refit`."""
+    """Predicts the rounds of a plan that is open. machine: rates; refitted by `refit`.
+
+    beside: what rounds take, in seconds that the model says.
+    """
 
     def __init__(
         self,
@@ -82,13 +83,14 @@ class RunningPlan:
         residency: Residency,
         machine: MachineProfile,
         dtype: torch.dtype,
+        beside: float = 1.0,
     ) -> None:
         self.sizes, self.plan, self.machine = sizes, plan, machine
-        self._memory, self._residency, self._dtype = memory, residency, dtype
-        self._beside = 1.0  # what rounds take, in those that the model says
+        self.memory, self.residency, self.dtype = memory, residency, dtype
+        self.beside = beside
         self._known: dict[tuple[Load, str], Array] = {}
         work = Workload(Lengths.of(plan.context), Lengths.of(1), 1)
-        self._placed = self._certifier(work).placed(plan, residency)
+        self._placed = self.certifier(work).placed(plan, residency)
 
     @property
     def offloads(self) -> bool:
@@ -98,7 +100,7 @@ class RunningPlan:
     def seconds(self, load: Load, schedule: str) -> float:
         """Of a round."""
         units = self.sizes.spec.num_layers + 1
-        return self._beside * float(round_seconds(self._busy(load, schedule), units))
+        return self.beside * float(round_seconds(self._busy(load, schedule), units))
 
     def refit(self, rounds: Sequence[Observed], schedule: str) -> list[str]:
         """Take the rates of these rounds; says in words which ones changed."""
@@ -115,17 +117,17 @@ class RunningPlan:
         at = RESOURCES.index("gpu" if before.on_gpu else "cpu")
         slower = median(one.computed_s / self._busy(one.load, schedule)[at] for one in rounds)
         self.machine = replace(before, **changed)
-        self._beside = self._factor(rounds, schedule)
-        if not 1 / OFF < self._beside < OFF:  # these do not explain it
+        self.beside = self._factor(rounds, schedule)
+        if not 1 / OFF < self.beside < OFF:  # these do not explain it
             self.machine = replace(self.machine, device=before.device.slower(slower))
             said.append(f"computing takes {slower:.2g} times as long")
-            self._beside = self._factor(rounds, schedule)
+            self.beside = self._factor(rounds, schedule)
         return [text for text in said if text]
 
     def _factor(self, rounds: Sequence[Observed], schedule: str) -> float:
         """How many times as long rounds take as the model says with the present rates."""
         self._known.clear()
-        self._beside = 1.0
+        self.beside = 1.0
         return median(one.seconds / self.seconds(one.load, schedule) for one in rounds)
 
     def best(self, now: Knobs, load: Load, wanted: int) -> Knobs:
@@ -186,11 +188,11 @@ class RunningPlan:
         if load.sequences:
             work = Workload(Lengths.of(max(1, load.tokens)), Lengths.of(1), load.sequences)
             size = -(-load.sequences // load.passes)
-            cost = self._certifier(work).cost
+            cost = self.certifier(work).cost
             found.append(cost.decode(self._choice(size, load.passes, 1, block)))
         if load.reads:
             work = Workload(Lengths.of(load.read), Lengths.of(1), load.reads)
-            cost = self._certifier(work).cost
+            cost = self.certifier(work).cost
             found.append(cost.prefill(self._choice(1, load.reads, load.read, block)))
         return found
 
@@ -200,7 +202,7 @@ class RunningPlan:
         split = plan.kv_placement.split(max(1, plan.blocks_per_sequence))
         moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
         work = Workload(Lengths.of(1), Lengths.of(1), 1)
-        each = self._certifier(work).cost.step_s if moves else 0.0
+        each = self.certifier(work).cost.step_s if moves else 0.0
         return each * self.sizes.spec.num_layers * (load.passes + load.reads)
 
     def _choice(self, size: int, batches: int, prefill: int, block: bool) -> Choices:
@@ -213,37 +215,10 @@ class RunningPlan:
         )
         return choices_of(changed)
 
-    def _certifier(self, work: Workload) -> Certifier:
-        cost = CostModel(self.sizes, self.machine, work, self.plan.kv, self._dtype.itemsize)
-        return Certifier(cost, self.plan, torch.device("cpu"), self._dtype)
-
-    def reopened(self, now: Knobs, load: Load, wanted: int) -> tuple[Plan, float] | None:
-        """What the planner would choose now in the same memory, and how many times as fast it is.
-
-        None where it finds nothing better.
-        """
-        plan, memory, on_gpu = self.plan, self._memory, self.machine.on_gpu
-        taken = {
-            DEVICE: memory.total(DEVICE) + self._residency.device_bytes,
-            HOST: memory.total(HOST) + self._residency.host_bytes,
-        }
-        beside = sum(memory.purposes[DEVICE].get(name, 0) for name in ("adapters", "draft model"))
-        device = (plan.device_memory or taken[DEVICE]) - beside
-        host = plan.host_memory or taken[HOST]
-        room = {DEVICE: device, HOST: host} if on_gpu else {DEVICE: device + host, HOST: 0}
-        machine = self.machine.with_memory(**room)
-        answer = max(1, plan.context // 8)
-        most = max(1, plan.context - answer)
-        prompts = Lengths(min(most, max(1, load.tokens)), most)
-        work = Workload(prompts, Lengths.of(answer), max(1, wanted), token_s=plan.token_s)
-        try:
-            found = find_plan(self.sizes, machine, work, plan)
-        except QoffError:
-            return None
-        count = max(1, min(wanted, now.batches * plan.batch_size))
-        whole = Load(count, min(now.batches, count), load.tokens)
-        gain = found.decode.tokens_per_s * self.seconds(whole, now.schedule) / self._beside / count
-        return (found.plan, gain) if gain >= _GAIN else None
+    def certifier(self, work: Workload) -> Certifier:
+        """Counts and forecasts plans for a workload at the present rates."""
+        cost = CostModel(self.sizes, self.machine, work, self.plan.kv, self.dtype.itemsize)
+        return Certifier(cost, self.plan, torch.device("cpu"), self.dtype)
 
 
 def _changed(name: str, before: float, now: float) -> str:

@@ -46,8 +46,10 @@ class Plan:
     pass reads weights from disk or host memory. draft_model: a small model with the same tokenizer,
     which stays on the device and drafts them instead. token_s: seconds between two tokens of a
     sequence at most. adapt: where rounds take longer or less long than expected, the schedule and
-    how many sequences and prompts a round has follow what the machine does then; no token depends
-    on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values out of range.
+    how many sequences and prompts a round has follow what the machine does then, and where that
+    pays, the running sequences end, and the rest goes on with another plan in the same memory;
+    "rounds": without the latter. On a CPU no token depends on it without share_prefixes and
+    prompt_logprobs. Raises ArgumentError for values out of range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
@@ -65,7 +67,7 @@ class Plan:
     draft_tokens: int = 0  # drafted of an answer, at most; 0: a token a pass
     draft_model: str | None = None  # a checkpoint that drafts; None: what came before does
     token_s: float | None = None
-    adapt: bool = True
+    adapt: bool | Literal["rounds"] = True
     slots: int = 2
     activation_bits: int = 16
     spill_folder: Path | None = None  # None: the system's folder for temporary files
@@ -80,9 +82,10 @@ class Plan:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
                 )
-        for name in ("share_prefixes", "adapt"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use True or False")
+        if not isinstance(self.share_prefixes, bool):
+            raise ArgumentError(f"share_prefixes is {self.share_prefixes!r}; use True or False")
+        if not isinstance(self.adapt, bool) and self.adapt != "rounds":
+            raise ArgumentError(f"adapt is {self.adapt!r}; use True, 'rounds' or False")
         if self.token_s is not None and not (is_number(self.token_s) and self.token_s > 0):
             raise ArgumentError(f"token_s is {self.token_s!r}; use seconds above 0")
         if self.share_prefixes and self.kv.sinks:

@@ -43,13 +43,16 @@ def find_plan(
     template: Plan | None = None,
     dtype: torch.dtype | None = None,
     simulate: Simulate | None = None,
+    like: Plan | None = None,
 ) -> Certified:
     """The best plan for a workload within the memory of a machine.
 
     template: what is not searched: form of the KV cache, slots, spill folder. dtype: of hidden
     states on a GPU. simulate: gives a plan the seconds of its rounds in virtual time, by which the
-    best ones are compared then. Raises BudgetError in a line, with tier, bytes and the nearest
-    setting, where no plan fits, and ArgumentError for sequences longer than the model's.
+    best ones are compared then. like: only plans that cut prompts into pieces as long as this one's
+    and attend to the cache in the same place, on which roundings depend. Raises BudgetError in a
+    line, with tier, bytes and the nearest setting, where no plan fits, and ArgumentError for
+    sequences longer than the model's.
     """
     template = replace(template or Plan(), context=workload.context)
     sizes.spec.check_positions(workload.context)
@@ -58,7 +61,7 @@ def find_plan(
     cuda = machine.on_gpu and torch.cuda.is_available()
     place = torch.device("cuda") if cuda else torch.device("cpu")
     certifier = Certifier(cost, template, place, number)
-    choices = choices_for(workload, machine.on_gpu)
+    choices = choices_for(workload, machine.on_gpu, like)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
@@ -116,14 +119,21 @@ class _Relaxed:
     disk: float
 
 
-def choices_for(workload: Workload, on_gpu: bool) -> Choices:
-    """The discrete choices for a workload: none with more places than requests."""
+def choices_for(workload: Workload, on_gpu: bool, like: Plan | None = None) -> Choices:
+    """The discrete choices for a workload: none with more places than requests.
+
+    like: as for `find_plan`.
+    """
     count = workload.at_once
     tokens = max(1, int(workload.prompt.mean * count))
     pieces = [p for p in _PREFILL if p < tokens] or [_PREFILL[0]]
+    attending: tuple[bool, ...] = (True, False)
+    if like is not None:
+        pieces = [like.prefill_tokens]
+        attending = (like.attends_on_cpu,) if on_gpu else attending
     rows = [
         row
-        for row in product(_SIZES, _BATCHES, pieces, (True, False), (True, False), (0, 1, 2))
+        for row in product(_SIZES, _BATCHES, pieces, (True, False), attending, (0, 1, 2))
         if _sensible(row, count, on_gpu)
     ]
     columns = list(zip(*rows, strict=True))

@@ -44,7 +44,7 @@ class Batches:
     def start(self, llm: LLM, room: Room, places: int, count: Callable[[int, int], None]) -> None:
         """Run batches from now on. count: hears of tokens of prompts and answers."""
         self._llm, self._room, self._places, self._count = llm, room, places, count
-        self._model = fingerprint(llm.runtime.checkpoint.path)
+        self._model = fingerprint(llm.checkpoint.path)
         self._adapters = adapters_say(llm.adapter_folders)
         self._thread = threading.Thread(target=self._work, name="qoff-serve-batches")
         self._thread.start()

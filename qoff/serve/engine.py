@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -10,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -41,6 +41,8 @@ class Piece:
 
 class Answers(Vectors):
     """The answers to a request's prompts, n for each, as they come into an event loop."""
+
+    follows = math.inf
 
     def __init__(self, prompts: int, n: int, deadline: float) -> None:
         super().__init__()
@@ -167,7 +169,7 @@ class Engine:
             return found
         waiting, began = llm.waiting, llm.round_began
         return found | {
-            "state": "ready",
+            "state": "reopening" if llm.reopening else "ready",
             "context": llm.plan.context,
             "answers": {
                 "running": max(0, self._all_in_flight() - waiting),
@@ -215,7 +217,7 @@ class Engine:
         wait = self.in_flight + answers - self.places
         if wait > self._max_queue:
             self.metrics.refused.inc()
-            after = max(1, ceil(self._lasts_s * (1 + wait / self.places)))
+            after = max(1, math.ceil(self._lasts_s * (1 + wait / self.places)))
             raise ApiError(
                 429,
                 f"{self.in_flight} answers are being computed or wait, and no more than "

@@ -52,12 +52,12 @@ def memory(llm: LLM) -> dict[str, Any]:
     """Bytes by tier: the budget (None: no bound), what is used, and for what."""
     budgets = {DEVICE: llm.plan.device_memory, HOST: llm.plan.host_memory}
     tiers = llm.memory_by_tier()
-    residency = llm.runtime.residency
+    residency = llm.residency
     moved = residency.device_bytes - residency.workspace - residency.resident_bytes
     tiers[DEVICE] = {"weights": tiers[DEVICE]["weights"] - moved, "weights on the move": moved,
                      **{k: v for k, v in tiers[DEVICE].items() if k != "weights"}}  # fmt: skip
     if residency.slots or residency.expert_slots:
-        files = {file.path: file.nbytes for file in unit_files(llm.runtime.checkpoint).values()}
+        files = {file.path: file.nbytes for file in unit_files(llm.checkpoint).values()}
         kept = residency.resident_bytes + residency.host_weight_bytes
         tiers[DISK]["weights"] = max(0, sum(files.values()) - kept)  # but for what is repacked
     return {

@@ -144,8 +144,9 @@ def test_a_small_model_drafts_and_changes_no_token(
         drafted, accepted = (sum(getattr(one, what) for one in llm.rounds)
                              for what in ("drafted", "accepted"))  # fmt: skip
         counted = llm.memory_by_tier()["device"]["draft model"]
-        assert llm._drafts is not None
-        assert counted > llm._drafts._executor.runtime.residency.resident_bytes
+        drafts = llm._rounds.current.opened.drafts
+        assert drafts is not None
+        assert counted > drafts._executor.runtime.residency.resident_bytes
         assert llm.memory.total("device") > without + counted
         if family == "llama-head64" and how["temperature"] == 0:  # it drafts for itself
             assert accepted > 0.8 * drafted

@@ -1,0 +1,207 @@
+"""A model opened with a plan: all that the plan takes, which is given back as a whole."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, QoffError
+from qoff.hf.load import find_checkpoint
+from qoff.memory.instrumentation import Instrumentation
+from qoff.plan import Plan
+from qoff.system_memory import refusals
+
+from .batch import BatchSlots
+from .draft_model import DraftModel
+from .executor import CpuExecutor, Executor
+from .prefixes import PrefixIndex
+from .sampling import Sampler
+from .schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class Opened:
+    """What a plan has taken: weights, caches of its batches, what moves and what drafts.
+
+    close: gives it back. seconds: opening took.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        close: Callable[[], None],
+        drafts: DraftModel | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self.executor, self.schedule, self.drafts = executor, schedule, drafts
+        self.plan = plan = executor.plan
+        self.close, self.seconds = close, seconds
+        vocab = executor.limits.vocab_size
+        prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
+        places = plan.batches * plan.batch_size
+        self.sampler = Sampler(vocab, places, plan.context, executor.device)
+        self.batches = [
+            BatchSlots(
+                executor.new_cache(),
+                self.sampler,
+                first,
+                prefixes,
+                plan.draft_tokens,
+                executor.adapters,
+                None if drafts is None else drafts.new_batch(vocab),
+            )
+            for first in range(0, places, plan.batch_size)
+        ]
+
+    def beside(self, plan: Plan) -> int:
+        """Bytes that adapters and the draft model would take on the device with another plan."""
+        drafts = 0 if self.drafts is None else self.drafts.bytes_for(plan)
+        return drafts + self.executor.adapter_bytes(plan, tiled=True)
+
+
+@dataclass
+class Source:
+    """A model, and where it is computed; opened with one plan at a time.
+
+    kind: of executor. tokenizer: of the model, if it has one. draft_cache: where a draft model from
+    the Hub is kept. more: options of the executor.
+    """
+
+    kind: type[Executor]
+    checkpoint: Checkpoint
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    packing: str
+    instrumentation: Instrumentation
+    adapters: Mapping[str, str | PathLike[str]] | None = None
+    draft_cache: str | PathLike[str] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    _own: ExitStack = field(default_factory=ExitStack)
+    _draft: Path | None = None  # once it was found
+
+    def open(self, plan: Plan) -> Opened:
+        """Take what a plan says; nothing else may be open. Raises as `Executor` and `DraftModel`.
+
+        What was taken is given back where it fails.
+        """
+        hooks = self.instrumentation
+        start = hooks.clock.now()
+        how: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "packing": self.packing,
+            "instrumentation": hooks,
+        }
+        more, drafts = dict(self.more), None
+        try:
+            if plan.draft_model is not None:
+                drafts = self._drafts(plan, **how)
+                more["draft_bytes"] = drafts.nbytes
+            executor = self.kind(
+                self.checkpoint, plan, self._own, adapters=self.adapters, **how, **more
+            )
+            decoder, store = executor.runtime.decoder, executor.runtime.store
+            schedule = Schedule(decoder, store, plan.schedule, hooks)
+            seconds = hooks.clock.now() - start
+            return Opened(executor, schedule, self.close, drafts, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give back what is open; may be repeated."""
+        self._own.close()
+
+    def _drafts(self, plan: Plan, **how: Any) -> DraftModel:
+        if self.kind is not CpuExecutor:
+            raise ArgumentError(
+                "draft_model needs a CPU so far, and an architecture that qoff computes "
+                "itself; leave it out"
+            )
+        assert plan.draft_model is not None
+        if self._draft is None:
+            where = self.draft_cache
+            self._draft = find_checkpoint(plan.draft_model, cache_dir=where, for_cpu=True)
+        return DraftModel(self._draft, plan, self._own, self.tokenizer, **how)
+
+
+class Current:
+    """The plan that is open, and how another one takes its place: never are both open.
+
+    plan, memory, residency: of the last one that was. All but these are for the thread that
+    computes rounds.
+    """
+
+    def __init__(self, opened: Opened, open_plan: Callable[[Plan], Opened]) -> None:
+        self._open_plan = open_plan
+        self._wanted: list[Plan] = []  # in this order, until one is open
+        self._take(opened)
+
+    @property
+    def opened(self) -> Opened:
+        """What is open. Raises ArgumentError while another plan is on its way."""
+        opened = self._opened
+        if opened is None:
+            raise ArgumentError("this LLM is being opened with another plan; try again")
+        return opened
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is open, since a change of the plan was interrupted, or is under way."""
+        return self._opened is None
+
+    def want(self, plan: Plan) -> None:
+        """Have `reopen` open this plan, or the one that is open now where that fails."""
+        self._wanted = [plan, self.plan]
+
+    def reopen(self) -> None:
+        """Close what is open and open what is wanted; an interrupted call is to be made again.
+
+        Nobody else may hold anything of what is open. Raises QoffError where nothing can be opened.
+        """
+        self._close()
+        while True:
+            plan = self._wanted[0]
+            gc.collect()  # memory is given back when nothing holds a piece of it
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            try:
+                with refusals():
+                    opened = self._open_plan(plan)
+            except Exception as error:
+                reason = f"{error}"
+            else:
+                break
+            self._wanted.remove(plan)
+            if not self._wanted:
+                raise QoffError(f"the model cannot be opened again with its plan: {reason}")
+            logger.warning("another plan cannot be opened, so the old one is again: %s", reason)
+        self._take(opened)
+        logger.warning(
+            "opened anew in %.3g s with %d x %d sequences",
+            opened.seconds,
+            opened.plan.batches,
+            opened.plan.batch_size,
+        )
+
+    def _take(self, opened: Opened) -> None:
+        self._opened: Opened | None = opened
+        self.plan, self.memory = opened.plan, opened.executor.memory
+        self.residency = opened.executor.runtime.residency
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
