@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
@@ -176,17 +175,6 @@ def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed:
     finally:
         pool.close()
     assert torch.equal(alone, together)
-
-
-def test_tokens_that_do_not_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = random_mlp(4, 64, 64)
-    x, routing = torch.randn(11, 64), routed(11, 4, 2)
-    whole = experts(x, *routing, mlp)
-    module = import_module(
-        "qoff.kernels.cpu.moe.experts"
-    )  # the package has the function of that name
-    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 10_000)
-    assert torch.equal(experts(x, *routing, mlp), whole)
 
 
 def test_activations_of_8_bits() -> None:
