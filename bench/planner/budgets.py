@@ -1,8 +1,8 @@
 """Bytes at the peak beside those that were counted, and a cgroup that kills what takes more.
 
 A process of its own opens each plan in a memory cgroup (v1, as root) three times: to compile, for
-the peak, and with a limit. Requests are as long as the plan's context, and ask for what takes most:
-log-probabilities, and half of them penalties. What was there before (Python, libraries, compiled
+the peak, and with a limit. Requests fill what a plan has room for, and ask for what takes most:
+drawn tokens, penalties and log-probabilities. What was there before (Python, libraries, compiled
 kernels) does not count, and its tokenizer is measured: an object of a library, as large as a
 vocabulary makes it. The limit is what the group has, the tokenizer, and 1 % more than the plan's
 bytes of device and host memory. It counts what the kernel takes for the process, too, and pages of
@@ -70,8 +70,9 @@ def measure(quick: bool, plans: Sequence[str] = ()) -> Report:
         "main memory: bytes counted, and at the peak of a process that is killed beyond them",
         ("plan", "counted MiB", "tokenizer MiB", "at the peak MiB", "beyond both", "killed"),
     )
-    # In the end 127 tokens of each sequence are not packed: as many as there is room for.
-    path, work = fetch_checkpoint(), Work(4, 2, 183, 8) if quick else Work(4, 2, 287, 32)
+    # Prompts fill passes of 512 tokens; in the end 127 tokens of each sequence are not packed, as
+    # many as there is room for.
+    path, work = fetch_checkpoint(), Work(4, 2, 128 if quick else 256, 63)
     found = {
         label: _run(path, plan, work)
         for label, plan in _plans(path, work, quick).items()
@@ -140,12 +141,9 @@ def _child(argv: Sequence[str] | None = None) -> None:
     prompts = [torch.randint(1000, (args.prompt,)).tolist() for _ in range(args.count)]
 
     def answer(new: int) -> int:
-        drawn = {"top_p": 0.9, "repetition_penalty": 1.1, "seed": 1, "logprobs": 5}
-        both = ({"temperature": 0, "logprobs": 5}, drawn)
-        params = [
-            SamplingParams(max_tokens=new, ignore_eos=True, **both[i % 2])
-            for i in range(args.count)
-        ]
+        params = SamplingParams(
+            top_p=0.9, repetition_penalty=1.1, logprobs=5, seed=1, max_tokens=new, ignore_eos=True
+        )
         with LLM(args.path, plan, device="cpu") as llm:
             llm.generate(prompts, params)
             tiers = llm.memory_by_tier()

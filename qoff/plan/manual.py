@@ -165,6 +165,7 @@ class Plan:
             sum(self.kv_placement.capacity(self.blocks_per_sequence).values()),
             tiled=tiled,
             selects=self.kv.attention_top < 1,
+            pairs=self.activation_bits < 16,
         )
 
     def tile_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:

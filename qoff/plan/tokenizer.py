@@ -13,8 +13,8 @@ _FILE = "tokenizer.json"
 _MODEL = re.compile(rb'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 _LOOKED_AT = 4 << 20  # bytes of a file before its vocabulary
 # Bytes for each byte of the file: `python -m bench.planner --only tokenizers` measures them.
-_TIMES = {b"BPE": 4.0, b"Unigram": 30.0}
-_OTHER = 4.0
+_TIMES = {b"BPE": 4.8, b"Unigram": 24.0}
+_OTHER = 4.8
 
 
 def tokenizer_bytes(checkpoint: Path) -> int:

@@ -88,7 +88,7 @@ def test_no_op_asks_for_more_than_a_plan_counts(
     with LLM(tmp_path / "checkpoint", plan, device="cpu") as llm:
         answered(llm)
         whole = counted(llm)
-        assert max(asked) <= whole <= 2 * max(asked)
+        assert max(asked) <= whole <= (2 if plan.activation_bits == 16 else 5) * max(asked)
         asked.clear()
         weights = llm.runtime.residency.device_bytes
     # Where layers stream, too, in tiles.

@@ -24,7 +24,6 @@ from qoff.models.forward_pass import MLP_TOKENS, WAVE_PAIRS, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 _GROUP = min(GROUP_SIZES)  # has the most scales
-_PAIRS_WIDTH = 2  # of numbers in a prefill pass; takes more than whole ones
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Passes:
     tokens: of any. sequences: of one that decodes, a token each; `place` is the last one of those
     that are not packed, `blocks` are the packed ones of a sequence. rows: of logits. drawn: rows
     that tokens are chosen from together; of_torch: by torch's generator. tiled: layers stream in
-    tiles. selects: decode attends to some of the blocks.
+    tiles. selects: decode attends to some of the blocks. pairs: a prompt may be attended to as
+    pairs of bfloat16, which take more.
     """
 
     tokens: int
@@ -46,6 +46,7 @@ class Passes:
     of_torch: bool = False
     tiled: bool = False
     selects: bool = False
+    pairs: bool = True
 
 
 def scratch_bytes(
@@ -75,7 +76,7 @@ def attention_bytes(
 ) -> Iterator[int]:
     """What attention of one kind of layer asks for."""
     sequences, heads = passes.sequences, shape.heads
-    yield attention.prefill_bytes(threads, shape, _PAIRS_WIDTH)
+    yield attention.prefill_bytes(threads, shape, 2 if passes.pairs else 4)
     runs = attention.decode_runs(passes.place)
     yield attention.decode_bytes(threads, sequences, shape, runs)
     if form is not None:
