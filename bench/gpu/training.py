@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench.gpu.child import Emit
 from bench.random_model import write_random_checkpoint
+from qoff.budgets import resolve_dtype
 
 SMALL: Mapping[str, Any] = MappingProxyType(
     {
@@ -121,12 +122,13 @@ def _trained(
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of some steps; tokens per second of all but the first; bytes of the GPU."""
     from qoff import train
+    from qoff.train.needs import needs_of
+    from qoff.train.placement import placed
 
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     tokens = batches[0]["input_ids"].numel()
-    options: dict[str, Any] = {"disk": folder}
     model = make(device)
     given = partial(
         train.offload,
@@ -135,9 +137,12 @@ def _trained(
         tokens=tokens,
         micro_batches=len(batches),
         device=device,
-        **options,
+        disk=folder,
     )
-    training = given(host_memory="64MiB") if kind.on_disk else given()
+    if kind.on_disk:  # all that can be
+        sizes = needs_of(model, train.AdamW(), tokens, len(batches), False, device=device)[2]
+        given = partial(given, host_memory=placed(sizes, None, 0, True, apart=True).totals[1])
+    training = given()
     losses, start = [training.step(batches)], time.perf_counter()
     losses += [training.step(batches) for _ in range(_STEPS - 1)]
     seconds = time.perf_counter() - start
@@ -157,7 +162,9 @@ def _model(config: Mapping[str, Any], packed: Path, kind: Kind, device: torch.de
 
     torch.manual_seed(0)
     on_cpu = device.type == "cpu"
-    dtype = torch.float32 if on_cpu else kind.dtype
+    dtype = torch.float32
+    if not on_cpu and kind.dtype != dtype:
+        dtype = resolve_dtype("auto", {}, device)  # float16 on an old GPU
     if kind.places is None:
         given = {k: v for k, v in config.items() if k != "architectures"}
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**given), dtype=dtype)

@@ -73,9 +73,8 @@ def print_training(
         return
     typer.echo(f"{machine.name}: {found.line()}")
     typer.echo(found.activation_line())
-    if not machine.on_gpu:
-        chosen = " ".join(f"{name} {value}" for name, value in found.options().items())
-        typer.echo(f"qoff finetune {chosen or 'without bounds'}")
+    chosen = " ".join(f"{name} {value}" for name, value in found.options().items())
+    typer.echo(f"qoff finetune {chosen or 'without bounds'}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
     columns = ("resource", *found.step.phases)
     print_table("busy in a step", found.resources(), columns)

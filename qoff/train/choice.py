@@ -96,8 +96,10 @@ class TrainingPlan:
         )
 
     def options(self) -> dict[str, str]:
-        """The options of `qoff finetune` that a CPU takes this plan by."""
+        """The options of `qoff finetune` that take this plan."""
         found = {}
+        if self.machine.on_gpu:
+            found = {"--device": "cuda", "--device-memory": f"{self.machine.usable[DEVICE]}"}
         if self.host_memory is not None:
             found["--host-memory"] = f"{self.host_memory}"
         if self.activation_memory:
@@ -112,7 +114,7 @@ class TrainingPlan:
         """What the user may not expect."""
         yield from self.machine.notes
         if self.machine.on_gpu:
-            yield "qoff trains on a CPU: what a GPU would take is by the model alone, and never ran"
+            yield "training on a GPU is tested with simulated copies: it never ran on one"
         elif "32" not in self.machine.device.matmul:
             yield "products of floats were not measured; qoff env --measure measures them now"
         if not self.job.costs:

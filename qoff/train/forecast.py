@@ -135,7 +135,7 @@ class _Moves:
     """Bytes and requests of each phase over each link."""
 
     def __init__(self, machine: MachineProfile) -> None:
-        self._machine = machine
+        self._machine, self.on_gpu = machine, machine.on_gpu
         self.nbytes = np.zeros((len(PHASES), len(_LINKS)))
         self._asked = np.zeros((len(PHASES), len(_LINKS)))
 
@@ -182,9 +182,12 @@ def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
             pieces = form.of_pieces(unit)
             moves.add(_READ, update, sum(pieces), len(pieces))
             moves.add(_WRITE, update, sum(pieces), len(pieces))
+        nbytes, grad = round_up(unit.nbytes, PAGE), round_up(4 * unit.count, PAGE)
+        if i == job.layers:
+            moves.over(_OUT, _BACKWARD, grad)
+            moves.over(_IN, update, nbytes)
         if i == job.layers or not unit.count:
             continue
-        nbytes, grad = round_up(unit.nbytes, PAGE), round_up(4 * unit.count, PAGE)
         near = i in placement.weights
         for phase in (_FORWARD, _BACKWARD):
             if phase == _FORWARD or i < job.layers - 1:  # the last one's backward comes at once
@@ -192,7 +195,7 @@ def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
         moves.over(_OUT, _BACKWARD, grad)
         if not near:
             moves.add(_WRITE, update, nbytes)
-            if clips:
+            if clips or moves.on_gpu:  # where they are stepped
                 moves.add(_READ, update, nbytes)
         if clips and i not in placement.gradients:
             moves.add(_WRITE, _BACKWARD, grad)

@@ -87,7 +87,7 @@ class GpuLink:
         """
         self._homes.count(f"{home.what} from the GPU", source.nbytes)
         made, copy = self._down.recycle(source, poison=False), None
-        if home.memory is not None and not self._down.pageable:
+        if home.memory is not None and not self._up.pageable:
             copy = self._down.copy(source, home.memory[: source.nbytes], made, timed=False).ended
 
         def work() -> None:
