@@ -106,8 +106,8 @@ def copy_as_to_a_gpu() -> None:
     """Have trainings copy as if the CPU were a GPU."""
     import qoff.train
 
-    module = sys.modules[qoff.train.offload.__module__]
-    module.streams_of = lambda device: (_HostStream(device), _HostStream(device))
+    names = vars(sys.modules[qoff.train.offload.__module__])
+    names["streams_of"] = lambda device: (_HostStream(device), _HostStream(device))
 
 
 def _spoiled(result: Any) -> Any:

@@ -38,17 +38,17 @@ class LateStream(SimulatedStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._waiting: list[_Late] = []
-        self._lock = threading.RLock()
+        self._guard = threading.RLock()
 
     def copy(self, source: Tensor, memory: Tensor, after: Event | None, timed: bool) -> Copy:
         assert source.shape == memory.shape
         late = _Late(self, source, memory)
-        with self._lock:
+        with self._guard:
             self._waiting.append(late)
         return Copy(late)
 
     def until(self, late: _Late) -> None:
-        with self._lock:
+        with self._guard:
             while late in self._waiting:
                 one = self._waiting.pop(0)
                 one.memory.copy_(one.source)

@@ -133,7 +133,7 @@ def test_a_copy_that_is_not_waited_for_is_seen(
 def test_a_run_goes_on_wherever_it_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"optimizer": train.AdamW(lr=LR), "tokens": TOKENS, "disk": tmp_path}
+    options: dict[str, Any] = {"optimizer": train.AdamW(lr=LR), "tokens": TOKENS, "disk": tmp_path}
     made = partial(model_of, "llama", attention_dropout=0.3)
 
     def losses(training: train.Training, first: int) -> list[float]:
@@ -169,7 +169,11 @@ def test_adapters_learn_as_on_the_cpu(
     from .test_lora import lora
 
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-    options = {"optimizer": train.AdamW(lr=LR), "tokens": TOKENS, "micro_batches": 3}
+    options: dict[str, Any] = {
+        "optimizer": train.AdamW(lr=LR),
+        "tokens": TOKENS,
+        "micro_batches": 3,
+    }
 
     def found() -> tuple[list[float], dict[str, Tensor], train.Training]:
         model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
@@ -202,7 +206,7 @@ def test_nothing_is_computed_of_two_devices(
 
 
 def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = model_of("llama"), {"tokens": TOKENS, "disk": tmp_path}
+    model, given = model_of("llama"), dict[str, Any](tokens=TOKENS, disk=tmp_path)
     if not torch.cuda.is_available():
         with pytest.raises(
             ArgumentError, match="no GPU that torch can use; train with device 'cpu'"
