@@ -205,6 +205,17 @@ def test_a_bad_schedule_is_refused_before_the_model_is_loaded(
     assert "4 of them warm-up; use fewer warm-up steps" in result.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_said_in_a_line(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("qoff.train.finetune.loaded")
+    result = run(model, data, "--full", "-o", tmp_path / "out", *QUICK, "--device", "cuda")
+    assert result.exit_code == 1
+    assert "there is no GPU that torch can use; train with device 'cpu'" in result.output
+    assert len(result.output.splitlines()) == 1
+
+
 def test_a_run_that_ends_while_it_evaluates_has_a_checkpoint_and_its_row(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,16 @@ from transformers import AutoModelForCausalLM
 from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, TrainingError
+from qoff.plan.profile import Link
 from qoff.train.finetune import Lora, Recipe
+from qoff.train.forecast import forecast
+from qoff.train.placement import placed
 from qoff.train.room import streaming_options
+from tests.plan.machines import machine
 from tests.tiny_models import tiny_checkpoint
 
 from .gpu import LateStream, on_meta, simulated
+from .test_planned import job_of
 from .test_training import LR, OPTIMIZERS, TOKENS, batch, model_of
 
 MANY = 5  # layers, of which three are in slots
@@ -118,6 +124,35 @@ def test_units_are_copied_twice_a_step(
     assert moved["gradients from the GPU"] == 3 * MANY * unit  # both are float32
     assert moved["inputs of units to the GPU"] == moved["inputs of units from the GPU"]
     assert moved["inputs of units to the GPU"] == 3 * count * MANY * 4096
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_plan_counts_what_lies_and_moves(
+    place: str, clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of("llama", train.AdamW(lr=LR), clips=clips)
+    simulated(monkeypatch)
+    least = placed(job.sizes, None, 0, True, apart=True).totals[1] if place == "disk" else None
+    training = train.offload(
+        model_of("llama"),
+        train.AdamW(lr=LR),
+        tokens=TOKENS,
+        micro_batches=2,
+        host_memory=least,
+        disk=tmp_path,
+        max_norm=1.0 if clips else None,
+    )
+    assert placed(job.sizes, None, least, True, apart=True) == training.placement
+    training.step([batch(0), batch(1)])
+    one = Link(1.0)  # a byte a second: seconds are bytes
+    links = {"disk_read": one, "disk_write": one, "to_device": one, "from_device": one}
+    found = forecast(job, replace(machine(True), **links), training.placement).by_resource
+    ways = {"read": "disk read", "written": "disk write"}
+    ways |= {"to the GPU": "to device", "from the GPU": "from device"}
+    moved = training.stats.moved
+    for way, link in ways.items():
+        assert found.get(link, 0) == sum(n for what, n in moved.items() if what.endswith(way)), way
 
 
 def test_a_copy_that_is_not_waited_for_is_seen(
