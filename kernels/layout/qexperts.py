@@ -8,7 +8,7 @@ one's scales, and all experts together are two strided tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class ExpertsMlp:
     activation: str  # f, one of ACTIVATIONS: see `reference.experts.activate`
     gate_up_bias: Tensor | None = None  # [E, 2I], in the order of the rows
     down_bias: Tensor | None = None  # [E, H]
-    weighs_input: bool = False
+    weighs_input: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down

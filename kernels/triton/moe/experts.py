@@ -80,12 +80,12 @@ def experts(
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         for first in range(0, len(x), together):
             part = slice(first, first + together)
-            rows, chosen = x[part], (topk_ids[part], topk_weights[part])
+            inputs, chosen = x[part], (topk_ids[part], topk_weights[part])
             if mlp.weighs_input:
-                rows = (rows[:, None] * chosen[1][..., None]).flatten(0, 1).to(x.dtype)
+                inputs = (inputs[:, None] * chosen[1][..., None]).flatten(0, 1).to(x.dtype)
                 chosen = chosen[0], torch.ones_like(chosen[1])
             found: dict[int, Tiles] = {}
-            product = Product(rows, *chosen, mlp.gate_up, gate_up_bias, mlp.activation)
+            product = Product(inputs, *chosen, mlp.gate_up, gate_up_bias, mlp.activation)
             inner = _compute(product, block, found)
             product = Product(inner, *chosen, mlp.down, down_bias)
             add_up(_compute(product, block, found), out[part])

@@ -105,13 +105,13 @@ def _llama3(metadata: Metadata, dim: int, theta: float) -> dict[str, Any]:
                 "high_freq_factor": _HIGH,
                 "original_max_position_embeddings": original,
             }
-    if (original := _step(wavelengths, factors, factor)) is not None:
+    if (step := _step(wavelengths, factors, factor)) is not None:
         return {
             "rope_type": "llama3",
             "factor": factor,
             "low_freq_factor": _LOW,
             "high_freq_factor": _LOW,
-            "original_max_position_embeddings": original,
+            "original_max_position_embeddings": step,
         }
     raise UnsupportedModelError(
         f"{metadata.path}: {_LLAMA3} does not hold the factors of rope_type 'llama3'; "
