@@ -149,13 +149,14 @@ def _attention(
     rows: int = _FEW,
     extras: bool = False,
 ) -> Variant:
-    """extras: soft cap, window, sinks and a first block."""
+    """extras: soft cap, window (of prefill a chunk), sinks and a first block."""
     shape = HeadShape(
         heads=_KV_HEADS * group,
         kv_heads=_KV_HEADS,
         head_dim=form.head_dim,
         scale=0.125,
         window=100 if extras else None,
+        chunked=kind == "prefill",
         soft_cap=30.0 if extras else 0.0,
     )
     decode = kind == "decode"

@@ -35,6 +35,7 @@ from tests.instruments import POISON
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
 PLAIN, WINDOWED = HeadShape(4, 2, 64, 0.125), HeadShape(4, 2, 64, 0.125, 150)
+CHUNKED = HeadShape(4, 2, 64, 0.125, 250, chunked=True)
 FORMS = (KVFormat(64), KVFormat(64, 3, 2), KVFormat(64, k_bits=8))
 HEADS = (2, 2, 2)
 LAYERS = range(len(FORMS))
@@ -233,7 +234,7 @@ class Twins:
     ),
     placement=st.sampled_from(PLACEMENTS),
     attends_on_host=st.booleans(),
-    shape=st.sampled_from([PLAIN, WINDOWED]),
+    shape=st.sampled_from([PLAIN, WINDOWED, CHUNKED]),
     top=st.sampled_from([1.0, 0.3, 0.6]),
     seed=st.integers(0, 1000),
 )
@@ -338,7 +339,9 @@ def known(x: Tensor, y: Tensor, form: KVFormat, first: int, packed: int) -> tupl
 @pytest.mark.parametrize("on_tiers", [False, True])
 @pytest.mark.parametrize("counts", [[5, 1, 1, 400, 1, 1, 70, 1], [15, 2, 1, 1, 590, *[1] * 12]])
 @pytest.mark.parametrize(
-    ("sinks", "shape"), [(0, PLAIN), (0, WINDOWED), (16, PLAIN), (64, PLAIN)], ids=str
+    ("sinks", "shape"),
+    [(0, PLAIN), (0, WINDOWED), (0, CHUNKED), (16, PLAIN), (64, PLAIN)],
+    ids=str,
 )
 def test_attention_is_exact_over_what_is_kept(
     sinks: int, shape: HeadShape, counts: list[int], on_tiers: bool, tmp_path: Path
