@@ -76,7 +76,12 @@ def _unigram(size: int) -> dict[str, Any]:
 
 def _save(folder: Path, model: dict[str, Any]) -> None:
     """As `Tokenizer.save` writes it, indented, and what transformers reads beside it."""
-    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+    }
     tokenizer |= {"post_processor": None, "decoder": None, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "e"}

@@ -16,9 +16,9 @@ from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import Decoder
+from qoff.models.native.decoder import Decoder, head_shapes
 from qoff.models.native.scratch import scratch_bytes
-from qoff.plan import Plan
+from qoff.plan import Memory, Plan
 from tests.adapters import save_adapter
 from tests.module_models import module_checkpoint
 from tests.tiny_models import QUANT, save_model, tiny_checkpoint
@@ -89,12 +89,13 @@ def test_no_op_asks_for_more_than_a_plan_counts(
         answered(llm)
         whole = counted(llm)
         assert max(asked) <= whole <= (2 if plan.activation_bits == 16 else 5) * max(asked)
-        asked.clear()
-        weights = llm.runtime.residency.device_bytes
-    # Where layers stream, too, in tiles.
-    beside = llm.memory.total("device") + plan.prefill_tokens * 20_000
-    bound = beside + weights // 2
-    with LLM(tmp_path / "checkpoint", replace(plan, device_memory=bound), device="cpu") as llm:
+        spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
+    # Where layers stream in tiles; of more tokens working space is more than these weights.
+    small = replace(plan, prefill_tokens=2, batches=1, draft_tokens=0)
+    beside = Memory.of(small, spec, head_shapes(spec), tiled=True).total("device")
+    asked.clear()
+    bounded = replace(small, device_memory=beside + weights // 2)
+    with LLM(tmp_path / "checkpoint", bounded, device="cpu") as llm:
         assert not llm.runtime.store.all_resident
         answered(llm)
         assert max(asked) <= counted(llm)
@@ -121,6 +122,7 @@ def test_generate_asks_for_no_more_than_a_budget_counts(
     model, _ = qoff.load(tiny_checkpoint(base, "llama-head64"), kv=kv)
     with model:
         decoder = model.runtime.decoder
+        assert isinstance(decoder, Decoder)
         for rows, length, draws in ((1, 230, False), (3, 60, True)):
             asked.clear()
             ids = torch.randint(3, 120, (rows, length))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def threads() -> int:
 @pytest.mark.parametrize("normed", [False, True])
 def test_products(asked: Asked, threads: int, normed: bool) -> None:
     x, weight, norm = torch.randn(7, 128), random_weight(48, 128, 4, 32), Norm(torch.rand(128), 0.1)
-    more = {"norm": norm} if normed else {}
+    more: dict[str, Any] = {"norm": norm} if normed else {}
     wanted = linear_bytes(threads, 7, 128, 32, normed=normed)
     assert asked(lambda: cpu.w4_linear(x, weight, **more)) == [wanted]
     assert asked(lambda: cpu.w4_linear(x, weight, activation_bits=8, **more)) == [wanted]
@@ -98,8 +99,8 @@ def attend(
     shape: HeadShape, counts: list[int], pasts: list[int], bits: int = 16
 ) -> Callable[[], torch.Tensor]:
     ragged = Ragged.of(counts, pasts)
-    tensors = map(torch.randn, cache_shapes(len(counts), shape, 1040))
-    cache = LayerCache(*tensors, ragged.positions, ragged.longest)
+    keys, values = map(torch.randn, cache_shapes(len(counts), shape, 1040))
+    cache = LayerCache(keys, values, ragged.positions, ragged.longest)
     qkv = torch.randn(ragged.tokens, shape.qkv_width)
     return lambda: cpu.attention(qkv.clone(), shape, cache, ragged, activation_bits=bits)
 
