@@ -76,13 +76,9 @@ def _unigram(size: int) -> dict[str, Any]:
 
 def _save(folder: Path, model: dict[str, Any]) -> None:
     """As `Tokenizer.save` writes it, indented, and what transformers reads beside it."""
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": None,
-    }
-    tokenizer |= {"post_processor": None, "decoder": None, "model": model}
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    tokenizer: dict[str, Any] = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts)}
+    tokenizer["model"] = model
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "e"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
