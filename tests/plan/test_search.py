@@ -106,7 +106,8 @@ def test_integer_programs_of_all_choices_are_not_better(on_gpu: bool, device: in
 def test_bytes_are_those_of_the_placement() -> None:
     on = machine(device=6 * MIB)
     best = find_plan(sizes(), on, WORK)
-    memory = Memory.of(best.plan, sizes().spec, sizes().shapes, best.residency.in_parts)
+    in_parts = best.residency.in_parts
+    memory = Memory.of(best.plan, sizes().spec, sizes().shapes, in_parts, on.cores)
     left = memory.left("device", best.plan.device_memory)
     assert memory.purposes == best.memory.purposes
     assert plan_residency(sizes().checkpoint, left, packing="rows16") == best.residency
