@@ -24,6 +24,7 @@ OTHERS = {
     "--large",
     "--any",
     "--only",
+    "--plans",
     "--options",
     "--seconds",
     "--seed",
