@@ -18,6 +18,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine.executor import CpuExecutor, Executor
 from qoff.engine.simulated import Driver, Simulation, simulated
 from qoff.engine.simulated.machine import VirtualMachine
+from qoff.kernels.processor import usable_threads
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.kvcache.store.sparse import WRONG_GUESSES
@@ -98,7 +99,8 @@ def test_bytes_are_those_of_the_engine(
     with real(checkpoint, plan) as executor:
         wanted = moved(Driver(executor))
     sizes_of = ModelSizes.of_checkpoint(Checkpoint.open(checkpoint))
-    with Simulation(sizes_of, plan, machine()) as run:
+    here = replace(machine(), cores=usable_threads())  # what ops share depends on these
+    with Simulation(sizes_of, plan, here) as run:
         found = moved(run.driver)
     wrong = WRONG_GUESSES if "kv" in options else 0.0  # of which virtual time has none
     assert found == pytest.approx(wanted, rel=wrong, abs=0)
