@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -102,12 +103,18 @@ class _HostStream(CopyStream):
         pass
 
 
-def copy_as_to_a_gpu() -> None:
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
     """Have trainings copy as if the CPU were a GPU."""
     import qoff.train
 
     names = vars(sys.modules[qoff.train.offload.__module__])
+    own = names["streams_of"]
     names["streams_of"] = lambda device: (_HostStream(device), _HostStream(device))
+    try:
+        yield
+    finally:
+        names["streams_of"] = own
 
 
 def _spoiled(result: Any) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,10 +133,8 @@ def trainings(settings: Settings, limit_s: float) -> Job:
     """Steps of training, beside the CPU's."""
 
     def do(emit: Emit) -> None:
-        device = settings.device()
-        if settings.rehearse:
-            rehearsal.copy_as_to_a_gpu()
-        training.measure(emit, device, settings.rehearse)
+        as_gpu = rehearsal.as_on_a_gpu if settings.rehearse else nullcontext
+        training.measure(emit, settings.device(), settings.rehearse, as_gpu)
 
     return Job("training", do, limit_s, limit_s)
 

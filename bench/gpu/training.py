@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,10 +76,18 @@ KINDS = (
 )
 
 
-def measure(emit: Emit, device: torch.device, tiny: bool) -> None:
-    """Report each kind as {"training": row}; one that fails is reported, too."""
+def measure(
+    emit: Emit,
+    device: torch.device,
+    tiny: bool,
+    as_gpu: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """Report each kind as {"training": row}; one that fails is reported, too.
+
+    as_gpu: what the steps that are compared with the CPU's are taken within, in a rehearsal.
+    """
     config = TINY if tiny else SMALL
-    tokens, batches = (16, 2) if tiny else (1024, 4)
+    tokens, batches = (16, 2) if tiny else (256, 4)
     ids = torch.randint(3, config["vocab_size"], (batches, 1, tokens))
     given = [{"input_ids": x, "labels": x} for x in ids]
     with tempfile.TemporaryDirectory(prefix="qoff-training-") as folder:
@@ -93,7 +102,8 @@ def measure(emit: Emit, device: torch.device, tiny: bool) -> None:
             try:
                 if adapters not in wanted:
                     wanted[adapters] = _trained(make, torch.device("cpu"), given, path, kind)[0]
-                losses, row = _trained(make, device, given, path, kind)
+                with as_gpu():
+                    losses, row = _trained(make, device, given, path, kind)
             except Exception as error:  # of one kind, beside others
                 emit({"failed": f"training, {kind.name}: {type(error).__name__}: {error}"})
                 continue

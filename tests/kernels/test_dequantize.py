@@ -34,6 +34,19 @@ def test_products_with_it_are_those_of_the_dense_matrix(
     assert times_matrix(x[:0], weight).shape == (0, k)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_by_tritons_pieces(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes in a backward pass: pieces by its kernel, products by torch."""
+    launch = pytest.importorskip("qoff.kernels.triton.linear.dequantize").dequantize
+    monkeypatch.setattr("qoff.kernels.dequantize.dequantize", launch)
+    monkeypatch.setattr("qoff.kernels.cpu.linear.dequantize.DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr("qoff.kernels.dequantize._PIECE", 32 * 64)
+    weight = random_weight(50, 64, bits, group_size=32, packing="split32")
+    x = torch.randn(7, 50, dtype=torch.bfloat16)
+    expected = x.float() @ weight.dequantize()
+    assert_close(times_matrix(x, weight), expected, dtype=torch.bfloat16)
+
+
 def test_places_that_do_not_fit_are_refused() -> None:
     weight = random_weight(33, 64)
     with pytest.raises(OpError, match=r"out must be contiguous float32 or bfloat16 \[48, 64\]"):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from qoff.hf.plugin import streaming
 from qoff.memory import WeightStore
@@ -81,8 +82,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "WeightStore", partial(WeightStore, instrumentation=hooks))
 
 
-class _NoValues(TorchFunctionMode):
-    """What asks for values of tensors that have none is answered with 1, or with all."""
+class _TwoDevices(TorchFunctionMode):
+    """Refuses operations of both meta and main memory, but for numbers, as torch does with a GPU.
+
+    What asks for values of tensors that have none is answered with 1, or with all.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__float__, Tensor.__bool__, Tensor.item) and args[0].is_meta:
@@ -93,6 +97,9 @@ class _NoValues(TorchFunctionMode):
             return torch.arange(args[0].numel(), device="meta")[:, None]
         if func is Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
             return args[0]
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+        if len({x.device for x in found}) > 1:
+            raise RuntimeError(f"{func} of tensors on two devices")
         return func(*args, **(kwargs or {}))
 
 
@@ -121,5 +128,5 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys.modules["qoff.train.offload"], "streams_of", streams)
     monkeypatch.setattr("qoff.train.walk.reads_embeddings", lambda *_: False)
     monkeypatch.setattr("qoff.hf.dispatch.units._check", lambda _: None)  # refuses such a model
-    with _NoValues():
+    with _TwoDevices():
         yield

@@ -229,14 +229,16 @@ def test_adapters_learn_as_on_the_cpu(
 def test_nothing_is_computed_of_two_devices(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU's memory is on the meta device, of which torch computes nothing with main memory."""
+    """The GPU's memory is on the meta device."""
     with on_meta(monkeypatch):
         with torch.device("meta"):
             model = model_of("llama", torch.bfloat16, attention_dropout=0.3)
         training = train.offload(model, tokens=TOKENS, micro_batches=2, **options)
         for _ in range(2):
-            assert training.step([batch(0), batch(1)]) == 1.0
+            assert training.step([batch(0), batch(1)]) == 2.0  # each micro-batch's is 1
         assert training.evaluate([batch(2)]) == 1.0
+        with pytest.raises(RuntimeError, match="two devices"):  # or this would be no test
+            _ = training.model.lm_head.weight @ torch.ones(64, 1, dtype=torch.bfloat16)
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
