@@ -90,6 +90,8 @@ def measure(
     tokens, batches = (16, 2) if tiny else (256, 4)
     ids = torch.randint(3, config["vocab_size"], (batches, 1, tokens))
     given = [{"input_ids": x, "labels": x} for x in ids]
+    if tiny:
+        torch.set_num_threads(1)  # more are slower on so small matrices
     with tempfile.TemporaryDirectory(prefix="qoff-training-") as folder:
         path = Path(folder)
         packing = "rows16" if device.type == "cpu" else "split32"

@@ -78,12 +78,13 @@ def finetune(
     from qoff.budgets import memory_size
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
-    from qoff.hf.load import load_tokenizer, local_source
+    from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
     from qoff.train import finetune as work
     from qoff.train import offload
     from qoff.train.data import Encoder, examples, packed
     from qoff.train.gpu_link import device_for
     from qoff.train.logs import writer_class
+    from qoff.train.room import streaming_options
 
     if (lora is None) != full:
         raise ArgumentError("say what learns: --lora r=16, or --full")
@@ -133,11 +134,15 @@ def finetune(
         optimizer,
         delayed,
     )
-    room = memory_size("device_memory", device_memory)
+    places = None
+    if chosen is not None and is_checkpoint(path):
+        room = memory_size("device_memory", device_memory)
+        host = memory_size("host_memory", host_memory)
+        places = streaming_options(path, chosen, recipe, where, room, host)
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(
-        work.loaded(path, recipe, dtype, where, room, memory_size("host_memory", host_memory)),
+        work.loaded(path, recipe, dtype, places),
         stepping,
         tokens=sequence,
         micro_batches=micro_batches,

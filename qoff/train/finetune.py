@@ -24,7 +24,6 @@ from .optimizers import Adafactor, AdamW, Lion, Optimizer
 from .schedules import Schedule
 from .training import Training
 
-_CPU = torch.device("cpu")
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
@@ -87,19 +86,12 @@ class Recipe:
         return Schedule(self.lr, self.schedule, self.warmup, self.decay_steps)
 
 
-def loaded(
-    path: Path,
-    recipe: Recipe,
-    dtype: str,
-    device: torch.device = _CPU,
-    device_memory: int | None = None,
-    host_memory: int | None = None,
-) -> Any:
+def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | None = None) -> Any:
     """The model to train, with adapters if they learn; a qoff checkpoint streams from its files.
 
-    On a GPU its layers are there, or stream from host memory and files, as bounds allow (`room`).
-    Seeds torch's generator, from which adapters begin and dropout goes on.
-    Raises ArgumentError for a qoff checkpoint without adapters, UnsupportedModelError, BudgetError.
+    places: other options of `from_pretrained` for a qoff checkpoint, see `room`. Seeds torch's
+    generator, from which adapters begin and dropout goes on.
+    Raises ArgumentError for a qoff checkpoint without adapters, UnsupportedModelError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -109,11 +101,9 @@ def loaded(
             f"{path} is a qoff checkpoint, whose packed weights do not learn; use --lora, or the "
             "model that it was made of"
         )
-    options: dict[str, Any] = {"dtype": dtype}
-    if own and lora is not None:
-        from .room import streaming_options
-
-        options = streaming_options(path, lora, recipe, device, device_memory, host_memory)
+    options: Mapping[str, Any] = {"dtype": dtype}
+    if own:
+        options = {"device_map": "disk"} if places is None else places
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     torch.manual_seed(recipe.seed)
