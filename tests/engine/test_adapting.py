@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.adapting import Adapter
+from qoff.engine.calls import Call
+from qoff.engine.request import Sequence
 from qoff.engine.simulated.rounds import SimulatedRounds
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
@@ -152,3 +156,101 @@ def test_no_token_depends_on_what_changes(
         found = [(one.token_ids, one.logprobs) for one in llm.generate(prompts, params)]
         assert len(llm.rounds) > 9
     assert found == wanted
+
+
+def test_another_plan_is_opened_where_that_pays(caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that slows down while many requests wait: the change costs less than it saves."""
+    with virtual(PLAN) as run:
+        run.answer(6, 100, 30)
+        run.machine.read.rate = FAST / 50
+        bytes_before = run.rounds.current.opened.executor.memory.total("device")
+        done = run.answer(60, 100, 30)
+        ended = [one.ended for one in done]
+        took = ended[-1] - ended[0]
+        plan = run.rounds.current.plan
+        limit = run.rounds.current
+        used = limit.memory.total("device") + limit.residency.device_bytes
+    assert plan.batches * plan.batch_size < 6
+    assert used <= (PLAN.device_memory or 0)
+    assert bytes_before > limit.memory.total("device")
+    assert sum(one.generated for one in done) == 60 * 30
+    said, opened = caplog.messages
+    assert re.search(r"saves .* s of what is left and takes .*: as soon as the running", said)
+    assert opened.startswith("opened anew in")
+    caplog.clear()
+    with virtual(replace(PLAN, adapt="rounds")) as run:
+        run.answer(6, 100, 30)
+        run.machine.read.rate = FAST / 50
+        ended = [one.ended for one in run.answer(60, 100, 30)]
+        assert run.rounds.current.plan.batches == 3
+    assert took < 0.5 * (ended[-1] - ended[0])
+    assert len(caplog.messages) == 1
+
+
+def test_too_little_work_is_not_worth_a_change(caplog: pytest.LogCaptureFixture) -> None:
+    with virtual(PLAN) as run:
+        run.machine.read.rate = FAST / 50
+        run.answer(6, 100, 60)  # all of them run
+        assert run.rounds.current.plan == PLAN
+        run.answer(6, 100, 3)
+        assert run.rounds.current.plan == PLAN
+    assert "saves 0 s" in caplog.text
+
+
+def test_a_plan_is_kept_for_some_minutes() -> None:
+    """A disk that is slow and fast in turn: one change, and the next when the time has come."""
+    with virtual(PLAN) as run:
+        opened = list[tuple[float, Plan]]()
+        clock = run.machine.clock
+        for _ in range(3):
+            for rate in (FAST / 50, FAST):
+                run.machine.read.rate = rate
+                run.answer(120, 100, 30)
+                if not opened or run.rounds.current.plan != opened[-1][1]:
+                    opened.append((clock.now(), run.rounds.current.plan))
+        assert clock.now() < 600
+        assert len(opened) == 1
+        assert run.adapter is not None
+        clock.sleep_until(700)
+        run.machine.read.rate = FAST / 200
+        run.answer(30, 100, 30)
+        run.machine.read.rate = FAST
+        run.answer(2000, 100, 30)
+        assert run.rounds.current.plan != opened[0][1]
+
+
+def test_a_link_that_recovers_meanwhile_calls_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running sequences end slowly; before they have, the reason for the change is gone."""
+    with virtual(PLAN) as run:
+        assert run.adapter is not None
+        wanted = list[bool]()
+        observe = Adapter.observe
+
+        def noted(self: Adapter, *arguments: Any) -> None:
+            observe(self, *arguments)
+            wanted.append(self.wanted is not None)
+            if sum(wanted) == 3:
+                run.machine.read.rate = FAST
+
+        monkeypatch.setattr(Adapter, "observe", noted)
+        run.machine.read.rate = FAST / 50
+        run.answer(40, 100, 200)
+    assert 3 < sum(wanted) < 20
+    assert not any(wanted[-100:])
+
+
+def test_what_stays_open_ended_counts_for_some_minutes() -> None:
+    """A server does not know what comes: a change pays as if the load went on."""
+
+    class Client(Call):
+        follows = math.inf
+
+    with virtual(PLAN) as run:
+        run.machine.read.rate = FAST / 50
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        call = Client()
+        ask = tuple(range(100))
+        groups = [[Sequence(i, 0, None, ask, params, 60, frozenset())] for i in range(6)]
+        assert len(list(run.rounds.answers(groups, call))) == 6
+        assert run.rounds.current.plan != PLAN  # while nobody waited
+        assert not run.rounds._places.calls

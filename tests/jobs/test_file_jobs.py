@@ -20,8 +20,10 @@ from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.journal import BLOCK, Journal, Places
 from qoff.jobs.lines import IdSet, Line, prompt, read_lines
 from qoff.jobs.runner import Runner
+from qoff.kvcache import KVPlacement, KVQuant
 from qoff.plan import Plan
 from tests.io_faults import each_call
+from tests.reopening import changing
 
 PLAN = Plan(batch_size=4, context=100, prefill_tokens=64)
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
@@ -113,6 +115,28 @@ def test_a_job_goes_on_from_any_byte(job: Callable[..., int], tmp_path: Path) ->
         assert job() == 2
         assert answers(output) == wanted
         assert output.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1])
+
+
+def test_a_change_of_the_plan_leaves_the_journal_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """Requests without a place wait for it; what is answered is the same, and there once."""
+    write(tmp_path, *(line(i, max_tokens=9) for i in range(40)), line(40, "x" * 200))
+    plan = replace(PLAN, kv=KVQuant(window=16), kv_placement=KVPlacement(0.5, 0.5))
+    other = replace(plan, batch_size=3, kv_placement=KVPlacement())
+    for name, plans in (("without", ()), ("with", (other, plan))):
+        asked = Asked(
+            tmp_path / "in.jsonl", tmp_path / f"{name}.jsonl", None, "tiny", PARAMS, True, False,
+            keep_order=True,
+        )  # fmt: skip
+        with (
+            changing(*plans) as opened,
+            LLM(checkpoint, plan) as llm,
+            FileJob(asked, checkpoint, plan, overwrite=False) as job,
+        ):
+            job.run(llm, lambda _: None)
+            assert job.finish() == 1
+        assert opened == [plan, *plans]
+        assert len(read(tmp_path / f"{name}.jsonl")) == 40
+    assert answers(tmp_path / "with.jsonl") == answers(tmp_path / "without.jsonl")
 
 
 def test_the_samples_of_a_prompt_stay_together(job: Callable[..., int], tmp_path: Path) -> None:
