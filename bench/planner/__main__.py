@@ -5,7 +5,8 @@ constants fitted on the other. regret: the chosen plan beside random ones that w
 beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
 takes more. tokenizers: what made-up ones keep. flexgen: its published figures by its own model, and
 qoff on its machine. peers: what accelerate and llama.cpp plan for the same budgets. training: `qoff
-plan --train` of large models.
+plan --train` of large models. running: a job whose disk slows down in the middle, with and without
+a change of the plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bench.harness import Report
 _OWN = {"turns", "rivals", "plans"}
 MEASURES = (
     *("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training"),
-    "tokenizers",
+    *("tokenizers", "running"),
 )
 
 

@@ -21,6 +21,7 @@ from qoff.plan.profile import MachineProfile
 from qoff.plan.reopen import Better, Remaining, better_plan
 from qoff.plan.sizes import ModelSizes
 
+from .executor import Moved
 from .opened import Opened
 from .passes import Round
 
@@ -40,12 +41,24 @@ class Adapter:
     but where prompts share prefixes or have log-probabilities.
     """
 
+    knobs: Knobs
+    wanted: Plan | None
+
     def __init__(self, running: RunningPlan, opened: Opened) -> None:
+        self._opened: Opened | None
+        self._better: Better | None
+        self._off: int  # rounds one after another; below 0: they were shorter
+        self._before: dict[str, Moved]
         self._window: deque[Observed] = deque(maxlen=_ROUNDS)
         self._searched = self._changed = self._looked = float("-inf")
         self._fitted = False  # rates are others than when the LLM was opened
         self._open_ended = False  # nobody knew how much would follow when a plan was wanted
         self._watch(running, opened)
+
+    @property
+    def drains(self) -> bool:
+        """Whether no sequence may take a place, as another plan is to be opened."""
+        return self.wanted is not None
 
     def observe(self, done: Round, remaining: Callable[[], Remaining]) -> None:
         """Take note of a round. remaining: what is left then."""
@@ -75,9 +88,9 @@ class Adapter:
             self._off = 0
         if abs(self._off) >= _ROUNDS:
             self._adapt(said, remaining(), stats.ended)
-        elif self._fitted and self.wanted is None and stats.ended - self._looked >= _LOOK_S:
+        elif self._fitted and not self.drains and stats.ended - self._looked >= _LOOK_S:
             line = self._considered(remaining(), stats.ended)
-            if self.wanted is not None:
+            if self.drains:
                 logger.warning("rounds are as expected by now%s", line)
 
     def still(self, left: Remaining) -> Plan | None:
@@ -119,13 +132,12 @@ class Adapter:
     def _watch(self, running: RunningPlan, opened: Opened) -> None:
         plan = running.plan
         self._running = running
-        self._opened: Opened | None = opened
+        self._opened = opened
         self.knobs = Knobs(plan.schedule, plan.batches, plan.batches)
-        self.wanted: Plan | None = None
-        self._better: Better | None = None
+        self.wanted = self._better = None
         self._searched_for = 0  # sequences
         self._window.clear()
-        self._off = 0  # rounds one after another; below 0: they were shorter
+        self._off = 0
         self._before = opened.executor.links()
 
     def _adapt(self, said: float, left: Remaining, now: float) -> None:

@@ -190,8 +190,8 @@ class Rounds:
         self._settle()
         places, adapter = self._places, self._adapter
         most = None if adapter is None else adapter.knobs.batches
-        if adapter is not None and adapter.wanted is not None:
-            most = 0  # the places are to be empty
+        if adapter is not None and adapter.drains:
+            most = 0
         try:
             with device_guard(self.current.opened.executor.device):
                 with self._changed:
@@ -226,7 +226,7 @@ class Rounds:
             if self._places.running:
                 return
             if not self.current.closed:
-                if adapter is None or adapter.wanted is None:
+                if adapter is None or not adapter.drains:
                     return
                 plan = adapter.still(self._places.remaining())
                 if plan is None:

@@ -107,7 +107,7 @@ def better_plan(
             break
     else:
         return None
-    open_now = replace(plan, schedule=now.schedule, batches=now.batches)
+    open_now = replace(plan, schedule=now.schedule, batches=now.batches)  # type: ignore[arg-type]
     certifier = running.certifier(work)
     choice = choices_of(open_now)
     same = certifier.forecast(choice, open_now, running.memory, running.residency)

@@ -49,7 +49,8 @@ class Planned:
 
     costs: of each layer and a micro-batch, without seconds; empty where values decide what a layer
     computes. work: of each layer, then of the head. heads: channels of all query heads. hidden:
-    bytes of the hidden states of a micro-batch. loaded: bytes of the model that `offload` is given.
+    bytes of the hidden states of a micro-batch. loaded: bytes of the model that are in memory when
+    `offload` is given it, not mapped.
     frozen: packed weights beside adapters.
     """
 
@@ -104,16 +105,17 @@ def planned(
     work = [_work(layer, model.config, packed) for layer in layers]
     work.append(_head(model, packed))
     hidden = sizes.hidden // 4 * model.dtype.itemsize
-    loaded = sum(p.nbytes for p in model.parameters())
+    loaded = _converted(model, config, dtype)
     parameters = sum(p.numel() for p in model.parameters())
     text = model.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
     frozen = None
     if packed is not None:
         frozen = frozen_of(packed.checkpoint, torch.device(device))
         loaded = 0
-    return Planned(sizes, costs, work, heads * size, tokens, hidden, loaded, parameters, frozen)
+    return Planned(
+        sizes, costs, work, int(heads * _head_dim(text)), tokens, hidden, loaded, parameters, frozen
+    )
 
 
 def _model(config: Mapping[str, Any], dtype: str) -> Any:
@@ -130,6 +132,27 @@ def _model(config: Mapping[str, Any], dtype: str) -> Any:
             made, dtype=getattr(torch, chosen) if isinstance(chosen, str) else chosen
         )
     return model.train()
+
+
+def _converted(model: Any, config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of weights that transformers converts while it loads them.
+
+    Others are mapped: those of another dtype than the files', which `config` has, are not, nor are
+    experts, which it puts into one tensor.
+    """
+    kept = dtype == "auto" or dtype == str(config.get("dtype") or config.get("torch_dtype"))
+    return sum(p.nbytes for p in model.parameters() if not kept or p.dim() == 3)
+
+
+def _head_dim(text: Any) -> float:
+    """Channels of a query head in attention: the mean of its two products."""
+    parts = [getattr(text, name, 0) or 0 for name in _LATENT]
+    if all(parts):  # as in DeepSeek V3, whose `head_dim` is that of the rotary part
+        return sum(parts) / 2
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def _costs(model: Any, tokens: int) -> list[Cost]:

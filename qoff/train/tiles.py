@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +103,11 @@ class Tiles:
         """Forget the gradients of the last step."""
         self._squares.clear()
 
-    def weights(self, numbers: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and weights of these tiles, each until the next. Raises DiskReadError."""
+    def weights(self, numbers: Sequence[int]) -> Generator[tuple[slice, Tensor]]:
+        """Rows and weights of these tiles, each until the next. Raises DiskReadError.
+
+        To be closed: else a read may be on its way to a slot that others use by then.
+        """
         ahead: Future[None] | None = None
         try:
             for at, j in enumerate(numbers):
@@ -213,8 +216,9 @@ class Tiles:
             weight = tile.module.weight
             if tile.name not in found:
                 found[tile.name] = torch.empty(weight.shape, dtype=weight.dtype)
-            for rows, x in self.weights([j]):
-                found[tile.name][rows] = x
+            with closing(self.weights([j])) as parts:
+                for rows, x in parts:
+                    found[tile.name][rows] = x
         return found
 
     def _read(self, j: int, at: int) -> Future[None] | None:
@@ -260,8 +264,9 @@ class TiledLinear:
     def forward(self, x: Tensor) -> Tensor:
         """x [M, K] to [M, N]."""
         y = x.new_empty(len(x), self._module.out_features)
-        for rows, w in self.tiles.weights(self.numbers):
-            y[:, rows] = x @ w.t()
+        with closing(self.tiles.weights(self.numbers)) as parts:
+            for rows, w in parts:
+                y[:, rows] = x @ w.t()
         return y
 
 
@@ -277,14 +282,15 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,), linear = ctx.saved_tensors, ctx.linear
         of_x = torch.zeros(x.shape)
-        for j, (rows, w) in zip(linear.numbers, linear.tiles.weights(linear.numbers), strict=True):
-            part = grad[:, rows]
-            add_into(of_x, part @ w)
-            with linear.tiles.gradient(j) as (total, begun):
-                if begun:
-                    add_into(total, part.t() @ x)
-                elif x.dtype == torch.float32:
-                    torch.mm(part.t(), x, out=total)
-                else:
-                    total.copy_(part.t() @ x)
+        with closing(linear.tiles.weights(linear.numbers)) as parts:
+            for j, (rows, w) in zip(linear.numbers, parts, strict=True):
+                part = grad[:, rows]
+                add_into(of_x, part @ w)
+                with linear.tiles.gradient(j) as (total, begun):
+                    if begun:
+                        add_into(total, part.t() @ x)
+                    elif x.dtype == torch.float32:
+                        torch.mm(part.t(), x, out=total)
+                    else:
+                        total.copy_(part.t() @ x)
         return of_x.to(x.dtype), None

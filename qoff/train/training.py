@@ -103,9 +103,11 @@ class Training:
             scale.fits()
         for what, value in (("loss", loss), ("norm of the gradients", norm)):
             if value is not None and not math.isfinite(value):
-                raise TrainingError(
-                    f"step {self.steps}: the {what} is {value}; weights are as before this step"
+                late = self._engine.parts.steps.delayed is not None
+                weights = (
+                    "have the update of the step before" if late else "are as before this step"
                 )
+                raise TrainingError(f"step {self.steps}: the {what} is {value}; weights {weights}")
         self.steps += 1
         return loss
 

@@ -19,7 +19,7 @@ from qoff.engine.calls import Call
 from qoff.engine.executor import CpuExecutor
 from qoff.errors import BudgetError, ClosedError, QoffError
 from qoff.kvcache import KVQuant
-from qoff.kvcache.store.placement import TIERS, KVPlacement
+from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory.instrumentation import Instrumentation
 from qoff.plan import Plan
 from tests.adapters import save_adapter
@@ -74,7 +74,7 @@ def test_no_token_changes(checkpoint: Path, wanted: list[object]) -> None:
     with changing(*plans) as opened, LLM(checkpoint, PLAN, device="cpu") as llm:
         assert answers(llm) == wanted
         assert llm.plan == opened[-1]
-        assert all(llm.blocks.used(tier) == 0 for tier in TIERS)
+        assert llm.kv_used == 0
         numbers = [one.number for one in llm.rounds]
         assert answers(llm) == wanted
     assert opened == [PLAN, NEAR, FAR, streaming, PLAN]
@@ -111,7 +111,7 @@ def test_shared_prefixes_are_found_again(checkpoint: Path) -> None:
     with changing(plans[1]) as opened, LLM(checkpoint, plans[0], device="cpu") as llm:
         assert len(llm.generate(prompts, params)) == len(prompts)
         read = sum(one.read for one in llm.rounds)
-        assert all(llm.blocks.used(tier) == 0 for tier in TIERS)
+        assert llm.kv_used == 0
     assert len(opened) == 2
     assert read < 0.6 * sum(map(len, prompts))
 

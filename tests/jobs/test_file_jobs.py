@@ -120,7 +120,7 @@ def test_a_job_goes_on_from_any_byte(job: Callable[..., int], tmp_path: Path) ->
 def test_a_change_of_the_plan_leaves_the_journal_alone(checkpoint: Path, tmp_path: Path) -> None:
     """Requests without a place wait for it; what is answered is the same, and there once."""
     write(tmp_path, *(line(i, max_tokens=9) for i in range(40)), line(40, "x" * 200))
-    plan = replace(PLAN, kv=KVQuant(window=16), kv_placement=KVPlacement(0.5, 0.5))
+    plan = replace(PLAN, kv=KVQuant(window=16), kv_placement=KVPlacement(0, 0))
     other = replace(plan, batch_size=3, kv_placement=KVPlacement())
     for name, plans in (("without", ()), ("with", (other, plan))):
         asked = Asked(
