@@ -22,7 +22,7 @@ DRAWS_AHEAD = 6  # of a sequence, whose random numbers are there at once
 _RANKED_BYTES = 36  # for each of those that are sorted
 # On a CPU jobs draw, in memory of their own. What is left to torch: logits with penalties; ranks
 # and log-probabilities, of fewer logits at once, in a copy and masks of 1 and 8 bytes.
-_SCORED, _SCORED_BYTES = 1 << 18, 16
+_SCORED, _SCORED_BYTES = 1 << 18, 13
 _QUEUED_BYTES = 16  # of a row that a thread ranks
 
 
