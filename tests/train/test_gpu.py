@@ -146,7 +146,12 @@ def test_a_plan_counts_what_lies_and_moves(
     assert placed(job.sizes, None, least, True, apart=True) == training.placement
     training.step([batch(0), batch(1)])
     one = Link(1.0)  # a byte a second: seconds are bytes
-    links = {"disk_read": one, "disk_write": one, "to_device": one, "from_device": one}
+    links: dict[str, Any] = {
+        "disk_read": one,
+        "disk_write": one,
+        "to_device": one,
+        "from_device": one,
+    }
     found = forecast(job, replace(machine(True), **links), training.placement).by_resource
     ways = {"read": "disk read", "written": "disk write"}
     ways |= {"to the GPU": "to device", "from the GPU": "from device"}
