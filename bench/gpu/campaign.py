@@ -24,7 +24,7 @@ _PARTS = {
     "compile": 0.35,
     "checks": 0.4,
     "tests": 0.35,
-    "training": 0.2,
+    "training": 0.3,
     "ceilings": 0.2,
     "timings": 0.75,
 }
