@@ -316,7 +316,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, past: int, shape: HeadShape) -> Tenso
     places = past + torch.arange(len(q))[:, None]
     keys = torch.arange(len(k))
     hidden = keys > places
-    if shape.window:
+    if shape.chunked and shape.window:
+        hidden |= keys // shape.window < places // shape.window
+    elif shape.window:
         hidden |= keys <= places - shape.window
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("htk,khd->thd", weights, v).flatten(1).float()
