@@ -41,9 +41,9 @@ class HeadShape:
 
     chunked: windows are chunks, which begin at multiples of their size; a query sees what its own
     has before it. latent: 0, or V of a token are so many channels of its key (`latent_values`), and
-    have no columns of their own; the key's other channels turn, i of those in its lower half with i
-    of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that with one KV
-    head.
+    have no columns of their own; RoPE rotates the key's other channels, i of those in its lower
+    half with i of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that
+    with one KV head.
     """
 
     heads: int
@@ -114,15 +114,15 @@ def latent_values(keys: Tensor, latent: int) -> Tensor:
     return halves[..., : latent // 2].flatten(-2)
 
 
-def turning(keys: Tensor, latent: int) -> Tensor:
+def rope_channels(keys: Tensor, latent: int) -> Tensor:
     """The other channels of latent keys or queries, a copy in halves as RoPE has them."""
     halves = keys.unflatten(-1, (2, -1))
     return halves[..., latent // 2 :].flatten(-2)
 
 
-def latent_heads(latent: Tensor, turned: Tensor) -> Tensor:
-    """Keys or queries [..., head_dim] of their latent channels and those that turn, in halves."""
-    parts = (x.unflatten(-1, (2, -1)) for x in (latent, turned))
+def latent_heads(latent: Tensor, rotated: Tensor) -> Tensor:
+    """Keys or queries [..., head_dim] of latent channels and those that RoPE rotates, in halves."""
+    parts = (x.unflatten(-1, (2, -1)) for x in (latent, rotated))
     return torch.cat(tuple(parts), -1).flatten(-2)
 
 

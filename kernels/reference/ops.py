@@ -12,7 +12,7 @@ from qoff.kernels.layout.heads import (
     latent_heads,
     latent_values,
     read_keys,
-    turning,
+    rope_channels,
 )
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -143,7 +143,7 @@ def _split(heads: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
 def _turned(x: Tensor, shape: HeadShape, ragged: Ragged, rotary: tuple[Tensor, Tensor]) -> Tensor:
     if not shape.latent:
         return rope(x, ragged.positions, *rotary)
-    turned = rope(turning(x, shape.latent), ragged.positions, *rotary)
+    turned = rope(rope_channels(x, shape.latent), ragged.positions, *rotary)
     return latent_heads(latent_values(x, shape.latent), turned)
 
 

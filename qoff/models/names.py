@@ -248,26 +248,28 @@ class _Layer:
         return tuple(parts)
 
     def _compressed(self, latent: LatentSpec) -> tuple[Part, ...]:
-        """What queries, keys and values come of; channels that turn do so in halves."""
-        q, kv = self._spec.q_rows, latent.latent + latent.turning
-        queries = self._part("self_attn.q_proj", q, *self._turning(0, latent.plain, latent.turning))
+        """What queries, keys and values come of; channels that RoPE rotates are in halves."""
+        q, kv = self._spec.q_rows, latent.latent + latent.rope_dim
+        queries = self._part(
+            "self_attn.q_proj", q, *self._rotated(0, latent.nope_dim, latent.rope_dim)
+        )
         if latent.query_latent:
             q = latent.query_latent
             queries = self._part("self_attn.q_a_proj", q)
-        order = self._turning(q, latent.latent, latent.turning)
+        order = self._rotated(q, latent.latent, latent.rope_dim)
         return (queries, self._part("self_attn.kv_a_proj_with_mqa", kv, *order))
 
     def _expanding(self, latent: LatentSpec) -> Iterator[Weight]:
         """The matrices of what is compressed."""
         spec = self._spec
         if latent.query_latent:
-            order = self._turning(0, latent.plain, latent.turning)
+            order = self._rotated(0, latent.nope_dim, latent.rope_dim)
             yield Weight(Q_B, (self._part(Q_B, spec.q_rows, *order),), latent.query_latent)
         rows = latent.shape(spec.num_heads).rows
         yield Weight(KV_B, (self._part(KV_B, rows),), latent.latent)
 
-    def _turning(self, first: int, start: int, turned: int) -> tuple[Order, int]:
-        """Where rows go of heads that turn from channel `start` on, and how many a head has."""
+    def _rotated(self, first: int, start: int, turned: int) -> tuple[Order, int]:
+        """Where rows go of heads that rotate from channel `start` on, and how many a head has."""
         if not self._names.rope_pairs:
             return _after(first), ROW_BLOCK
         return _unpaired(first, start + turned, turned, 1 << 62, start), start + turned
@@ -394,9 +396,9 @@ def _from_heads(heads: int, dim: int) -> Order:
 
 
 def _unpaired(first: int, dim: int, turned: int, until: int, start: int = 0) -> Order:
-    """From heads of which `turned` channels turn in neighbouring pairs to halves that turn.
+    """From heads of which `turned` channels rotate in neighbouring pairs to halves that do.
 
-    until: rows from here on do not turn. start: the first channel that does.
+    until: rows from here on do not rotate. start: the first channel that does.
     """
 
     def order(rows: Tensor) -> Tensor:

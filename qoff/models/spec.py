@@ -111,8 +111,8 @@ class DecoderSpec:
 
     @property
     def rope_head_dim(self) -> int:
-        """Channels of which RoPE turns a part: of latent attention those that turn, all of them."""
-        return self.head_dim if self.latent is None else self.latent.turning
+        """Channels that RoPE may rotate: of latent attention those that it does."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def qkv_rows(self) -> int:
@@ -120,7 +120,7 @@ class DecoderSpec:
         if self.latent is None:
             return self.q_rows + 2 * self.kv_rows
         first = self.latent.query_latent or self.q_rows
-        return first + self.latent.latent + self.latent.turning
+        return first + self.latent.latent + self.latent.rope_dim
 
     @property
     def projected_rows(self) -> int:
@@ -133,14 +133,14 @@ class DecoderSpec:
     @property
     def o_columns(self) -> int:
         """Inputs of the output projection."""
-        return self.q_rows if self.latent is None else self.num_heads * self.latent.values
+        return self.q_rows if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property
     def attention_width(self) -> int:
         """Numbers of a token that attention is given."""
         if self.latent is None:
             return self.qkv_rows
-        return (self.num_heads + 1) * (self.latent.latent + self.latent.turning)
+        return (self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim)
 
     @property
     def attended_width(self) -> int:

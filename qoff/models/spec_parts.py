@@ -110,13 +110,14 @@ class LatentSpec:
     """Multi-head latent attention: sizes as `layout.latent.LatentShape` has them.
 
     query_latent: queries are compressed, too, to so many channels; 0: they are not. norm_eps: of
-    the norms of what is compressed. Raises UnsupportedModelError for sizes without a kernel.
+    the norms of what is compressed, the default of transformers' RMSNorm there, not `rms_norm_eps`
+    (llama.cpp takes that). Raises UnsupportedModelError for sizes without a kernel.
     """
 
     latent: int
-    plain: int
-    turning: int
-    values: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
     query_latent: int = 0
     norm_eps: float = 1e-6
 
@@ -128,7 +129,7 @@ class LatentSpec:
 
     def shape(self, heads: int) -> LatentShape:
         """The same of so many heads."""
-        return LatentShape(heads, self.latent, self.plain, self.turning, self.values)
+        return LatentShape(heads, self.latent, self.nope_dim, self.rope_dim, self.value_dim)
 
 
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:

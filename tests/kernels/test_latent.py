@@ -48,7 +48,7 @@ def norm_of(shape: LatentShape) -> Norm:
 
 
 def tables(shape: LatentShape) -> tuple[Tensor, Tensor]:
-    angles = 6 * torch.rand(128, shape.turning // 2)
+    angles = 6 * torch.rand(128, shape.rope_dim // 2)
     return angles.cos(), angles.sin()
 
 
@@ -65,8 +65,8 @@ def test_products_with_each_heads_matrices(
     expected = reference.absorb(q, kv, weight, norm, shape)
     assert_close(cpu.absorb(q, kv, weight, norm, shape), expected, tolerance=SUMS)
     x = torch.randn(tokens, shape.heads * shape.latent)
-    out = torch.full((tokens, 2 * shape.heads * shape.values), 7.0)
-    cpu.expand(x, weight, shape, out=out[:, : shape.heads * shape.values])
+    out = torch.full((tokens, 2 * shape.heads * shape.value_dim), 7.0)
+    cpu.expand(x, weight, shape, out=out[:, : shape.heads * shape.value_dim])
     left, right = out.chunk(2, 1)
     assert_close(left, reference.expand(x, weight, shape), tolerance=SUMS)
     assert (right == 7).all()
@@ -120,10 +120,10 @@ def test_is_attention_of_heads_that_are_not_compressed(shape: LatentShape) -> No
     attended = reference.attention(qkv, heads, cache, ragged, rotary=rotary)
     found = reference.expand(attended, weight, shape)
 
-    latent, turning = kv.split([shape.latent, shape.turning], 1)
+    latent, turning = kv.split([shape.latent, shape.rope_dim], 1)
     whole = rms_norm(latent, norm.weight, norm.eps) @ weight.dequantize().T
-    keys, values = whole.unflatten(1, (shape.heads, -1)).split([shape.plain, shape.values], 2)
-    plain, turns = q.unflatten(1, (shape.heads, -1)).split([shape.plain, shape.turning], 2)
+    keys, values = whole.unflatten(1, (shape.heads, -1)).split([shape.nope_dim, shape.value_dim], 2)
+    plain, turns = q.unflatten(1, (shape.heads, -1)).split([shape.nope_dim, shape.rope_dim], 2)
     turned = rope(turning[:, None], ragged.positions, *rotary).expand(-1, shape.heads, -1)
     query = torch.cat((plain, rope(turns, ragged.positions, *rotary)), 2)
     key = torch.cat((keys, turned), 2)

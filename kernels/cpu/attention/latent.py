@@ -41,16 +41,18 @@ class LatentArguments(ctypes.Structure):
 
     _fields_ = (
         *int64s(
-            "x", "x_stride", "kv", "kv_stride", "norm", "tokens", "heads", "latent", "plain",
-            "turning", "values", "codes", "scale_min", "width", "group", "bits", "out",
+            "x", "x_stride", "kv", "kv_stride", "norm", "tokens", "heads", "latent", "nope_dim",
+            "rope_dim", "value_dim", "codes", "scale_min", "width", "group", "bits", "out",
             "out_stride", "scratch",
         ),
         ("eps", ctypes.c_float),
     )  # fmt: skip
 
 
-(X, X_STRIDE, KV, KV_STRIDE, NORM, M, HEADS, LATENT, PLAIN, TURNING, VALUES, CODES, SCALE_MIN,
- WIDTH, GROUP, BITS_OF, OUT, OUT_STRIDE, SCRATCH, EPS) = offsets(LatentArguments)  # fmt: skip
+(X, X_STRIDE, KV, KV_STRIDE, NORM, M, HEADS, LATENT, NOPE_DIM, ROPE_DIM, VALUE_DIM, CODES,
+ SCALE_MIN, WIDTH, GROUP, BITS_OF, OUT, OUT_STRIDE, SCRATCH, EPS) = (
+    offsets(LatentArguments)
+)  # fmt: skip
 
 
 def _emit_columns(b, bits, codes, scales, out):
@@ -90,9 +92,9 @@ def _block_of(args, row):
 
 
 @inner
-def _copy_turning(args, source, key):
-    """Put the channels that turn, [turning] in halves, behind the latent ones of either half."""
-    latent, half = simd.peek_i64(args + LATENT), simd.peek_i64(args + TURNING) // 2
+def _copy_rope(args, source, key):
+    """Put the channels that RoPE rotates, in halves, behind the latent ones of either half."""
+    latent, half = simd.peek_i64(args + LATENT), simd.peek_i64(args + ROPE_DIM) // 2
     upper = 2 * (latent + 2 * half)
     for i in range(0, 4 * half, 4):
         simd.poke_f32(key + 2 * latent + i, simd.peek_f32(source + i))
@@ -101,9 +103,9 @@ def _copy_turning(args, source, key):
 
 @inner
 def _keys(args):
-    """The key of every token: its latent, normalized, and what turns."""
+    """The key of every token: its latent, normalized, and what RoPE rotates."""
     latent, heads = simd.peek_i64(args + LATENT), simd.peek_i64(args + HEADS)
-    dim = latent + simd.peek_i64(args + TURNING)
+    dim = latent + simd.peek_i64(args + ROPE_DIM)
     weight, eps = simd.peek_i64(args + NORM), simd.peek_f32(args + EPS)
     for token in range(simd.peek_i64(args + M)):
         x = simd.peek_i64(args + KV) + token * simd.peek_i64(args + KV_STRIDE)
@@ -118,17 +120,17 @@ def _keys(args):
             v = simd.mul(simd.mul(simd.load_f32(x + i), factor), simd.load_f32(weight + i))
             to = key + i if i < 2 * latent else key + 2 * dim + i - 2 * latent
             simd.store_f32(to, v)
-        _copy_turning(args, x + 4 * latent, key)
+        _copy_rope(args, x + 4 * latent, key)
 
 
 @inner
 def _absorb_head(args, head, scratch):
     """Queries of a head times its matrix of keys."""
-    latent, plain = simd.peek_i64(args + LATENT), simd.peek_i64(args + PLAIN)
-    turning, tokens = simd.peek_i64(args + TURNING), simd.peek_i64(args + M)
-    dim, matrix = latent + turning, scratch + SCALES_BYTES
-    first = head * (plain + simd.peek_i64(args + VALUES))
-    for row in range(0, plain, ROW_BLOCK):
+    latent, nope_dim = simd.peek_i64(args + LATENT), simd.peek_i64(args + NOPE_DIM)
+    rope_dim, tokens = simd.peek_i64(args + ROPE_DIM), simd.peek_i64(args + M)
+    dim, matrix = latent + rope_dim, scratch + SCALES_BYTES
+    first = head * (nope_dim + simd.peek_i64(args + VALUE_DIM))
+    for row in range(0, nope_dim, ROW_BLOCK):
         codes, scale_min = _block_of(args, first + row)
         dequantize_block(
             codes, scale_min, simd.peek_i64(args + WIDTH), simd.peek_i64(args + GROUP),
@@ -136,7 +138,7 @@ def _absorb_head(args, head, scratch):
             scratch,
         )  # fmt: skip
     x_stride, out_stride = simd.peek_i64(args + X_STRIDE), simd.peek_i64(args + OUT_STRIDE)
-    x = simd.peek_i64(args + X) + 4 * head * (plain + turning)
+    x = simd.peek_i64(args + X) + 4 * head * (nope_dim + rope_dim)
     out = simd.peek_i64(args + OUT) + 4 * head * dim
     done = 0
     while done < tokens:
@@ -144,20 +146,20 @@ def _absorb_head(args, head, scratch):
         for half in range(2):
             product(
                 4, rows, x, x_stride, matrix + 2 * latent * half, 64, 4 * latent, latent // 32,
-                plain, out + 2 * dim * half, out_stride, 0, np.float32(1.0),
+                nope_dim, out + 2 * dim * half, out_stride, 0, np.float32(1.0),
             )  # fmt: skip
         for row in range(rows):
-            _copy_turning(args, x + row * x_stride + 4 * plain, out + row * out_stride)
+            _copy_rope(args, x + row * x_stride + 4 * nope_dim, out + row * out_stride)
         x, out, done = x + rows * x_stride, out + rows * out_stride, done + rows
 
 
 @inner
 def _expand_head(args, head, scratch):
     """What a head found times its matrix of values."""
-    latent, plain = simd.peek_i64(args + LATENT), simd.peek_i64(args + PLAIN)
-    values, tokens = simd.peek_i64(args + VALUES), simd.peek_i64(args + M)
-    matrix, first = scratch + SCALES_BYTES, head * (plain + values) + plain
-    for row in range(0, values, ROW_BLOCK):
+    latent, nope_dim = simd.peek_i64(args + LATENT), simd.peek_i64(args + NOPE_DIM)
+    value_dim, tokens = simd.peek_i64(args + VALUE_DIM), simd.peek_i64(args + M)
+    matrix, first = scratch + SCALES_BYTES, head * (nope_dim + value_dim) + nope_dim
+    for row in range(0, value_dim, ROW_BLOCK):
         codes, scale_min = _block_of(args, first + row)
         _columns(
             codes, scale_min, simd.peek_i64(args + WIDTH), simd.peek_i64(args + GROUP),
@@ -165,12 +167,12 @@ def _expand_head(args, head, scratch):
         )  # fmt: skip
     x_stride, out_stride = simd.peek_i64(args + X_STRIDE), simd.peek_i64(args + OUT_STRIDE)
     x = simd.peek_i64(args + X) + 4 * head * latent
-    out = simd.peek_i64(args + OUT) + 4 * head * values
+    out = simd.peek_i64(args + OUT) + 4 * head * value_dim
     done = 0
     while done < tokens:
         rows = tile_rows(tokens - done)
         product(
-            4, rows, x, x_stride, matrix, 64 * latent, 64, values // 16, latent, out, out_stride,
+            4, rows, x, x_stride, matrix, 64 * latent, 64, value_dim // 16, latent, out, out_stride,
             0, np.float32(1.0),
         )  # fmt: skip
         x, out, done = x + rows * x_stride, out + rows * out_stride, done + rows
@@ -179,7 +181,7 @@ def _expand_head(args, head, scratch):
 @inner
 def _scratch_of(args, thread):
     """What a thread has for a head's matrix."""
-    rows = max(simd.peek_i64(args + PLAIN), simd.peek_i64(args + VALUES))
+    rows = max(simd.peek_i64(args + NOPE_DIM), simd.peek_i64(args + VALUE_DIM))
     each = _head_matrix_bytes(simd.peek_i64(args + LATENT), rows)
     return simd.peek_i64(args + SCRATCH) + thread * each
 
@@ -252,9 +254,9 @@ def expand(
     """
     op, tokens, pool = "expand", len(x), pool or default_pool()
     if out is None:
-        out = torch.empty(tokens, shape.heads * shape.values)
+        out = torch.empty(tokens, shape.heads * shape.value_dim)
     check_rows(op, "x", x, tokens, shape.heads * shape.latent)
-    check_rows(op, "out", out, tokens, shape.heads * shape.values)
+    check_rows(op, "out", out, tokens, shape.heads * shape.value_dim)
     _run(pool, expand_job.address, _arguments(op, x, weight, shape, out), shape)
     return out
 
@@ -268,9 +270,10 @@ def _arguments(
         fail(op, f"a matrix [{shape.rows}, {shape.latent}], not {list(weight.shape)}")
     return LatentArguments(
         x=x.data_ptr(), x_stride=4 * x.stride(0), tokens=len(x), heads=shape.heads,
-        latent=shape.latent, plain=shape.plain, turning=shape.turning, values=shape.values,
-        codes=weight.codes.data_ptr(), scale_min=weight.scale_min.data_ptr(),
-        width=width_of(weight.scale_min.dtype), group=weight.group_size, bits=weight.bits,
+        latent=shape.latent, nope_dim=shape.nope_dim, rope_dim=shape.rope_dim,
+        value_dim=shape.value_dim, codes=weight.codes.data_ptr(),
+        scale_min=weight.scale_min.data_ptr(), width=width_of(weight.scale_min.dtype),
+        group=weight.group_size, bits=weight.bits,
         out=out.data_ptr(), out_stride=4 * out.stride(0),
     )  # fmt: skip
 

@@ -79,4 +79,4 @@ def head_matrix_bytes(latent: int, rows: int) -> int:
 
 def latent_bytes(threads: int, shape: LatentShape) -> int:
     """`absorb` and `expand`, of any number of tokens."""
-    return threads * head_matrix_bytes(shape.latent, max(shape.plain, shape.values))
+    return threads * head_matrix_bytes(shape.latent, max(shape.nope_dim, shape.value_dim))

@@ -128,15 +128,15 @@ class SimulatedOps:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        self._matmul(len(q), shape.heads * shape.plain * shape.latent, weight.bits)
+        self._matmul(len(q), shape.heads * shape.nope_dim * shape.latent, weight.bits)
         width = (shape.heads + 1) * shape.head_dim
         return q.new_empty(len(q), width) if out is None else out
 
     def expand(
         self, x: Tensor, weight: QTensor, shape: LatentShape, *, out: Tensor | None = None
     ) -> Tensor:
-        self._matmul(len(x), shape.heads * shape.values * shape.latent, weight.bits)
-        return x.new_empty(len(x), shape.heads * shape.values) if out is None else out
+        self._matmul(len(x), shape.heads * shape.value_dim * shape.latent, weight.bits)
+        return x.new_empty(len(x), shape.heads * shape.value_dim) if out is None else out
 
     def attention(
         self,

@@ -14,7 +14,7 @@ from .family import Config, Family, Fields, Has, TensorNames, activation, positi
 
 
 def _latent(config: Any) -> Fields:
-    """Attention: pairs of channels turn; YaRN scales scores by the square of its `mscale`."""
+    """Attention: RoPE rotates pairs of channels; YaRN scales scores by `mscale` squared."""
     if not getattr(config, "rope_interleave", True):
         raise unsupported("rope_interleave", False, "true")
     if config.attention_bias and config.q_lora_rank is None:
@@ -31,9 +31,9 @@ def _latent(config: Any) -> Fields:
         "o_bias": config.attention_bias,
         "latent": LatentSpec(
             latent=config.kv_lora_rank,
-            plain=config.qk_nope_head_dim,
-            turning=config.qk_rope_head_dim,
-            values=config.v_head_dim,
+            nope_dim=config.qk_nope_head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            value_dim=config.v_head_dim,
             query_latent=config.q_lora_rank or 0,
         ),
     }

@@ -1,9 +1,9 @@
 """Latent attention in GGUF: the architecture deepseek2, of DeepSeek V2 and V3, GLM 4.7 Flash, ...
 
 Since April 2025 a head's matrices of keys and values are tensors of their own, `attn_k_b` [heads,
-latent, plain], transposed, and `attn_v_b` [heads, values, latent]; before, and here, they are the
-rows of one. What YaRN's `mscale` is does not stand in a file; it is `mscale_all_dim`, as llama.cpp
-takes it.
+latent, nope_dim], transposed, and `attn_v_b` [heads, value_dim, latent]; before, and here, they are
+the rows of one. What YaRN's `mscale` is does not stand in a file; it is `mscale_all_dim`, as
+llama.cpp takes it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def _latent(metadata: Metadata, config: Config) -> Config:
     """Old files have the lengths of a head's keys and values where new ones have those cached."""
     key = metadata.get("attention.key_length_mla", metadata.get("attention.key_length"))
     value = metadata.get("attention.value_length_mla", metadata.get("attention.value_length"))
-    turning = metadata.need("rope.dimension_count")
-    if key is None or value is None or turning >= key:
+    rope_dim = metadata.need("rope.dimension_count")
+    if key is None or value is None or rope_dim >= key:
         raise FormatError(
-            f"{metadata.path}: keys of {key} channels, {turning} of which turn, and values of "
+            f"{metadata.path}: keys of {key} channels, {rope_dim} of them with RoPE, and values of "
             f"{value}; it is damaged, get it again"
         )
     metadata.only("attention.head_count_kv", 1, config["num_attention_heads"])
@@ -56,8 +56,8 @@ def _latent(metadata: Metadata, config: Config) -> Config:
         "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": metadata.get("attention.q_lora_rank"),
         "kv_lora_rank": metadata.need("attention.kv_lora_rank"),
-        "qk_rope_head_dim": turning,
-        "qk_nope_head_dim": key - turning,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
         "v_head_dim": value,
         "rope_parameters": rope,
     }
