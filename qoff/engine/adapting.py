@@ -30,6 +30,7 @@ _ROUNDS = 10  # one after another that are off what is expected
 _LOOK_S = 10.0  # between two looks at whether another plan pays by now
 _SEARCH_S = 60.0  # between two searches for another plan
 _KEPT_S = 600.0  # between two changes of the plan
+_LEAST_S = 5.0  # that a change saves
 _WORTH = 1.2  # times as fast, to name another plan or change to it
 _OTHER = 2.0  # times as many sequences, or as few, as another plan was searched for
 
@@ -187,7 +188,7 @@ class Adapter:
         saved = better.saved(left)
         cost = better.cost(left, running, self.knobs, self._opened.seconds)
         line += f", which saves {saved:.3g} s of what is left and takes {cost:.3g} s"
-        if saved <= cost:
+        if saved < cost + _LEAST_S:
             return line
         if now - self._changed < _KEPT_S:
             return f"{line}; not within {_KEPT_S / 60:.0f} minutes of the last time"

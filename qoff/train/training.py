@@ -74,7 +74,7 @@ class Training:
         (without: the ids that are not masked). Where gradients in float16 overflow, the step is
         left out, `steps` stays, and the loss scale is halved. Raises ArgumentError for batches that
         are too large, TrainingError for a loss or another norm that is not finite, with weights as
-        before the step.
+        before the step; where updates are delayed, with that of the step before.
         """
         self._check_whole()
         given = [self._checked(batch) for batch in batches]

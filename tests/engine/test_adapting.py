@@ -41,6 +41,12 @@ PLAN = Plan(
 )
 
 
+@pytest.fixture(autouse=True)
+def seconds_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of this model take seconds, however slow the disk is."""
+    monkeypatch.setattr("qoff.engine.adapting._LEAST_S", 0.0)
+
+
 class Virtual(SimulatedRounds):
     """Rounds in virtual time."""
 

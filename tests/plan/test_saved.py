@@ -19,6 +19,7 @@ PLAN = Plan(
     kv=KVQuant(8, 4, layers={1: (8, 8)}),
     kv_placement=KVPlacement(0.5, 0.25),
     activations="disk",
+    adapt="rounds",
     spill_folder=Path("/somewhere"),
 )
 
@@ -37,6 +38,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path, plan: Plan) -> None:
         {"qoff_plan": 2},
         {"speed": 1},
         {"batch_size": 0},
+        {"adapt": "always"},
         {"device_memory": "much"},
         {"kv": 4},
         {"kv": {"k_bits": 5}},

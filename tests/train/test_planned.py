@@ -6,6 +6,7 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from qoff.train.choice import TrainingPlan, training_plan
 from qoff.train.finetune import Lora, adapted
 from qoff.train.forecast import forecast
 from qoff.train.placement import placed
-from qoff.train.planned import Planned, planned
+from qoff.train.planned import Planned, _head_dim, planned
 from tests.plan.machines import MIB, machine
 from tests.tiny_families import TINY
 from tests.tiny_models import tiny_checkpoint
@@ -177,6 +178,30 @@ def test_what_does_not_fit_is_said_by_how_much() -> None:
         training_plan(job, machine(on_gpu=True, device=100 << 10))
     with pytest.raises(BudgetError, match=r"device memory: .* on their way"):
         training_plan(job, machine(device=3 * MIB // 2))
+
+
+def test_what_is_mapped_takes_no_memory_before() -> None:
+    """Weights in the dtype of their files; experts, which are put together, do."""
+    rule = train.AdamW(lr=LR)
+    whole = job_of("llama", rule)
+    mapped = job_of("llama", rule, dtype="auto")
+    assert (mapped.loaded, whole.loaded) == (0, 4 * whole.parameters)
+    assert 0 < job_of("mixtral", rule, dtype="auto").loaded < job_of("mixtral", rule).loaded
+    small = machine(device=whole.loaded // 2)
+    with pytest.raises(BudgetError, match="taken apart"):
+        training_plan(whole, small)
+    with pytest.raises(BudgetError) as refused:
+        training_plan(mapped, small)
+    assert "taken apart" not in str(refused.value)
+
+
+def test_latent_heads_have_the_channels_of_their_products() -> None:
+    text = SimpleNamespace(
+        num_attention_heads=128, hidden_size=7168, head_dim=64,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    assert _head_dim(text) == (192 + 128) / 2
+    assert _head_dim(SimpleNamespace(num_attention_heads=32, hidden_size=4096)) == 128
 
 
 def test_on_a_gpu_what_is_in_host_memory_moves() -> None:

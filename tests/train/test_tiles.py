@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, BudgetError, TrainingError
+from qoff.train.tiles import TiledLinear, Tiles
 
 from .test_training import (
     EPS,
@@ -102,3 +104,33 @@ def test_a_step_that_is_refused_changes_nothing(
     handle.remove()
     after = training.state_dict()
     assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+
+def test_a_loop_that_breaks_leaves_no_read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the error is held, too, whose traceback keeps the loop."""
+    waited, begun = list[int](), list[int]()
+
+    class Read:
+        def __init__(self, j: int) -> None:
+            self.j = j
+            begun.append(j)
+
+        def result(self) -> None:
+            waited.append(self.j)
+
+        exception = result
+
+    class Broken:
+        def t(self) -> None:
+            raise RuntimeError("no memory")
+
+    tiles: Any = Tiles.__new__(Tiles)
+    tiles.tiles = [SimpleNamespace(rows=slice(j, j + 1)) for j in range(3)]
+    for name, found in (("_read", lambda j, at: Read(j)), ("_at", lambda j, at: None),
+                        ("_matrix", lambda j, memory: Broken())):  # fmt: skip
+        monkeypatch.setattr(tiles, name, found)
+    linear = TiledLinear(torch.nn.Linear(4, 3), tiles, [0, 1, 2])
+    with pytest.raises(RuntimeError, match="no memory") as held:
+        linear.forward(torch.zeros(2, 4))
+    assert begun == waited == [0, 1]
+    assert held.value is not None
