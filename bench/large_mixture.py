@@ -1,8 +1,8 @@
 """Simulated: a mixture of 750 B parameters whose weights are larger than memory, on one NVMe disk.
 
 Nothing runs: the planner's cost model (docs/cost-model.md) on a machine that is described here, and
-a config in the shape of large Qwen3 mixtures. It takes all experts for alike likely, as if a cache
-of them knew nothing of the text. `python -m bench.large_mixture` takes a minute.
+a config in the shape of large Qwen3 mixtures. Texts choose experts as is published of others: no
+recorded routes are there. `python -m bench.large_mixture` takes a minute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from bench.experts_stream import QWEN3_MOE
 from qoff.cli.output import print_table
 from qoff.plan import Plan
 from qoff.plan.explain import explain
-from qoff.plan.profile import Link, MachineProfile, Processor
+from qoff.plan.processor import Processor
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig

@@ -18,7 +18,8 @@ from scipy.optimize import brentq
 
 from bench.harness import Bar, Report
 from qoff.engine.simulated import simulated
-from qoff.plan.profile import Link, MachineProfile, Processor
+from qoff.plan.processor import Processor
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload

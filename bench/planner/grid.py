@@ -7,7 +7,8 @@ from bench.random_model import SMALL
 from qoff.engine.simulated import simulated
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
-from qoff.plan.profile import Link, MachineProfile, Processor
+from qoff.plan.processor import Processor
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload

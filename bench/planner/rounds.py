@@ -33,7 +33,8 @@ from qoff.engine.simulated import simulated
 from qoff.errors import BudgetError
 from qoff.measure.profile import measured_profile
 from qoff.plan.certify import Certified, Certifier, choices_of
-from qoff.plan.cost import RESOURCES, CostModel, round_seconds
+from qoff.plan.cost import CostModel
+from qoff.plan.phase import RESOURCES, round_seconds
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload

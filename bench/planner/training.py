@@ -13,7 +13,8 @@ from typing import Any
 
 from bench.harness import Report
 from bench.random_model import TINYLLAMA
-from qoff.plan.profile import Link, MachineProfile, Processor
+from qoff.plan.processor import Processor
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
 from qoff.train.choice import TrainingPlan, training_plan

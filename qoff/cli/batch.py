@@ -81,8 +81,7 @@ class PlanOptions:
         from qoff.plan import Plan
 
         if how.plan is not None:
-            chosen = {*vars(self), *vars(cache), "slots", "activation_bits"} - _FREE
-            for option in named(called, chosen - {"lora_modules"}).values():
+            for option in named(called, vars(self).keys() - _FREE - {"lora_modules"}).values():
                 raise ArgumentError(f"--plan says what {option} would; leave one of them out")
         kv = cache.quant(model, how)
         if kv is None:

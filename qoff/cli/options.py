@@ -41,8 +41,11 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type] = {}
+    called = ""  # the parameter of Typer's context
     for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
         kind = parameter.annotation
+        if kind is Context:
+            called = name
         if not is_dataclass(kind):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
@@ -57,12 +60,19 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             )
             for field in fields(kind)
         ]
+    if not called:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("_called", keyword, annotation=Context))
 
     @functools.wraps(run)
     def wrapped(**given: Any) -> None:
+        context: Context = given[called] if called else given.pop("_called")
         try:
             for name, kind in groups.items():
-                given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+                one = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+                if isinstance(one, RunOptions):
+                    one.check(context)
+                given[name] = one
             with ending_by_signals(), refusals():
                 run(**given)
         except (QoffError, OSError) as error:
@@ -114,6 +124,12 @@ class ModelOptions:
         return {name: found[name] for name in found.keys() - {"cache_dir", "revision"}}
 
 
+_OF_PLANS = (  # options of commands that a saved plan stands for, beside those of `qoff.Plan` alone
+    *("device_memory", "host_memory", "max_memory", "slots", "activation_bits"),
+    *("kv", "kv_target_bits", "kv_window", "attention_top"),
+)
+
+
 @dataclass(frozen=True)
 class RunOptions(ModelOptions):
     """The same, and what `qoff bench` has several of."""
@@ -122,19 +138,17 @@ class RunOptions(ModelOptions):
     activation_bits: int = Option(16, help="16; or 8 on a CPU: faster prefill, less accurate.")
     plan: Path | None = Option(None, help="A file of qoff plan --save: bounds, sizes, placement.")
 
-    def opening(self) -> dict[str, Any]:
-        """The options that `hf.load.open_runtime` takes, those of a saved plan among them.
+    def check(self, context: Context) -> None:
+        """Raise ArgumentError for options of the command line that a saved plan has, too."""
+        for option in named(context, _OF_PLANS).values() if self.plan is not None else ():
+            raise ArgumentError(f"--plan says what {option} would; leave one of them out")
 
-        Raises ArgumentError for options that the plan has.
-        """
+    def opening(self) -> dict[str, Any]:
+        """The options that `hf.load.open_runtime` takes, those of a saved plan among them."""
         found = super().opening()
         if found.pop("plan") is None:
             return found
         saved = self.saved_plan()
-        for name in ("device_memory", "host_memory", "max_memory", "slots", "activation_bits"):
-            default: Any = type(self).__dataclass_fields__[name].default
-            if found[name] != default.default:
-                raise ArgumentError(f"give --plan or --{name.replace('_', '-')}, not both")
         return {
             **found,
             "device_memory": saved.device_memory,
@@ -198,14 +212,16 @@ class CacheOptions:
     def quant(self, model: str | Path, how: RunOptions, **form: Any) -> KVQuant | str | None:
         """What `qoff.load` takes as `kv`; form: fields of `KVQuant` that are not its defaults.
 
-        "auto" means 4 bits, on any model, where it does not stand alone. The model is opened, as
-        `how` says, where its layers' losses have to be measured. Raises ArgumentError for options
-        that need a packed cache, or that exclude each other.
+        "auto" means 4 bits, on any model, where it does not stand alone. A saved plan has its own.
+        The model is opened, as `how` says, where its layers' losses have to be measured. Raises
+        ArgumentError for options that need a packed cache, or that exclude each other.
         """
         from dataclasses import replace
 
         from qoff.kvcache.quant import kv_quant
 
+        if how.plan is not None:
+            return how.saved_plan().kv
         if self.attention_top != 1:
             form["attention_top"] = self.attention_top
         if self.kv_target_bits is not None:

@@ -32,7 +32,18 @@ _ASSUMED = (
     "measures this one's, --losses reads them"
 )
 _INFERENCE = (
-    *("prompt", "tokens", "requests", "objective", "token_s", "max_kl", "losses", "kv", "save"),
+    *(
+        "prompt",
+        "tokens",
+        "requests",
+        "objective",
+        "token_s",
+        "routes",
+        "max_kl",
+        "losses",
+        "kv",
+        "save",
+    ),
     *("memory", "plot", "brief"),
 )
 _CHOSEN = ("kv", "bits", "group_size", "solver")  # options that --max-kl stands for
@@ -47,6 +58,9 @@ class WorkOptions:
     requests: int = Option(256, min=1, help="How many there are.")
     objective: str = Option("throughput", help="throughput, or latency of one request.")
     token_s: float | None = Option(None, help="Seconds to the next token at most.")
+    routes: Path | None = Option(
+        None, exists=True, help="Of a mixture: which experts a text took (qoff bench --experts)."
+    )
     max_kl: float | None = Option(
         None, min=0, help="Choose the bits of weights and KV cache: nats a token lost at most."
     )
@@ -90,6 +104,7 @@ def plan(
     """
     from qoff.engine.simulated import simulated
     from qoff.kvcache.quant import kv_quant
+    from qoff.memory.experts.routes import RecordedRoutes
     from qoff.plan import Plan
     from qoff.plan.explain import explain
     from qoff.plan.pareto import pareto_front
@@ -121,6 +136,7 @@ def plan(
         work.requests,
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,
+        routes=None if work.routes is None else RecordedRoutes.read(work.routes),
     )
     template = Plan(kv=cache, spill_folder=spill_folder)
     if work.max_kl is not None:

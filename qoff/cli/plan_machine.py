@@ -71,7 +71,8 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
 
 def _with_gpu(machine: MachineProfile, size: str, rates: str) -> MachineProfile:
     from qoff.budgets import memory_size
-    from qoff.plan.profile import Link, Processor
+    from qoff.plan.processor import Processor
+    from qoff.plan.profile import Link
 
     memory, comma, flops = rates.partition(",")
     if not comma:

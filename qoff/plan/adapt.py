@@ -18,8 +18,10 @@ from qoff.kvcache.store.placement import DISK, HOST
 from qoff.memory.plan import Residency
 
 from .certify import Certifier, choices_of
-from .cost import RESOURCES, Array, Choices, CostModel, Phase, round_seconds
+from .cost import CostModel
 from .manual import Memory, Plan
+from .mixture import Array
+from .phase import RESOURCES, Choices, Phase, round_seconds
 from .profile import Link, MachineProfile
 from .sizes import ModelSizes
 from .workload import Lengths, Workload
@@ -217,7 +219,8 @@ class RunningPlan:
 
     def certifier(self, work: Workload) -> Certifier:
         """Counts and forecasts plans for a workload at the present rates."""
-        cost = CostModel(self.sizes, self.machine, work, self.plan.kv, self.dtype.itemsize)
+        size, bits = self.dtype.itemsize, self.plan.activation_bits
+        cost = CostModel(self.sizes, self.machine, work, self.plan.kv, size, bits)
         return Certifier(cost, self.plan, torch.device("cpu"), self.dtype)
 
 

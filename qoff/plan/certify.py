@@ -13,8 +13,10 @@ from qoff.errors import BudgetError
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from qoff.memory.plan import Residency, plan_residency
 
-from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase, round_seconds
+from .cost import CostModel
 from .manual import Memory, Plan
+from .mixture import Array
+from .phase import PLACED, RESOURCES, Choices, Phase, round_seconds
 
 _NEAREST = TIERS[::-1]  # of hidden states, in the order of `Choices.activations`
 STAGING = 2  # buffers in host memory beside a GPU
@@ -45,7 +47,8 @@ class Certified:
     """A plan that fits, with its exact bytes and what is forecast of it.
 
     bound: seconds that no plan of this machine and workload is faster than, by the same model.
-    simulated: the same plan with rounds as long as in virtual time.
+    simulated: the same plan with rounds as long as in virtual time. hits: the part of the experts
+    that decoding wants and the device has, where they come one by one.
     """
 
     plan: Plan
@@ -56,6 +59,7 @@ class Certified:
     decode: Forecast
     bound: float = 0.0
     simulated: Certified | None = None
+    hits: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -198,7 +202,7 @@ class Certifier:
         moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
         steps = cost.step_s if moves else 0.0
         count = work.at_once
-        saved = min(_kept(residency), weights[HOST]) / cost.weight_bytes
+        saved = min(1.0, _kept(residency) / max(1, weights[HOST]))
         saved *= cost.machine.to_device.bytes_per_s / cost.machine.from_device.bytes_per_s
         return Certified(
             plan,
@@ -207,7 +211,17 @@ class Certifier:
             weights,
             _forecast(prefill, placed, count * work.prompt.mean, steps, saved),
             _forecast(decode, placed, count * work.answer.mean, steps, saved),
+            hits=self._hits(residency, c, decode),
         )
+
+    def _hits(self, residency: Residency, c: Choices, decode: Phase) -> float | None:
+        """The part of the experts that a round of decoding wants and the device has."""
+        mixture = self.cost.mixture
+        if mixture is None or not residency.expert_slots:
+            return None
+        held = residency.expert_slots / mixture.total
+        tokens = self.cost.active(c) / np.where(c.block, 1.0, decode.passes)
+        return float(mixture.hits(np.array([held]), tokens)[0, 0])
 
     def placed(self, plan: Plan, residency: Residency) -> Array:
         """The parts of weights and KV cache that are off the device, [1, PLACED]."""
@@ -221,7 +235,7 @@ class Certifier:
         return np.array([[*parts, split[HOST] / blocks, split[DISK] / blocks]])
 
     def _weights(self, residency: Residency) -> dict[str, int]:
-        """Bytes of weights by the tier that a pass reads them from, all experts included."""
+        """Bytes of weights that are away from the device, by the tier that has them."""
         streamed = {HOST: 0, DISK: 0}
         for unit, nbytes in residency.streamed.items():
             streamed[HOST if unit in residency.host else DISK] += nbytes
@@ -260,11 +274,11 @@ def _forecast(
 ) -> Forecast:
     """step_s: seconds of the CPU for each layer of a pass.
 
-    saved: seconds of the link back, in those of all weights on their way to the device: an expert
-    that comes from a slot in host memory leaves it to one from the device.
+    saved: seconds of the link back, in those that weights in host memory take to the device: an
+    expert that comes from a slot there leaves it to one from the device.
     """
-    busy = phase.busy(placed)
-    to_device = phase.each[:, RESOURCES.index("to device"), PLACED.index("weights on host")]
+    busy, host = phase.busy(placed), PLACED.index("weights on host")
+    to_device = phase.each[:, RESOURCES.index("to device"), host] * phase.moved(placed)[:, host]
     busy[:, RESOURCES.index("from device")] += saved * to_device
     busy[:, RESOURCES.index("cpu")] += step_s * (phase.units - 1) * phase.passes
     seconds = round_seconds(busy, phase.units)

@@ -1,8 +1,7 @@
 """How long rounds take: docs/cost-model.md has every symbol with its unit.
 
-A round takes as long as its busiest resource, and what the others do for one unit besides, because
-the first unit has to come before it is computed. Work is linear in where the bytes are: so many of
-weights and of KV cache on each tier. All of it is computed for many plans at a time.
+Work is linear in where the bytes are: so many of weights and of KV cache on each tier. All of it is
+computed for many plans at a time.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
 from qoff.memory.arena import PAGE, round_up
 
-from .profile import Link, MachineProfile, Processor
+from .mixture import Array, Mixture, Moves
+from .phase import PLACED, RESOURCES, Choices, Phase
+from .processor import Processor
+from .profile import Link, MachineProfile
 from .sizes import ModelSizes
 from .workload import Workload
 
-Array = npt.NDArray[np.float64]
-RESOURCES = ("disk read", "disk write", "to device", "from device", "cpu", "gpu", "memory")
-PLACED = ("weights on host", "weights on disk", "KV on host", "KV on disk")
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
 _OPS = 5  # of a layer
 STEP_CALLS = 8  # of an op: what Python does for a layer of a pass whose KV blocks come to it
@@ -34,67 +34,18 @@ _FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The discrete parts of many plans, an element of each array a plan."""
-
-    batch_size: Array
-    batches: Array
-    prefill_tokens: Array
-    block: npt.NDArray[np.bool_]  # schedule: block, else sequential
-    attends_on_cpu: npt.NDArray[np.bool_]
-    activations: npt.NDArray[np.int64]  # 0: device, 1: host, 2: disk
-
-    def __len__(self) -> int:
-        return len(self.batch_size)
-
-    def one(self, index: int) -> Choices:
-        """A plan alone."""
-        return Choices(*(x[index : index + 1] for x in vars(self).values()))
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Rounds of prompts, or of decoding.
-
-    rounds: how many the workload has. base: seconds that each resource is busy in a round where
-    nothing is offloaded, [plans, RESOURCES]. each: seconds more where all of the weights, or all of
-    the KV cache, are on a tier, [plans, RESOURCES, PLACED]. passes: of a round.
-    """
-
-    rounds: Array
-    base: Array
-    each: Array
-    units: int
-    passes: Array
-
-    def busy(self, placed: Array) -> Array:
-        """Seconds that each resource is busy; placed: parts, [plans, PLACED]."""
-        return self.base + np.einsum("prq,pq->pr", self.each, placed)
-
-    def seconds(self, placed: Array) -> Array:
-        """Seconds of a round."""
-        return round_seconds(self.busy(placed), self.units)
-
-
-def round_seconds(busy: Array, units: int) -> Array:
-    """From what each resource is busy, [..., RESOURCES], to seconds of a round of so many units."""
-    longest = busy.max(-1)
-    rest: Array = longest + (busy.sum(-1) - longest) / units
-    return rest
-
-
-@dataclass(frozen=True)
 class CostModel:
     """What rounds of a model cost on a machine.
 
-    streamed: bytes of all weights that can stream, as they lie in slots; the others stay.
+    activation_bytes: of a number of the hidden states. activation_bits: that matmuls round to.
     """
 
     sizes: ModelSizes
     machine: MachineProfile
     workload: Workload
     kv: KVQuant
-    activation_bytes: int  # of a number of the hidden states
+    activation_bytes: int
+    activation_bits: int = 16
 
     @cached_property
     def units(self) -> int:
@@ -139,32 +90,40 @@ class CostModel:
         tokens = self.workload.prompt.mean + self.workload.answer.mean / 2
         return max(0.0, tokens - self.kv.window) / BLOCK_TOKENS
 
+    def active(self, c: Choices) -> Array:
+        """Sequences of a round of decoding, on average."""
+        work = self.workload
+        slots = np.minimum(c.batch_size * c.batches, work.at_once)
+        # Slots are filled again as sequences end; the last ones end one by one.
+        tokens = work.at_once * work.answer.mean
+        rounds = tokens / slots + (work.answer.most - work.answer.mean)
+        found: Array = tokens / rounds
+        return found
+
     def decode(self, c: Choices) -> Phase:
         """Rounds in which each sequence gets a token."""
         work, spec = self.workload, self.sizes.spec
-        slots = np.minimum(c.batch_size * c.batches, work.at_once)
-        count = work.at_once if work.objective == "throughput" else 1
-        # Slots are filled again as sequences end; the last ones end one by one.
-        rounds = count * work.answer.mean / slots + (work.answer.most - work.answer.mean)
-        active = count * work.answer.mean / rounds
+        active = self.active(c)
+        rounds = work.at_once * work.answer.mean / active
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes)
         sizes, device = self.sizes, self.machine.device
         seconds = self._passes(rows, rows, passes, c.block)
         blocks = active * self.mean_blocks * self.kv.attention_top
-        attention = self._attention(device) * blocks
+        shape, past = sizes.shapes[0], self.mean_blocks * self.kv.attention_top * BLOCK_TOKENS
+        queries = np.asarray(shape.heads / shape.kv_heads)
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
         unpacked = sum(s.kv_heads * s.cached_width for s in sizes.shapes) * recent
-        seconds = seconds + active * unpacked * self.activation_bytes / device.bytes_per_s
+        each = device.unpacked_s(queries, np.asarray(recent))
+        seconds = seconds + active * unpacked * self.activation_bytes * each
         new = active / BLOCK_TOKENS  # blocks of a round
         hidden = active * spec.hidden_size * self.activation_bytes
-        return self._phase(c, rounds, seconds, attention, blocks, new, hidden, passes, rows)
+        return self._phase(c, rounds, seconds, queries, past, blocks, new, hidden, passes, rows)
 
     def prefill(self, c: Choices) -> Phase:
         """Rounds in which batches read pieces of prompts."""
         work, spec = self.workload, self.sizes.spec
-        count = work.at_once if work.objective == "throughput" else 1
-        tokens = count * work.prompt.mean * (1 - work.shared)
+        tokens = work.at_once * work.prompt.mean * (1 - work.shared)
         passes = np.maximum(1.0, np.minimum(c.batches, tokens / c.prefill_tokens))
         piece = np.minimum(c.prefill_tokens, tokens / passes)
         rounds = tokens / (piece * passes)
@@ -174,22 +133,23 @@ class CostModel:
         seconds = self._passes(piece, np.minimum(prompts, c.batch_size), passes, c.block)
         own = np.minimum(piece, work.prompt.mean)
         heads = sum(s.heads * s.cached_width for s in self.sizes.shapes) / 2
-        seconds = seconds + device.prompt_s * heads * read * own / 2
+        seconds = seconds + device.prompt_s(own) * heads * read * own / 2
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
         queries = own * self.sizes.shapes[0].heads / self.sizes.shapes[0].kv_heads
-        attention = self._attention(device, queries) * blocks
         new = read / BLOCK_TOKENS
         hidden = read * spec.hidden_size * self.activation_bytes
-        return self._phase(c, rounds, seconds, attention, blocks, new, hidden, passes, piece)
+        past = past * BLOCK_TOKENS
+        return self._phase(c, rounds, seconds, queries, past, blocks, new, hidden, passes, piece)
 
     def _phase(
         self,
         c: Choices,
         rounds: Array,
         seconds: Array,
-        attention: Array,
+        queries: Array,
+        past: Array | float,
         blocks: Array,
         new: Array,
         hidden: Array,
@@ -198,14 +158,18 @@ class CostModel:
     ) -> Phase:
         """The work of a round.
 
-        seconds: of the device without attention to packed blocks, attention: for all of these.
-        blocks: that are attended to, new: that are made. hidden: bytes of all hidden states.
+        seconds: of the device without attention to packed blocks. queries: of a KV head, past:
+        packed tokens of each sequence. blocks: that are attended to, new: that are made. hidden:
+        bytes of all hidden states.
         """
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
-        wanted = self._wanted(rows * np.where(c.block, passes, 1.0))
-        weights = self.weight_bytes * wanted * times
-        requests = self.units * times
+        moves, pieces = Moves.all_of(len(c)), float(self.units)
+        if self.mixture is not None:  # experts come one by one
+            moves = self.mixture.moves(rows * passes / times)
+            pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
+        weights = self.weight_bytes * times
+        requests = pieces * times
         packed, packed_on_disk = self.block_bytes, self.disk_block_bytes
         layers = self.sizes.spec.num_layers
         bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
@@ -238,27 +202,31 @@ class CostModel:
             busy[:, _CPU] += bytes_[:, number] * link.cpu_s_per_byte / machine.cores
             busy[:, _CPU] += asked[:, number] * link.cpu_s_per_request / machine.cores
         compute = _GPU if on_gpu else _CPU
+        attention = self._attention(machine.device, queries, past) * blocks
         busy[:, compute, 0] += seconds + attention
         if on_gpu:
             # What is not on the device is attended on the CPU, or moved and attended there.
-            there = self._attention(machine.host) * blocks
+            shape = self.sizes.shapes[0]  # of prompts' queries, what is far comes to the device
+            alone = np.asarray(shape.heads / shape.kv_heads)
+            there = self._attention(machine.host, alone, past) * blocks
             busy[:, _MEMORY] = bytes_.sum(1)
             for part in (3, 4):
                 busy[:, _GPU, part] -= np.where(c.attends_on_cpu, attention, 0.0)
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
                 busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
-        return Phase(rounds, busy[:, :, 0], busy[:, :, 1:], self.units, passes)
+        return Phase(rounds, busy[:, :, 0], busy[:, :, 1:], self.units, passes, moves)
 
-    def _wanted(self, tokens: Array) -> Array:
-        """The part of the weights that so many tokens compute with: not all experts are chosen."""
-        experts = self.sizes.spec.experts
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """The experts, where the model has any. Raises ArgumentError for routes of others."""
+        experts, routes = self.sizes.spec.experts, self.workload.routes
         if experts is None:
-            return np.ones_like(tokens)
-        chosen = 1 - (1 - experts.top_k / experts.count) ** tokens
-        held = self.sizes.expert_bytes * experts.count * sum(experts.layers) / self.weight_bytes
-        found: Array = 1 - held * (1 - chosen)
-        return found
+            if routes is not None:
+                raise ArgumentError("there are routes of experts, and the model has none")
+            return None
+        held = self.sizes.expert_bytes * experts.count * sum(experts.layers)
+        return Mixture(experts, held / self.weight_bytes, routes)
 
     def _passes(
         self, rows: Array, head_rows: Array, passes: Array, block: npt.NDArray[np.bool_]
@@ -271,24 +239,32 @@ class CostModel:
         calls = (_OPS * sizes.spec.num_layers + 1) * device.call_s
         seconds = passes * (calls + pass_s(self.machine, passes))
         largest = max(sizes.layer_bytes)
-        for bits, columns, nbytes, m in (
+        parts: list[tuple[int, Array | int, int, Array]] = [
             (self.layer_bits, sizes.layer_columns, largest, rows),
             (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
-        ):
-            first = device.matmul_s(bits, m)
-            near = device.near_s(bits, m) if nbytes <= device.cache_bytes else first
+        ]
+        if self.mixture is not None:  # each that is chosen computes for its own rows
+            chosen = self.mixture.wanted(rows) * self.mixture.experts.count
+            own = np.maximum(1.0, rows * self.mixture.experts.top_k / chosen)
+            parts.append((self.layer_bits, sizes.expert_columns * chosen, largest, own))
+        for bits, columns, nbytes, m in parts:
+            first = device.matmul_s(bits, m, self.activation_bits)
+            near = (
+                device.near_s(bits, m, self.activation_bits)
+                if nbytes <= device.cache_bytes
+                else first
+            )
             again = np.where(block, near, first)
             seconds = seconds + columns * (first + (passes - 1) * again)
         return seconds
 
-    def _attention(self, processor: Processor, queries: Array | None = None) -> Array:
-        """Seconds to attend to a block of all layers; queries: of a KV head."""
-        shape = self.sizes.shapes[0]
-        group = np.asarray(shape.heads / shape.kv_heads) if queries is None else queries
+    def _attention(self, processor: Processor, queries: Array, past: Array | float) -> Array:
+        """Seconds to attend to a block of all layers; queries: of a KV head. past: tokens."""
         heads = Counter[KVFormat]()
         for shape, form in zip(self.sizes.shapes, self._forms, strict=True):
             heads[form] += shape.kv_heads
-        each = [count * processor.attention_s(form, group) for form, count in heads.items()]
+        tokens = np.maximum(BLOCK_TOKENS, past)
+        each = [n * processor.attention_s(form, queries, tokens) for form, n in heads.items()]
         seconds: Array = np.sum(each, axis=0)
         return seconds
 

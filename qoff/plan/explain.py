@@ -80,6 +80,17 @@ class Explained:
         yield from self.machine.notes
         if not self.found.offloads:
             yield "everything fits the device: no offloading is needed, and it would only cost time"
+        if self.found.hits is not None:
+            told = "as in the routes that were recorded"
+            if self.workload.routes is None:
+                told = (
+                    "by what is published of a mixture with 256 experts; --routes takes this "
+                    "model's, which qoff bench MODEL --experts -o json records"
+                )
+            yield (
+                f"of the experts that a round of decoding wants {self.found.hits:.0%} are taken to "
+                f"be on the device, {told}"
+            )
         simulated = self.found.simulated
         if simulated is not None and abs(simulated.seconds / self.found.seconds - 1) > _DIFFERS:
             yield (
@@ -141,6 +152,7 @@ class Explained:
             "bytes": found.bytes_by_tier(),
             "tokenizer_bytes": self.tokenizer,
             "weights_read_from": dict(found.weights),
+            "expert_hits": found.hits,
             "usable": dict(self.machine.usable),
             "seconds": found.seconds,
             "bound_s": found.bound,

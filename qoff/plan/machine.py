@@ -20,7 +20,8 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.settings import cache_directory
 from qoff.system_memory import free_memory
 
-from .profile import VERSION, Link, MachineProfile, Processor
+from .processor import Processor
+from .profile import Link, MachineProfile
 
 logger = logging.getLogger(__name__)
 # Bytes that are left free: so many, but no more than an eighth, and no less than a twentieth.
@@ -67,7 +68,7 @@ def _in_memory(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
 def fingerprint(device: torch.device, checkpoint: Path, spill: Path) -> str:
     """16 hex digits that change with processor, cores, memory, GPU and the disks of two folders."""
     described = [
-        VERSION,
+        2,  # of this list: a profile of another version is found, and said to be old
         platform.machine(),
         _cpu_name(),
         usable_threads(),

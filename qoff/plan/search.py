@@ -13,6 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from qoff.errors import BudgetError
@@ -20,9 +21,11 @@ from qoff.kvcache import PackedCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 
 from .certify import STAGING, Certified, Certifier
-from .cost import PLACED, RESOURCES, Array, Choices, CostModel, Phase
+from .cost import CostModel
 from .finalists import NEAR, Simulate, fastest_simulated
 from .manual import Plan
+from .mixture import Array, Moves
+from .phase import PLACED, RESOURCES, Choices, Phase
 from .profile import MachineProfile
 from .sizes import ModelSizes
 from .too_small import least, smallest, too_slow, too_small
@@ -57,7 +60,8 @@ def find_plan(
     template = replace(template or Plan(), context=workload.context)
     sizes.spec.check_positions(workload.context)
     number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
-    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize)
+    bits = template.activation_bits
+    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize, bits)
     cuda = machine.on_gpu and torch.cuda.is_available()
     place = torch.device("cuda") if cuda else torch.device("cpu")
     certifier = Certifier(cost, template, place, number)
@@ -66,16 +70,26 @@ def find_plan(
     possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
     order = [int(i) for i in np.argsort(bounds, kind="stable") if np.isfinite(bounds[i])]
+    fits = np.ones(len(choices), dtype=bool)
     finalists = list[Certified]()
     bound, solved, tried = np.inf, 0, 0
     while order:
-        head, order = order[:_LPS], order[_LPS:]
-        found = [relax(certifier, choices, index, prefill, decode) for index in head]
+        found, head = list[_Relaxed | None](), 0
+        for index in order:
+            head += 1
+            lp = program(certifier, choices, index, prefill, decode) if fits[index] else None
+            if lp is not None:
+                found.append(_solved(lp, index))
+            elif fits[index]:
+                fits &= ~_no_less(choices, index)
+            if len(found) == _LPS:
+                break
+        order = [index for index in order[head:] if fits[index]]
         relaxed = sorted((one for one in found if one is not None), key=lambda one: one.seconds)
         bound = min([bound, *(one.seconds for one in relaxed)])
         finalists += _certified(certifier, choices, relaxed)
         finalists.sort(key=lambda one: one.seconds)
-        solved, tried = solved + len(relaxed), tried + len(head)
+        solved, tried = solved + len(relaxed), tried + len(found)
         unseen = bounds[order[0]] if order else np.inf
         near = finalists and unseen >= finalists[0].seconds / NEAR
         if near or (finalists and solved >= _MOST) or (not finalists and tried >= _TRIED):
@@ -159,6 +173,18 @@ def _sensible(row: tuple[int, int, int, bool, bool, int], count: int, on_gpu: bo
     return block or not parked
 
 
+def _no_less(choices: Choices, index: int) -> npt.NDArray[np.bool_]:
+    """Which choices take as much memory as one, or more."""
+    more = (choices.batch_size, choices.batches, choices.prefill_tokens)
+    same = (choices.block, choices.attends_on_cpu, choices.activations)
+    found = np.ones(len(choices), dtype=bool)
+    for values in more:
+        found &= values >= values[index]
+    for values in same:
+        found &= values == values[index]
+    return found
+
+
 def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode: Phase) -> Array:
     """Seconds that no plan of each choice takes less than, of bytes that cannot be near alone.
 
@@ -178,10 +204,17 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
     total: Array = np.where(lost, np.inf, 0.0)
     for phase in (prefill, decode):
         per_byte = phase.each / np.maximum(nbytes, 1)[:, None, :]
+        per_byte[:, :, :2] *= phase.moves.least[:, None, None]
         gained = np.minimum(0.0, phase.each[:, :, 2:].min(-1))  # less to attend to
         away = off[:, None] * np.maximum(0.0, per_byte.min(-1))
         on_disk = far[:, None] * np.maximum(0.0, per_byte[:, :, [1, 3]].min(-1))
-        busy = phase.base + gained + np.maximum(away, on_disk)
+        # What is more than all of the KV cache is weights.
+        moved, read = (
+            phase.moves.of(np.maximum(0.0, more - kv) / cost.weight_bytes)[:, None]
+            for more in (off, far)
+        )
+        weights = np.maximum(phase.each[:, :, :2].min(-1) * moved, phase.each[:, :, 1] * read)
+        busy = phase.base + gained + np.maximum(np.maximum(away, on_disk), weights)
         total += phase.rounds * busy.max(-1)
     return total
 
@@ -190,15 +223,17 @@ def relax(
     certifier: Certifier, choices: Choices, index: int, prefill: Phase, decode: Phase
 ) -> _Relaxed | None:
     """Solve the LP of a choice; None where no fractions fit the memory."""
+    lp = program(certifier, choices, index, prefill, decode)
+    return None if lp is None else _solved(lp, index)
+
+
+def _solved(lp: Program, index: int) -> _Relaxed | None:
     from scipy.optimize import linprog  # which a machine with little more than torch has not
 
-    lp = program(certifier, choices, index, prefill, decode)
-    if lp is None:
-        return None
     found = linprog(lp.goal, A_ub=lp.rows, b_ub=lp.limits, method="highs")
     if found.status != 0:
         return None
-    _, _, on_host, on_disk, _, _ = found.x
+    on_host, on_disk = found.x[2:4]
     return _Relaxed(index, float(found.fun + lp.fixed), float(on_host), float(on_disk))
 
 
@@ -220,22 +255,26 @@ def program(
 ) -> Program | None:
     """The linear program of a choice; None where its sequences do not fit without weights.
 
-    Variables are the parts `PLACED`, and the seconds of the busiest resource in each phase.
+    Variables are the parts `PLACED`, and the seconds of the busiest resource in each phase; of a
+    mixture of experts also the parts of the weights that each phase moves from host and disk.
     """
     cost, machine = certifier.cost, certifier.cost.machine
+    mixed = 0.0 if cost.mixture is None else cost.mixture.share
     one = choices.one(index)
-    near, host, far = (
-        certifier.memory_of(certifier.plan_of(one, *parts)) for parts in ((0, 0), (1, 0), (0, 1))
-    )
     weights, usable = cost.weight_bytes, machine.usable
+    tiers = [certifier.plan_of(one, *parts) for parts in ((0, 0), (1, 0), (0, 1))]
+    near, host, far = (certifier.memory_of(plan) for plan in tiers)
+    least = min(memory.total(DEVICE) for memory in (near, host, far))
+    if mixed and least + weights > usable[DEVICE]:  # experts come one by one
+        near, host, far = (certifier.memory_of(plan, tiled=True) for plan in tiers)
     if min(memory.total(DEVICE) for memory in (near, host, far)) > usable[DEVICE]:
         return None
     slots = certifier.template.slots * weights / cost.units  # if all of them stream
-    if near.total(DEVICE) + slots > usable[DEVICE]:
-        slots = 0.0  # they stream in tiles
+    if mixed or near.total(DEVICE) + slots > usable[DEVICE]:
+        slots = 0.0  # they stream in tiles, or experts alone do
     rows: list[list[float]] = [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
     limits: list[float] = [1.0, 1.0]
-    staged = STAGING * weights / cost.units if machine.on_gpu else 0.0
+    staged = STAGING * weights * (1 - mixed) / cost.units if machine.on_gpu else 0.0
     streams: dict[str, list[float]] = {
         DEVICE: [slots - weights, slots - weights],
         HOST: [weights + staged, staged],
@@ -250,23 +289,53 @@ def program(
         rows[2] = [a + b for a, b in zip(rows[2], rows[3], strict=True)]
         limits[2] += limits[3]
         rows[3], limits[3] = [1, 0, 1, 0, 0, 0], 0.0
-    goal = np.zeros(len(PLACED) + 2)
+    first = len(PLACED) + 2  # of what is moved
+    width = first + (4 if mixed else 0)
+    rows = [[*row, *[0.0] * (width - first)] for row in rows]
+    goal = np.zeros(width)
     fixed = 0.0
+
+    def row_of(number: int, each: Array, longest: float) -> list[float]:
+        """What parts and the longest of a phase are multiplied by."""
+        row = np.zeros(width)
+        row[: len(PLACED)] = each
+        if mixed:
+            at = first + 2 * number
+            row[at : at + 2], row[:2] = row[:2], 0.0
+        row[len(PLACED) + number] = longest
+        found: list[float] = row.tolist()
+        return found
+
     for number, phase in enumerate((prefill, decode)):
         base, each, rounds = phase.base[index], phase.each[index], float(phase.rounds[index])
         for resource in range(len(RESOURCES)):
-            row = [*each[resource], 0, 0]
-            row[len(PLACED) + number] = -1
-            rows.append(row)
+            rows.append(row_of(number, each[resource], -1))
             limits.append(-base[resource])
         # seconds = longest + (sum - longest) / units
-        goal[len(PLACED) + number] = rounds * (1 - 1 / phase.units)
-        goal[: len(PLACED)] += rounds * each.sum(0) / phase.units
+        goal += row_of(number, rounds * each.sum(0) / phase.units, rounds * (1 - 1 / phase.units))
         fixed += rounds * base.sum() / phase.units
+        if mixed:
+            rows += _moved(phase.moves, index, first + 2 * number, width)
+            limits += [*-phase.moves.offsets[index]] * 2
     if cost.workload.token_s is not None:
-        rows.append([*decode.each[index].sum(0) / decode.units, 0, 1 - 1 / decode.units])
+        each = decode.each[index].sum(0) / decode.units
+        rows.append(row_of(1, each, 1 - 1 / decode.units))
         limits.append(cost.workload.token_s - decode.base[index].sum() / decode.units)
     return Program(goal, np.array(rows), np.array(limits), float(fixed), slots)
+
+
+def _moved(moves: Moves, index: int, at: int, width: int) -> list[list[float]]:
+    """Rows of a program: what is moved, from `at` on, is what is away has moved, at least.
+
+    From both tiers what is away from the device; from the disk what is on neither.
+    """
+    rows = list[list[float]]()
+    for away, moved in (((0, 1), (at, at + 1)), ((1,), (at + 1,))):
+        for slope in moves.slopes[index]:
+            row = np.zeros(width)
+            row[list(away)], row[list(moved)] = slope, -1.0
+            rows.append(row.tolist())
+    return rows
 
 
 def _certified(

@@ -123,7 +123,7 @@ class ModelSizes:
 
     @property
     def layer_columns(self) -> int:
-        """Multiplications of one token by the matrices of all layers, of the chosen experts."""
+        """Multiplications of one token by the matrices of all layers, without chosen experts'."""
         spec, each = self.spec, 3 if self.spec.gated else 2
         attention = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
         if spec.latent is not None:
@@ -133,10 +133,18 @@ class ModelSizes:
         for layer in range(spec.num_layers):
             inner = spec.intermediate_size
             if spec.experts is not None and spec.has_experts(layer):
-                experts = spec.experts
-                inner = experts.top_k * experts.intermediate_size + experts.shared_size
+                inner = spec.experts.shared_size
             total += attention + each * spec.hidden_size * inner
         return total
+
+    @property
+    def expert_columns(self) -> int:
+        """Multiplications of one row by the matrices of an expert in each layer that has any."""
+        experts = self.spec.experts
+        if experts is None:
+            return 0
+        each = 3 if self.spec.gated else 2
+        return sum(experts.layers) * each * self.spec.hidden_size * experts.intermediate_size
 
     @property
     def head_columns(self) -> int:

@@ -11,7 +11,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.units import format_size
 
 from .certify import Certified, Certifier
-from .cost import Choices
+from .phase import Choices
 
 _STEPS = [1.05**n for n in range(1, 240)]  # of memory that is tried
 _PLACES = ((0, 0), (1, 0), (0, 1))  # of the KV cache: parts on host and on disk

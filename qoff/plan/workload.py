@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.memory.experts.routes import RecordedRoutes
 from qoff.schema import is_number
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -51,7 +52,8 @@ class Workload:
     """Requests of a kind. objective: least seconds for all of them, or for one alone.
 
     token_s: seconds between two tokens of a sequence at most. shared: part of each prompt that
-    others have had, too, in whole blocks. Raises ArgumentError for values out of range.
+    others have had, too, in whole blocks. routes: which experts a text like these took. Raises
+    ArgumentError for values out of range.
     """
 
     prompt: Lengths = field(default_factory=lambda: Lengths.of(512))
@@ -60,6 +62,7 @@ class Workload:
     objective: Literal["throughput", "latency"] = "throughput"
     token_s: float | None = None
     shared: float = 0.0
+    routes: RecordedRoutes | None = None
 
     def __post_init__(self) -> None:
         if type(self.requests) is not int or not 1 <= self.requests <= 1 << 40:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qoff.memory.arena import PAGE, round_up
-from qoff.plan.cost import RESOURCES, Array, round_seconds
+from qoff.plan.mixture import Array
+from qoff.plan.phase import RESOURCES, round_seconds
 from qoff.plan.profile import MachineProfile
 
 from .activations import Cost
@@ -223,7 +224,7 @@ def _forward_s(job: Planned, work: Work, cost: Cost, machine: MachineProfile) ->
     return (
         work.learned * _product_s(machine, work.bits[0], job.tokens)
         + work.frozen * _product_s(machine, work.bits[1], job.tokens)
-        + pairs * device.prompt_s
+        + pairs * float(device.prompt_s(np.asarray(float(job.tokens))))
         + 2 * cost.nbytes / device.bytes_per_s
     )
 
@@ -236,7 +237,8 @@ def _backward_s(job: Planned, work: Work, cost: Cost, machine: MachineProfile) -
     return (
         2 * work.learned * _product_s(machine, work.bits[0], job.tokens)
         + work.frozen * _product_s(machine, frozen, job.tokens)
-        + 2.5 * pairs * device.prompt_s  # five products for two
+        # Five products for two.
+        + 2.5 * pairs * float(device.prompt_s(np.asarray(float(job.tokens))))
         + 2 * cost.nbytes / device.bytes_per_s
     )
 

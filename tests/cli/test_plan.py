@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from qoff.cli.main import app
 from qoff.kernels.cpu import ops
+from qoff.measure import processor
 from qoff.measure import profile as measuring
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan
-from tests.plan.machines import MIB, SMALL, machine
+from tests.plan.machines import MIB, MIXTURE, SMALL, machine
 from tests.tiny_models import tiny_checkpoint
 
 WORK = ("--prompt", "64-128", "--tokens", "16", "--requests", "8", "--brief")
@@ -59,24 +60,56 @@ def test_a_plan_is_explained_saved_and_run(
     done = run("batch", model, prompts, "--plan", out, "--max-tokens", 2, "--raw")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["prompt_tokens"] == 2
-    both = run("batch", model, prompts, "--plan", out, "--device-memory", "1GiB")
-    assert both.exit_code == 1
-    assert "--plan or --device-memory" in both.output
     for option in (
+        ("--device-memory", "1GiB"),
         ("--kv", "4,2"),
         ("--kv-target-bits", 3.5),
         ("--attention-top", 1.0),  # also where it is the default
         ("--batch-size", 8),
-        ("--slots", 3),
+        ("--slots", 2),
     ):
         both = run("batch", model, prompts, "--plan", out, *option)
         assert both.exit_code == 1
         assert f"--plan says what {option[0]} would" in both.output
+        if option[0] == "--batch-size":
+            continue
+        both = run("generate", model, "Hi", "--plan", out, *option)
+        assert both.exit_code == 1
+        assert f"--plan says what {option[0]} would" in both.output
     drafted = run("batch", model, prompts, "--plan", out, "--draft-tokens", 2, "--share-prefixes")
     assert drafted.exit_code == 0, drafted.output
-    slots = run("generate", model, "Hi", "--plan", out, "--slots", 3)
-    assert slots.exit_code == 1
-    assert "--plan or --slots" in slots.output
+
+
+def test_a_plan_of_a_mixture_takes_recorded_routes(
+    config: Path, here: Path, tmp_path: Path
+) -> None:
+    mixture, routes = tmp_path / "mixture.json", tmp_path / "routes.json"
+    mixture.write_text(json.dumps(MIXTURE))
+    layers = range(MIXTURE["num_hidden_layers"])
+    recorded = [[layer, [0, 1, 2, 3]] for _ in range(8) for layer in layers]  # always the same
+    routes.write_text(json.dumps({"routes": recorded, "tokens": 8}))
+    on = ("--machine", here, "--host", "12MiB", *WORK)
+    assumed, known = (
+        json.loads(run("plan", mixture, *on, *more, "--json").stdout)
+        for more in ((), ("--routes", routes))
+    )
+    assert assumed["expert_hits"] < 0.9 < known["expert_hits"]
+    assert any("what is published" in note for note in assumed["warnings"])
+    assert any("that were recorded" in note for note in known["warnings"])
+    refused = run("plan", config, *on, "--routes", routes)
+    assert refused.exit_code == 1
+    assert "the model has none" in refused.output
+    for text, what in (
+        ('{"tokens": 8}', "has no routes"),
+        ('{"tokens": 1, "routes": [[0, [3, 3]]]}', "is no layer and its experts"),
+        ('{"tokens": 2, "routes": [[0, [3]]]}', "not those of 2 single tokens"),
+        ('{"tokens": 1, "routes": [[0, [3]]]}', "model takes 4 of 32 in 10"),
+    ):
+        routes.write_text(text)
+        refused = run("plan", mixture, *on, "--routes", routes)
+        assert refused.exit_code == 1
+        assert what in refused.output
+        assert refused.output.count("\n") == 1
 
 
 def test_memory_is_drawn_against_speed(
@@ -176,13 +209,14 @@ def test_what_is_wrong_is_one_line(
     assert found.output.count("\n") == 1
 
 
-def test_prompts_are_measured() -> None:
-    assert measuring._prompt(ops) > 0
+def test_prompts_and_floats_are_measured() -> None:
+    assert processor._prompt(ops, 16) > 0
+    assert [queries for queries, seconds in processor._floats(ops, 64) if seconds > 0] == [1, 8]
 
 
 def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measuring, "_cpu", lambda: machine().device)
+    monkeypatch.setattr(processor, "of_cpu", lambda: machine().device)
     monkeypatch.setattr(measuring, "_link", lambda submit: Link(1e9))
     out = tmp_path / "machine.json"
     found = run("env", "--measure", "--path", tmp_path, "--save", out, "--json")

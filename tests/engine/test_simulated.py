@@ -26,7 +26,8 @@ from qoff.memory.instrumentation import PLAIN
 from qoff.memory.io.virtual import VirtualClock
 from qoff.plan import Plan
 from qoff.plan.certify import TIERS, Certifier
-from qoff.plan.cost import Choices, CostModel
+from qoff.plan.cost import CostModel
+from qoff.plan.phase import Choices
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload

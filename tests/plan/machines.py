@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from qoff.plan.profile import Link, MachineProfile, Processor
+from qoff.plan.processor import Processor
+from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
 
@@ -31,6 +32,21 @@ SMALL: dict[str, Any] = LLAMA_405B | {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
+MIXTURE: dict[str, Any] = SMALL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_hidden_layers": 10,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+
+
+@cache
+def mixture(on_gpu: bool = False) -> ModelSizes:
+    """Of a small mixture of experts."""
+    return ModelSizes.of(MIXTURE, QuantConfig(packing="split32" if on_gpu else "rows16"))
 
 
 @cache

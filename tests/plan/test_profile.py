@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,25 @@ import torch
 from qoff.errors import ArgumentError, FormatError
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.plan import machine as at_hand
-from qoff.plan.profile import Link, MachineProfile, Processor
+from qoff.plan.processor import Curve, Processor, Surface
+from qoff.plan.profile import Link, MachineProfile
 
 from .machines import machine
+
+
+def of_curves(matmul: Mapping[str, Curve] | None = None, **more: Any) -> Processor:
+    """A processor of some curves; the others are of ones, twos and threes."""
+    one: Curve = ((1.0, 1.0),)
+    short: Curve = ((1.0, 4.0), (4.0, 8.0))
+    long: Curve = ((1.0, 1.0), (4.0, 1.0))
+    attention: dict[str, Surface] = {
+        "4": ((1.0, ((1.0, 3.0),)),),
+        "8": ((1.0, ((1.0, 2.0),)),),
+        "32": ((64.0, short), (4096.0, long)),
+    }
+    prompts = ((64.0, 8.0), (512.0, 1.0))
+    curves = {"16": one, "32": one, **(matmul or {"4": one})}
+    return Processor(curves, attention, prompts, 1.0, **more)
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -31,9 +48,12 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
         (("disk_read", "bytes_per_s"), 1e300, "1e\\+300"),
         (("disk_read", "cpu_s_per_byte"), -1.0, "from 0 up"),
         (("disk_read",), None, "disk_read"),
-        (("device", "matmul"), {"4": [[4, 1.0], [1, 1.0]]}, "ascending"),
+        (("device", "matmul", "4"), [[4, 1.0], [1, 1.0]], "ascending"),
         (("device", "matmul"), {"x": 1}, "lists of pairs"),
         (("device", "speed"), 1, "speed"),
+        (("device", "matmul"), {"4": [[1, 1.0]], "8": [[1, 1.0]]}, "for 16, 32, 4 bits"),
+        (("device", "attention"), {"4": [[1, 1.0]], "32": [[1, 1.0]]}, "lists of pairs"),
+        (("device", "attention", "4"), [[9, [[1, 1.0]]], [3, [[1, 1.0]]]], "ascending"),
         (("usable",), {"device": "much"}, "device"),
         (("cores",), 0, "cores"),
         (("version",), 99, "version"),
@@ -61,8 +81,8 @@ def test_a_rate_that_is_no_number_is_refused() -> None:
 
 
 def test_matmul_is_interpolated_and_grows_beyond_what_was_measured() -> None:
-    one = Processor({"4": ((1.0, 1.0), (4.0, 2.0))}, {"4": ((1.0, 1.0),)}, 1.0, 1.0)
-    seconds = one.matmul_s(8, np.array([0.5, 1.0, 2.0, 4.0, 8.0]))
+    one = of_curves({"4": ((1.0, 1.0), (4.0, 2.0))})
+    seconds = one.matmul_s(4, np.array([0.5, 1.0, 2.0, 4.0, 8.0]))
     assert seconds == pytest.approx([1.0, 1.0, 2**0.5, 2.0, 4.0])
 
 
@@ -70,16 +90,36 @@ def test_matmul_is_interpolated_and_grows_beyond_what_was_measured() -> None:
 def test_codes_of_few_bits_take_as_long_as_codes_of_4(
     few: tuple[int, int], wide: tuple[int, int]
 ) -> None:
-    curves = {"4": ((1.0, 3.0),), "8": ((1.0, 2.0),)}
-    one, group = Processor({"4": ((1.0, 1.0),)}, curves, 1.0, 1.0), np.array(1.0)
-    assert one.attention_s(KVFormat(64, *few), group) == one.attention_s(KVFormat(64, *wide), group)
+    one, at = of_curves(), (np.array(1.0), np.array(64.0))
+    assert one.attention_s(KVFormat(64, *few), *at) == one.attention_s(KVFormat(64, *wide), *at)
     form, other = KVFormat(64, 4, 8), KVFormat(64, 8, 4)
-    assert one.attention_s(form, group) == pytest.approx(
+    assert one.attention_s(form, *at) == pytest.approx(
         3 * form.v_codes + 2 * (form.nbytes - form.v_codes)
     )
-    assert one.attention_s(other, group) == pytest.approx(
+    assert one.attention_s(other, *at) == pytest.approx(
         2 * other.v_codes + 3 * (other.nbytes - other.v_codes)
     )
+
+
+def test_attention_goes_by_context_and_by_queries_of_a_kv_head() -> None:
+    one, queries = of_curves(), np.array([1.0, 2.0, 4.0, 8.0])
+    of_short, of_long = (one.unpacked_s(queries, np.array(n)) for n in (64, 4096))
+    assert of_short == pytest.approx([4.0, 4 * 2**0.5, 8.0, 16.0])  # beyond the last, with queries
+    assert of_long == pytest.approx([1.0, 1.0, 1.0, 2.0])
+    between = one.unpacked_s(queries, np.array(512))
+    assert between == pytest.approx(np.sqrt(of_short * of_long))
+    for shorter, longer in ((1, 64), (4096, 1 << 20)):  # beyond the ends as there
+        near, far = (one.unpacked_s(queries, np.array(n)) for n in (shorter, longer))
+        assert np.array_equal(near, far)
+    assert one.prompt_s(np.array([32.0, 64.0, 512.0, 4096.0])) == pytest.approx([8, 8, 1, 1])
+
+
+def test_activations_of_8_bits_are_never_slower() -> None:
+    rows = np.array([1.0, 16.0, 256.0])
+    curve = ((1.0, 2.0), (16.0, 2.0), (256.0, 8.0))
+    one = of_curves({"4": curve}, narrow={"4": ((16.0, 3.0), (256.0, 4.0))})
+    assert one.matmul_s(4, rows, 8) == pytest.approx([2.0, 2.0, 4.0])
+    assert one.matmul_s(4, rows, 16) == pytest.approx([2.0, 2.0, 8.0])
 
 
 def test_a_damaged_or_foreign_profile_counts_as_none(
@@ -89,10 +129,18 @@ def test_a_damaged_or_foreign_profile_counts_as_none(
     cpu = torch.device("cpu")
     path = at_hand.profile_file(at_hand.fingerprint(cpu, tmp_path, tmp_path))
     assert at_hand.kept_profile(cpu, tmp_path, tmp_path) is None
-    for text, what in (("{", "JSON"), (machine().text(), "another machine")):
+    old = json.dumps(json.loads(machine().text()) | {"version": 2})
+    for text, what in (
+        ("{", "JSON"),
+        (machine().text(), "another machine"),
+        (old, "it has version 2, and this qoff needs 3"),
+    ):
+        caplog.clear()
         path.write_text(text)
         assert at_hand.kept_profile(cpu, tmp_path, tmp_path) is None
-        assert what in caplog.text
+        (record,) = caplog.records
+        assert what in record.getMessage()
+        assert "\n" not in record.getMessage()
 
 
 def test_a_kept_profile_has_the_memory_that_is_free_now(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -16,24 +17,25 @@ from qoff.kvcache import KVQuant
 from qoff.memory.plan import plan_residency
 from qoff.plan import Memory, Plan
 from qoff.plan.certify import Certified, Certifier
-from qoff.plan.cost import Choices, CostModel, round_seconds
+from qoff.plan.cost import CostModel
 from qoff.plan.pareto import pareto_front
+from qoff.plan.phase import Choices, round_seconds
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import Program, choices_for, find_plan, program
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 
-from .machines import GIB, LLAMA_405B, MIB, machine, sizes
+from .machines import GIB, LLAMA_405B, MIB, machine, mixture, sizes
 
 WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
 
 
-def everything(on: MachineProfile, work: Workload) -> list[Certified]:
+def everything(of: ModelSizes, on: MachineProfile, work: Workload) -> list[Certified]:
     """All choices, with the KV cache in steps of a quarter on each tier."""
     dtype = torch.float16 if on.on_gpu else torch.float32
     template = Plan(context=work.context)
-    cost = CostModel(sizes(on.on_gpu), on, work, template.kv, dtype.itemsize)
+    cost = CostModel(of, on, work, template.kv, dtype.itemsize)
     certifier = Certifier(cost, template, torch.device("cpu"), dtype)
     choices = choices_for(work, on.on_gpu)
     parts = [p for p in product((0, 0.25, 0.5, 0.75, 1), repeat=2) if sum(p) <= 1]
@@ -46,12 +48,21 @@ def everything(on: MachineProfile, work: Workload) -> list[Certified]:
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "device"), [(False, 6 * MIB), (False, 14 * MIB), (True, 140 * MIB)]
+    ("of", "on_gpu", "device"),
+    [
+        (sizes, False, 6 * MIB),
+        (sizes, False, 14 * MIB),
+        (sizes, True, 140 * MIB),
+        (mixture, False, 12 * MIB),
+    ],
+    ids=["streams", "nearly fits", "GPU", "mixture"],
 )
-def test_no_plan_that_was_tried_is_better(on_gpu: bool, device: int) -> None:
-    on = machine(on_gpu, device=device)
-    best = find_plan(sizes(on_gpu), on, WORK)
-    tried = everything(on, WORK)
+def test_no_plan_that_was_tried_is_better(
+    of: Callable[[bool], ModelSizes], on_gpu: bool, device: int
+) -> None:
+    on, model = machine(on_gpu, device=device), of(on_gpu)
+    best = find_plan(model, on, WORK)
+    tried = everything(model, on, WORK)
     assert tried
     assert best.seconds <= 1.02 * min(one.seconds for one in tried)
     assert best.bound <= best.seconds

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint
+from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.engine.executor import CpuExecutor, Executor
 from qoff.engine.gpu_executor import GpuExecutor
 from qoff.kernels.layout.ragged import Ragged
@@ -25,12 +25,14 @@ from qoff.memory.io.copies import Copies
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.io.spill import SpillFile
 from qoff.memory.io.thread_transfers import ThreadTransfers
-from qoff.memory.plan import EMBEDDING
+from qoff.memory.plan import EMBEDDING, is_expert
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
 from qoff.plan.cost import STEP_CALLS, pass_s
 from qoff.plan.gpu import memory_on_gpu
 
+from .experts import Router, SimulatedLayer
 from .machine import VirtualMachine
 from .ops import SimulatedOps
 from .transfers import (
@@ -45,25 +47,44 @@ from .transfers import (
 _CPU = torch.device("cpu")
 
 
+def _matrices(checkpoint: Checkpoint) -> int:
+    """Of the layer that has most, without its experts."""
+
+    def count(file: WeightFile) -> int:
+        weights = file.weights.items()
+        return sum(isinstance(e, QuantEntry) and not is_expert(name) for name, e in weights)
+
+    return max(map(count, checkpoint.layers))
+
+
 def open_simulated(
-    checkpoint: Checkpoint, plan: Plan, machine: VirtualMachine, own: ExitStack
+    checkpoint: Checkpoint,
+    plan: Plan,
+    machine: VirtualMachine,
+    own: ExitStack,
+    router: Router | None = None,
 ) -> Executor:
     """What a plan says, opened on a machine in virtual time; `own` closes it.
 
-    checkpoint: whose files need not be there. Raises as `Executor` does.
+    checkpoint: whose files need not be there. router: of a mixture. Raises as `Executor` does.
     """
     kind = _SimulatedGpu if machine.profile.on_gpu else _SimulatedCpu
-    return kind(machine, checkpoint, plan, own)
+    return kind(machine, checkpoint, plan, own, router)
 
 
 class _Simulated(Executor):
     """Stand-ins for what moves bytes and for what computes; all else is the executor's."""
 
     def __init__(
-        self, machine: VirtualMachine, checkpoint: Checkpoint, plan: Plan, own: ExitStack
+        self,
+        machine: VirtualMachine,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        own: ExitStack,
+        router: Router | None,
     ) -> None:
-        self.machine = machine
-        self.simulated_ops = ops = SimulatedOps(machine)
+        self.machine, self._router = machine, router
+        self.simulated_ops = ops = SimulatedOps(machine, _matrices(checkpoint))
         ops.pass_s = float(pass_s(machine.profile, np.asarray(plan.batches)))
         hooks = Instrumentation(
             clock=machine.clock, ops=ops, pages=unbacked, check_memory=lambda nbytes, what: None
@@ -92,7 +113,10 @@ class _Simulated(Executor):
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         found = _SimulatedRuntime(checkpoint, verify=False, **options)
-        found.ops = self.simulated_ops
+        found.ops, decoder = self.simulated_ops, found.decoder
+        if self._router is not None and isinstance(decoder, Decoder):
+            bits = self.plan.activation_bits
+            decoder.layer = SimulatedLayer(decoder, found.ops, self._router, bits)
         return found
 
 

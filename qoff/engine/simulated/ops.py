@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,34 +17,33 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
 from qoff.kernels.layout.low_rank import LowRanks
-from qoff.kernels.layout.qexperts import ExpertsMlp
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.routing import Routing
-from qoff.plan.profile import Processor
+from qoff.plan.processor import Processor
 
 from .machine import VirtualMachine
-
-_MATRICES = 4  # of a layer
 
 
 class SimulatedOps:
     """As `kernels.ops.Ops`. Results are memory that nobody writes to, except what decides.
 
+    matrices: of a layer, without those of experts that are chosen.
     Experts are chosen at random, each alike likely, always the same in a process.
     """
 
     RECORDER = None
     ACTIVATION_BITS: tuple[int, ...] = (8, 16)
 
-    def __init__(self, machine: VirtualMachine) -> None:
+    def __init__(self, machine: VirtualMachine, matrices: int) -> None:
         self._machine, self._device = machine, machine.profile.device
         on_gpu = machine.profile.on_gpu
         self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
         self.USES_OUT = not on_gpu
         self.step_s = 0.0  # of a layer of a pass whose KV blocks come to it
         self.pass_s = 0.0  # of a pass beside its ops
-        self._last = deque[tuple[int, int]](maxlen=_MATRICES)  # used last: address and bytes
+        self._last = deque[tuple[int, int]](maxlen=matrices)  # used last: address and bytes
         self._random = torch.Generator().manual_seed(0)
 
     def begin_pass(self) -> None:
@@ -59,11 +59,13 @@ class SimulatedOps:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         end: Ending = PLAIN,
+        activation_bits: int = 16,
         out: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         rows, columns = weight.shape
-        self._matmul(len(x), rows * columns, weight.bits, self._is_near(weight))
+        near = self._is_near(weight)
+        self._matmul(len(x), rows * columns, weight.bits, near, activation_bits)
         if out is not None:
             return out
         return x.new_empty(len(x), rows // 2 if end.gated else rows)
@@ -100,15 +102,23 @@ class SimulatedOps:
         mlp: ExpertsMlp,
         *,
         residual: Tensor | None = None,
+        activation_bits: int = 16,
         out: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         numbers = topk_ids[topk_ids >= 0]
         used = max(1, len(numbers.unique()))
-        for matrices in (mlp.gate_up, mlp.down):
-            rows, columns = matrices.shape[-2:]
-            self._matmul(len(numbers) / used, used * rows * columns, matrices.bits)
+        matrices = (mlp.gate_up, mlp.down)
+        self.compute_experts(len(numbers) / used, used, matrices, activation_bits)
         return torch.empty_like(x) if out is None else out
+
+    def compute_experts(
+        self, rows: float, count: int, matrices: Iterable[QExperts], activation_bits: int
+    ) -> None:
+        """So many experts compute for so many rows each."""
+        for one in matrices:
+            weights = count * one.shape[0] * one.shape[1]
+            self._matmul(rows, weights, one.bits, activation_bits=activation_bits)
 
     def add_experts(
         self, weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
@@ -128,14 +138,16 @@ class SimulatedOps:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        self._matmul(len(q), shape.heads * shape.nope_dim * shape.latent, weight.bits)
+        weights = shape.heads * shape.nope_dim * shape.latent
+        self._matmul(len(q), weights, weight.bits, self._is_near(weight))
         width = (shape.heads + 1) * shape.head_dim
         return q.new_empty(len(q), width) if out is None else out
 
     def expand(
         self, x: Tensor, weight: QTensor, shape: LatentShape, *, out: Tensor | None = None
     ) -> Tensor:
-        self._matmul(len(x), shape.heads * shape.value_dim * shape.latent, weight.bits)
+        weights = shape.heads * shape.value_dim * shape.latent
+        self._matmul(len(x), weights, weight.bits, self._is_near(weight))
         return x.new_empty(len(x), shape.heads * shape.value_dim) if out is None else out
 
     def attention(
@@ -154,9 +166,11 @@ class SimulatedOps:
             self._attend(shape, cache, ragged)
         return qkv.new_empty(len(qkv), shape.out_width) if out is None else out
 
-    def _matmul(self, rows: float, weights: int, bits: int, near: bool = False) -> None:
+    def _matmul(
+        self, rows: float, weights: int, bits: int, near: bool = False, activation_bits: int = 16
+    ) -> None:
         each = self._device.near_s if near else self._device.matmul_s
-        seconds = each(bits, np.asarray(rows)) * weights + self._device.call_s
+        seconds = each(bits, np.asarray(rows), activation_bits) * weights + self._device.call_s
         self._machine.compute(float(seconds))
 
     def _is_near(self, weight: QTensor) -> bool:
@@ -194,9 +208,11 @@ class SimulatedOps:
         packed, before = there.tolist(), step.packed.tolist()
         seconds = self._device.call_s
         for span in ragged.spans:
-            blocks = packed[span.slot] // BLOCK_TOKENS * shape.kv_heads
-            each = self._device.attention_s(cache.form, np.asarray(group * span.count))
-            seconds += blocks * float(each)
+            tokens = packed[span.slot]
+            if tokens:
+                numbers = np.asarray(group * span.count), np.asarray(tokens)
+                each = self._device.attention_s(cache.form, *numbers)
+                seconds += tokens // BLOCK_TOKENS * shape.kv_heads * float(each)
         past = [span.past - before[span.slot] for span in ragged.spans]
         size = cache.recent_k.itemsize
         self._machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
@@ -230,7 +246,11 @@ def _packed_s(
     """Seconds to attend to it, by the queries that each KV head has of a sequence."""
     queries = shape.heads // shape.kv_heads * max(span.count for span in ragged.spans)
     blocks = _blocks(shape, part, ragged, top)
-    return blocks * float(processor.attention_s(part.form, np.asarray(queries)))
+    if not blocks:
+        return 0.0
+    tokens = BLOCK_TOKENS * blocks / shape.kv_heads / len(ragged.spans)  # of a sequence
+    each = processor.attention_s(part.form, np.asarray(queries), np.asarray(tokens))
+    return blocks * float(each)
 
 
 def _unpacked_s(
@@ -240,7 +260,9 @@ def _unpacked_s(
     if ragged.is_decode:
         tokens = sum(past) + len(past)
         nbytes = shape.kv_heads * shape.cached_width * itemsize * tokens
-        return nbytes / processor.bytes_per_s
-    spans = zip(ragged.spans, past, strict=True)
-    pairs = sum(span.count * (before + (span.count + 1) / 2) for span, before in spans)
-    return processor.prompt_s * shape.heads * shape.cached_width / 2 * pairs
+        group = np.asarray(shape.heads / shape.kv_heads)
+        return nbytes * float(processor.unpacked_s(group, np.asarray(tokens / len(past))))
+    counts = np.array([span.count for span in ragged.spans])
+    keys = np.array(past) + (counts + 1) / 2
+    each = processor.prompt_s(counts.astype(float)) * shape.heads * shape.cached_width / 2
+    return float((each * counts * keys).sum())

@@ -25,6 +25,7 @@ from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
 
 from .executor import open_simulated
+from .experts import Router, warm
 from .machine import VirtualMachine
 
 _WARM, _MEASURED = 1, 1  # rounds
@@ -96,16 +97,22 @@ class Driver:
 class Simulation:
     """A plan opened in virtual time. Close it, or use it as a context manager.
 
-    Raises as `Executor` does.
+    router: says what tokens choose of a mixture. Raises as `Executor` does.
     """
 
-    def __init__(self, sizes: ModelSizes, plan: Plan, profile: MachineProfile) -> None:
+    def __init__(
+        self,
+        sizes: ModelSizes,
+        plan: Plan,
+        profile: MachineProfile,
+        router: Router | None = None,
+    ) -> None:
         largest = max(file.nbytes for file in sizes.checkpoint.layers)
         chunk = max(1 << 20, round_up(largest // _CHUNKS, PAGE))
         self.machine = VirtualMachine(profile, VirtualClock(), chunk)
         self._own = ExitStack()
         try:
-            self.executor = open_simulated(sizes.checkpoint, plan, self.machine, self._own)
+            self.executor = open_simulated(sizes.checkpoint, plan, self.machine, self._own, router)
             self.driver = Driver(self.executor)
             self.machine.loading = False
         except BaseException:
@@ -123,6 +130,12 @@ class Simulation:
         moved = {link: (now - before[link]) / _MEASURED for link, now in machine.bytes.items()}
         seconds = (machine.clock.now() - start) / _MEASURED
         return SimulatedRound(seconds, (machine.computed_s - computed) / _MEASURED, moved)
+
+    def warm(self, router: Router, sequences: int) -> None:
+        """Let so many sequences have decoded before, as far as experts are concerned."""
+        self.machine.loading = True
+        warm(self.executor.runtime.store, router, sequences)
+        self.machine.loading = False
 
     def close(self) -> None:
         """Let go of everything; may be repeated."""
@@ -147,9 +160,13 @@ def simulated(
     tokens = min(found.plan.prefill_tokens, int(prompt))
     pieces = max(1, min(found.plan.batch_size, found.plan.prefill_tokens // tokens))
     past = int(prompt - tokens) // 2
-    with Simulation(sizes, found.plan, machine) as run:
+    experts = sizes.spec.experts
+    router = None if experts is None else Router(experts, workload.routes)
+    with Simulation(sizes, found.plan, machine, router) as run:
         driver = run.driver
         prefill = run.measured(lambda: driver.read(passes, pieces, tokens, past))
+        if router is not None:
+            run.warm(router, active)
         driver.begin(active, int(prompt + answer / 2), int(prompt + answer))
         decode = run.measured(driver.decode)
     read = passes * pieces * tokens

@@ -117,7 +117,7 @@ class Decoder:
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
         self._kinds = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.head_shapes = head_shapes(spec)
-        self._layer = Layer(spec, ops, self.head_shapes, device)
+        self.layer = Layer(spec, ops, self.head_shapes, device)
         self._head = Linear(ops)
         # Logits are scaled in float32: by the head's op, or behind it.
         self._scaled = dtype == torch.float32
@@ -253,7 +253,7 @@ class Decoder:
             run.workspace = of_tiles if in_tiles else workspace
             run.hidden = activations.load()
             if key is None or in_tiles:
-                yield from self._layer.steps(layer, weights, run)
+                yield from self.layer.steps(layer, weights, run)
             else:
                 self._replayed(layer, weights, run, key)
             activations.store(run.input)
@@ -278,7 +278,7 @@ class Decoder:
 
         def work(hidden: Tensor) -> Tensor:
             run.hidden = hidden
-            assert next(self._layer.steps(layer, weights, run), None) is None  # waits for tiles
+            assert next(self.layer.steps(layer, weights, run), None) is None  # waits for tiles
             return hidden
 
         cached, hidden = run.cached, run.input

@@ -1,0 +1,134 @@
+"""A mixture in virtual time: which experts texts take, and layers that wait for them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qoff.memory import EXPERTS, ChosenExperts, Unit, Weights, WeightStore
+from qoff.memory.experts import ExpertWave
+from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
+from qoff.models import names
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import Decoder
+from qoff.models.native.experts import Experts
+from qoff.models.native.layer import Layer
+from qoff.models.native.linear import wait_for
+from qoff.models.spec_parts import ExpertsSpec
+
+from .ops import SimulatedOps
+
+_TIMES, _MOST = 3, 64  # what passes before ask for, in slots; rounds of them, at most
+
+
+class Router:
+    """What tokens choose: those that decode as texts do, those of prompts each alike likely.
+
+    routes: that a run recorded; None: made up. Of a prompt, the first tokens are the recorded ones.
+    """
+
+    def __init__(self, experts: ExpertsSpec, routes: RecordedRoutes | None = None) -> None:
+        self._experts, self._recorded = experts, routes
+        self._place = np.cumsum(experts.layers) - 1  # among the layers with experts
+        self._random = np.random.default_rng(0)
+        self.begin(1)
+
+    def begin(self, texts: int) -> None:
+        """Have so many sequences decode from now on."""
+        experts, layers = self._experts, sum(self._experts.layers)
+        routes: Routes = self._recorded or MadeUpRoutes(layers, experts.count, experts.top_k)
+        self._texts, self._steps = texts, routes.steps(texts)
+        self._taken: list[NDArray[np.int64]] = []  # by step, until all layers have had it
+        self._dropped, self._tokens = 0, np.zeros(layers, dtype=int)
+
+    def choose(self, layer: int, run: ForwardPass) -> NDArray[np.int64]:
+        """The experts that a pass asks for of a layer, in their order."""
+        if not run.ragged.is_decode:
+            return self._of_prompts(layer, run.ragged.tokens)
+        return self.of_next(layer, run.ragged.tokens)
+
+    def of_next(self, layer: int, count: int) -> NDArray[np.int64]:
+        """The experts that the next tokens of so many sequences choose, which follow in turn."""
+        place = self._place[layer]
+        first = self._tokens[place]
+        self._tokens[place] += count
+        found = [self._token(place, token) for token in range(first, first + count)]
+        done = int(self._tokens.min()) // self._texts - self._dropped
+        del self._taken[:done]
+        self._dropped += done
+        return np.unique(np.concatenate(found))
+
+    def _token(self, place: int, token: int) -> NDArray[np.int64]:
+        step, text = divmod(token, self._texts)
+        while len(self._taken) <= step - self._dropped:
+            self._taken.append(next(self._steps))
+        return self._taken[step - self._dropped][text, place]
+
+    def _of_prompts(self, layer: int, tokens: int) -> NDArray[np.int64]:
+        experts = self._experts
+        chosen = np.zeros(experts.count, dtype=bool)
+        if self._recorded is not None:
+            recorded = self._recorded.numbers[:tokens, self._place[layer]]
+            chosen[recorded] = True
+            tokens -= len(recorded)
+        share = 1 - (1 - experts.top_k / experts.count) ** tokens
+        chosen |= self._random.random(experts.count) < share
+        chosen[: experts.top_k] |= not chosen.any()
+        return np.flatnonzero(chosen)
+
+
+class SimulatedLayer(Layer):
+    """A layer whose experts come as a router says. Nothing is guessed: nobody knows how well."""
+
+    def __init__(self, decoder: Decoder, ops: SimulatedOps, router: Router, bits: int) -> None:
+        """bits: of activations."""
+        super().__init__(decoder.spec, decoder.layer._ops, decoder.head_shapes)
+        self._simulated, self._router, self._bits = ops, router, bits
+
+    def _streamed_experts(
+        self, layer: int, experts: Experts, weights: Weights, run: ForwardPass, parts: list[slice]
+    ) -> Generator[Unit, Weights, list[Tensor]]:
+        """As a layer's, whose pairs of tokens and experts are as many for each expert."""
+        norm, inputs = self._norm_before(weights, "mlp"), list[Tensor]()
+        assert norm is not None
+        for part in parts:
+            inputs.append(self._ops.norm(run.input[part], norm))
+            scores = yield from self._exact_linear(run, weights, names.ROUTER, inputs[-1])
+            self._ops.route(scores, experts.spec.routing)
+        numbers = set(self._router.choose(layer, run).tolist())
+        pairs = run.ragged.tokens * experts.spec.top_k / len(numbers)  # of an expert
+        left = set(numbers)
+        while left:
+            wanted = ChosenExperts(layer, tuple(sorted(left)), ())
+            found = yield from wait_for(run, wanted)
+            wave = found[EXPERTS]
+            assert isinstance(wave, ExpertWave)
+            there = left.intersection(wave.numbers)
+            if there:
+                matrices = (wave.gate_up, wave.down)
+                self._simulated.compute_experts(pairs, len(there), matrices, self._bits)
+            left -= there
+        if len(numbers) > 1:
+            self._ops.add_experts(inputs[0], out=inputs[0])
+        return inputs
+
+
+def warm(store: WeightStore, router: Router, sequences: int) -> None:
+    """Have the experts where they are after rounds in which so many sequences decoded."""
+    cache = store.experts
+    if cache is None:
+        return
+    router.begin(sequences)
+    asked, rounds, slots = 0, 0, store.residency.expert_slots
+    while rounds < 2 or (asked < _TIMES * slots and rounds < _MOST):
+        for layer in np.flatnonzero(cache.counts).tolist():
+            left = set(router.of_next(layer, sequences).tolist())
+            asked += len(left)
+            while left:
+                wave = cache.acquire(ChosenExperts(layer, tuple(sorted(left)), ()))
+                left -= set(wave.numbers)
+                cache.release(wave)
+        rounds += 1

@@ -1,0 +1,240 @@
+"""What a processor takes for products by rows, and for attention by context and heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.ops import Ops
+from qoff.kvcache import PlainCache
+from qoff.memory.arena import map_pages
+from qoff.plan.processor import Curve, Processor, Surface
+
+from .machine import machine
+
+POOL = 64 << 20  # bytes that are read in turn, more than caches hold
+_SIZE, _GROUP = 4096, 32  # rows and columns of a matrix, columns of a group
+_ROWS = (1, 4, 16, 64, 256, 512)
+_FEW = (1, 16, 256)  # of other bits than 4
+_NARROW = (16, 256)  # of activations of 8 bits
+_NEAR = (1, 4, 16, 64)  # of a matrix that is in the last cache
+_OF_CACHE = 0.8  # of which a layer's matrices may take so much
+_WIDE, _MANY_ROWS = 2048, (64, 512)  # of matrices of floats
+_CONTEXTS, _TOKENS = (64, 512, 4096), 8192  # of a sequence that is attended to; of all of them
+_QUERIES = (1, 8, 64)  # of a KV head: decoding, and pieces of prompts
+_PROMPTS = (64, 512, 2048)  # tokens
+_LEAST_S = 0.02  # of a sample
+
+
+def of_cpu() -> Processor:
+    """This machine's cores together."""
+    from qoff.kernels.cpu import ops
+
+    matmul = _matmul(ops.w4_linear, ops.PACKING, "cpu", torch.float32)
+    near = _matmul(ops.w4_linear, ops.PACKING, "cpu", torch.float32, {4: _NEAR}, near=True)
+    rounded = partial(ops.w4_linear, activation_bits=8)
+    forms = dict.fromkeys((4, 8), _NARROW)
+    narrow = _matmul(rounded, ops.PACKING, "cpu", torch.float32, forms)
+    matmul |= {"16": _dense(torch.bfloat16, "cpu"), "32": _dense(torch.float32, "cpu")}
+    small = random_matrix((64, 64), 4, ops.PACKING)
+    x = torch.randn(1, 64)
+    call = seconds_of(lambda: ops.w4_linear(x, small))
+    attention = {
+        "4": _packed(4),
+        "8": _packed(8),
+        "32": tuple((float(n), _floats(ops, n)) for n in _CONTEXTS),
+    }
+    prompts = tuple((float(tokens), _prompt(ops, tokens)) for tokens in _PROMPTS)
+    memory = torch.ones(POOL // 4)
+    rate = memory.nbytes / seconds_of(memory.sum)
+    cache = int(_OF_CACHE * machine()["l3_bytes"])
+    return Processor(matmul, attention, prompts, rate, call, near, cache, narrow)
+
+
+def of_gpu(device: torch.device) -> Processor:
+    """A GPU, whose attention is taken to be limited by its memory."""
+    from qoff.kernels.triton import ops
+
+    def linear(x: Tensor, matrix: QTensor) -> object:
+        result = ops.w4_linear(x, matrix)
+        torch.cuda.synchronize(device)
+        return result
+
+    place = str(device)
+    matmul = _matmul(linear, ops.PACKING, place, torch.float16)
+    matmul |= {"16": _dense(torch.bfloat16, place), "32": _dense(torch.float32, place)}
+    small = random_matrix((64, 64), 4, ops.PACKING, place)
+    x = torch.randn(1, 64, dtype=torch.float16, device=device)
+    call = seconds_of(lambda: ops.w4_linear(x, small))
+    source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
+    into = torch.empty_like(source)
+
+    def copied() -> None:
+        into.copy_(source)
+        torch.cuda.synchronize(device)
+
+    rate = 2 * source.nbytes / seconds_of(copied)
+    dense = torch.randn(4096, 4096, dtype=torch.float16, device=device)
+
+    def multiplied() -> None:
+        torch.mm(dense, dense)
+        torch.cuda.synchronize(device)
+
+    flops = 2 * 4096**3 / seconds_of(multiplied)
+    limited: Surface = ((1.0, ((1.0, 1 / (0.7 * rate)),)),)
+    attention = dict.fromkeys(("4", "8", "32"), limited)
+    return Processor(matmul, attention, ((1.0, 4 / (0.5 * flops)),), rate, call)
+
+
+def seconds_of(call: Callable[[], object], samples: int = 5) -> float:
+    """The median seconds of a call, each sample long enough to be measured; once to warm up."""
+    call()
+    start = time.perf_counter()
+    call()
+    repeat = max(1, int(_LEAST_S / max(time.perf_counter() - start, 1e-7)))
+    found = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(repeat):
+            call()
+        found.append((time.perf_counter() - start) / repeat)
+    return median(found)
+
+
+def random_matrix(shape: tuple[int, int], bits: int, packing: str, device: str = "cpu") -> QTensor:
+    """A matrix of random codes, in groups of 32 with compact scales."""
+    codes, scales = packed_shapes(shape, bits, _GROUP, packing)
+    return QTensor(
+        torch.randint(256, codes, dtype=torch.uint8, device=device),
+        torch.full(scales, 128, dtype=torch.uint8, device=device),
+        shape,
+        bits,
+        _GROUP,
+        packing,
+    )
+
+
+def _matmul(
+    linear: Callable[[Tensor, QTensor], object],
+    packing: str,
+    device: str,
+    dtype: torch.dtype,
+    forms: Mapping[int, tuple[int, ...]] | None = None,
+    near: bool = False,
+) -> dict[str, Curve]:
+    """forms: rows by bits. near: of one matrix again and again, that stays in the last cache."""
+    found: dict[str, Curve] = {}
+    for bits, rows in (forms or {4: _ROWS, 6: _FEW, 8: _FEW}).items():
+        nbytes = _SIZE * _SIZE * bits // 8
+        matrices = [
+            random_matrix((_SIZE, _SIZE), bits, packing, device)
+            for _ in range(1 if near else max(2, POOL // nbytes))
+        ]
+        curve = []
+        for m in rows:
+            x = torch.randn(m, _SIZE, dtype=dtype, device=device)
+            some = matrices if m < 64 else matrices[: 2 if forms is None else 1]
+            seconds = seconds_of(partial(_each, partial(linear, x), some), 3)
+            curve.append((float(m), seconds / len(some) / _SIZE**2))
+        found[str(bits)] = tuple(curve)
+    return found
+
+
+def _dense(dtype: torch.dtype, device: str) -> Curve:
+    """Seconds for each element of a matrix of floats, by rows of x, as torch multiplies."""
+    matrix, curve = torch.randn(_WIDE, _WIDE, device=device).to(dtype), []
+
+    def multiply(x: Tensor) -> None:
+        torch.mm(x, matrix.t())
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    for m in _MANY_ROWS:
+        x = torch.randn(m, _WIDE, device=device).to(dtype)
+        curve.append((float(m), seconds_of(partial(multiply, x), 3) / _WIDE**2))
+    return tuple(curve)
+
+
+def _each(call: Callable[[Any], object], operands: Sequence[Any]) -> None:
+    for one in operands:
+        call(one)
+
+
+def _packed(bits: int) -> Surface:
+    """Seconds for each byte of packed K and V, by tokens of a sequence and queries of a KV head."""
+    return tuple((float(tokens), _at(bits, tokens)) for tokens in _CONTEXTS)
+
+
+def _at(bits: int, context: int) -> Curve:
+    from qoff.kernels.cpu.packed_attention.attention import packed_attention
+
+    heads, batch, form = 4, _TOKENS // context, KVFormat(64, bits, bits)
+    blocks = context // BLOCK_TOKENS
+    used = batch * blocks
+    nbytes = used * heads * form.nbytes
+    copies = 1 + POOL // nbytes
+    pool = map_pages(copies * nbytes).view(copies * used, heads, form.nbytes)
+    pool.fill_(0x35)  # codes, and float16 numbers of 0.3
+    ragged = Ragged.of([1] * batch, [context] * batch)
+    order = torch.randperm(copies * used).int().view(copies, batch, blocks)
+    tables = [BlockTable(table.contiguous(), [context] * batch, ragged) for table in order]
+    packed = [PackedTokens(form, pool, table) for table in tables]
+    curve = []
+    for group in _QUERIES:
+        q, every = torch.randn(batch, heads * group * form.head_dim), heads * group
+        some = packed if group < 16 else packed[:1]
+
+        def attend(one: PackedTokens, q: Tensor = q, every: int = every) -> object:
+            return packed_attention(q, every, one, scale=0.1)
+
+        seconds = seconds_of(partial(_each, attend, some), 3)
+        curve.append((float(group), seconds / len(some) / nbytes))
+    return tuple(curve)
+
+
+def _floats(ops: Ops, context: int) -> Curve:
+    """Seconds for each byte of K and V that are not packed, by queries of a KV head."""
+    batch, curve = _TOKENS // 2 // context, list[tuple[float, float]]()
+    ragged = Ragged.of([1] * batch, [context] * batch)
+    for group in _QUERIES[:2]:
+        shape = HeadShape(4 * group, 4, 64, 0.125)
+        nbytes = batch * context * shape.kv_heads * shape.cached_width * 4
+        layers = 1 + POOL // nbytes
+        cache = PlainCache([shape] * layers, batch, context + 1)
+        for memory in (*cache.keys, *cache.values):
+            memory.fill_(0.3)
+        cache.lengths = [context] * batch
+        run = cache.begin(ragged)
+        qkv = torch.randn(batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+
+        def attend(layer: Any, qkv: Tensor = qkv, shape: HeadShape = shape) -> object:
+            return ops.attention(qkv, shape, layer, ragged)
+
+        opened = [run.open(number) for number in range(layers)]
+        seconds = seconds_of(partial(_each, attend, opened), 3)
+        curve.append((float(group), seconds / layers / nbytes))
+    return tuple(curve)
+
+
+def _prompt(ops: Ops, tokens: int) -> float:
+    """Seconds for a query, a key and a channel of a head, where a prompt is read."""
+    shape = HeadShape(16, 4, 64, 0.125)
+    ragged = Ragged.of([tokens], [0])
+    qkv = torch.randn(tokens, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+    cache = PlainCache([shape], 1, tokens + 1)
+    layer = cache.begin(ragged).open(0)
+    pairs = tokens * (tokens + 1) / 2
+    found = seconds_of(lambda: ops.attention(qkv, shape, layer, ragged), 3)
+    return found / (pairs * shape.heads * shape.head_dim)

@@ -1,0 +1,142 @@
+"""What rounds move of a mixture of experts: those that tokens choose and a cache has not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from qoff.memory.experts.policy import NextUse
+from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
+from qoff.memory.experts.simulator import simulate
+from qoff.models.spec_parts import ExpertsSpec
+
+Array = npt.NDArray[np.float64]
+HELD = np.array([0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1])  # parts of the experts, in a cache
+_TOGETHER = (1, 8, 64)  # tokens that ask together, of different texts
+LAYERS = 8  # whose routes are replayed, with caches as much smaller
+_ROUNDS, _LEAST = 128, 12  # that are replayed of one token, and of many
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a round moves of the weights, as a part of all, where a part p of them is away.
+
+    The largest of slopes * p + offsets, [plans, lines]: convex, as the best experts stay.
+    """
+
+    slopes: Array
+    offsets: Array
+
+    @classmethod
+    def all_of(cls, plans: int) -> Moves:
+        """Of a model whose tokens need all weights."""
+        return cls(np.ones((plans, 1)), np.zeros((plans, 1)))
+
+    def of(self, part: Array) -> Array:
+        """Of these parts, [plans]."""
+        found: Array = (self.slopes * part[:, None] + self.offsets).max(-1)
+        return found
+
+    @property
+    def least(self) -> Array:
+        """At least so many times p, [plans]."""
+        found: Array = self.slopes.min(-1)
+        return found
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model, and what texts take of them.
+
+    share: of the bytes of all weights. routes: those that a run recorded; None: `MadeUpRoutes`.
+    Raises ArgumentError for routes of another model.
+    """
+
+    experts: ExpertsSpec
+    share: float
+    routes: RecordedRoutes | None = None
+
+    def __post_init__(self) -> None:
+        if self.routes is not None:
+            experts = self.experts
+            self.routes.check(sum(experts.layers), experts.count, experts.top_k)
+
+    @property
+    def total(self) -> int:
+        """Experts of all layers."""
+        return self.experts.count * sum(self.experts.layers)
+
+    @property
+    def _replayed(self) -> tuple[Array, Array]:
+        experts, layers = self.experts, min(LAYERS, sum(self.experts.layers))
+        made_up = MadeUpRoutes(layers, experts.count, experts.top_k)
+        return _replay(self.routes or made_up, experts.count, sum(experts.layers))
+
+    def wanted(self, tokens: Array) -> Array:
+        """The part of a layer's experts that so many tokens of different texts choose."""
+        left = np.log(np.maximum(1e-9, 1 - self._replayed[0]))  # as linear as if by chance
+        beyond = np.maximum(1.0, tokens / _TOGETHER[-1])
+        found: Array = 1 - np.exp(beyond * np.interp(tokens, _TOGETHER, left))
+        return found
+
+    def hits(self, held: Array, tokens: Array) -> Array:
+        """The part of what tokens want that a cache of a part `held` of all experts has.
+
+        held: [H]; tokens: [T]. Returns [T, H].
+        """
+        rows = np.interp(np.log(tokens), np.log(_TOGETHER), np.arange(len(_TOGETHER)))[:, None]
+        columns = np.interp(held, HELD, np.arange(len(HELD)))
+
+        def shares(at: Array, count: int) -> Array:  # [..., count]: of the two next to each
+            found: Array = np.maximum(0.0, 1 - np.abs(at[..., None] - np.arange(count)))
+            return found
+
+        by_rows, by_columns = shares(rows[:, 0], len(_TOGETHER)), shares(columns, len(HELD))
+        found = by_rows @ self._replayed[1] @ by_columns.T
+        # An expert that is held saves no more than one read.
+        bounded: Array = np.minimum(found, held / np.maximum(self.wanted(tokens)[:, None], held))
+        return bounded
+
+    def moves(self, tokens: Array) -> Moves:
+        """Of rounds, or passes, in which so many tokens ask together, [plans].
+
+        All other weights are nearer than the experts.
+        """
+        away, share = self.share * (1 - HELD[::-1]), self.share
+        values = share * self.wanted(tokens)[:, None] * (1 - self.hits(HELD[::-1], tokens))
+        for _ in HELD:  # down to a convex curve
+            between = values[:, :-2] * np.diff(away)[1:] + values[:, 2:] * np.diff(away)[:-1]
+            values[:, 1:-1] = np.minimum(values[:, 1:-1], between / (away[2:] - away[:-2]))
+        slopes = np.diff(values) / np.diff(away)
+        offsets, rest = values[:, :-1] - slopes * away[:-1], values[:, -1:] - share
+        return Moves(np.hstack([slopes, np.ones_like(rest)]), np.hstack([offsets, rest]))
+
+
+@lru_cache(8)
+def _replay(routes: Routes, count: int, layers: int) -> tuple[Array, Array]:
+    """The part of `count` experts that tokens want together, and that of these which caches have.
+
+    By `_TOGETHER`; by that and `HELD`. Of some of the layers: what a layer has asked for cannot
+    leave, which would take too much of a cache for these alone.
+    """
+    there = next(routes.steps(1)).shape[1]
+    some = np.unique(np.linspace(0, there - 1, LAYERS).round().astype(int))
+    wanted, hits = list[float](), list[list[float]]()
+    for together in _TOGETHER:
+        asked = [
+            (layer, np.unique(step[:, number]).tolist())
+            for step in islice(routes.steps(together), max(_ROUNDS // together, _LEAST))
+            for layer, number in enumerate(some)
+        ]
+        each = sum(len(numbers) for _, numbers in asked) / len(asked)
+        more = each * (1 - len(some) / layers)
+        slots = (HELD[1:-1] * count * len(some) + more).round().astype(int)
+        counts = [count] * len(some)
+        found = [simulate(NextUse(counts), asked, n, len(asked) // 2) for n in slots]
+        wanted.append(each / count)
+        hits.append([0.0, *found, 1.0])
+    return np.array(wanted), np.array(hits)

@@ -1,0 +1,77 @@
+"""Rounds of a plan: its discrete choices, what each resource does in a round, and how long it is.
+
+A round takes as long as its busiest resource, and what the others do for one unit besides, because
+the first unit has to come before it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .mixture import Array, Moves
+
+RESOURCES = ("disk read", "disk write", "to device", "from device", "cpu", "gpu", "memory")
+PLACED = ("weights on host", "weights on disk", "KV on host", "KV on disk")
+_NEAR, _FAR = 0, 1  # of PLACED: weights
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The discrete parts of many plans, an element of each array a plan."""
+
+    batch_size: Array
+    batches: Array
+    prefill_tokens: Array
+    block: npt.NDArray[np.bool_]  # schedule: block, else sequential
+    attends_on_cpu: npt.NDArray[np.bool_]
+    activations: npt.NDArray[np.int64]  # 0: device, 1: host, 2: disk
+
+    def __len__(self) -> int:
+        return len(self.batch_size)
+
+    def one(self, index: int) -> Choices:
+        """A plan alone."""
+        return Choices(*(x[index : index + 1] for x in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Rounds of prompts, or of decoding.
+
+    rounds: how many the workload has. base: seconds that each resource is busy in a round where
+    nothing is offloaded, [plans, RESOURCES]. each: seconds more where all of the weights, or all of
+    the KV cache, come from a tier, [plans, RESOURCES, PLACED]. passes: of a round. moves: what of
+    the weights that are away comes.
+    """
+
+    rounds: Array
+    base: Array
+    each: Array
+    units: int
+    passes: Array
+    moves: Moves
+
+    def busy(self, placed: Array) -> Array:
+        """Seconds that each resource is busy; placed: parts, [plans, PLACED]."""
+        return self.base + np.einsum("prq,pq->pr", self.each, self.moved(placed))
+
+    def moved(self, placed: Array) -> Array:
+        """The parts that a round moves of what is placed: of experts those that are not near."""
+        found = placed.copy()
+        found[:, _FAR] = self.moves.of(placed[:, _FAR])
+        found[:, _NEAR] = self.moves.of(placed[:, _NEAR] + placed[:, _FAR]) - found[:, _FAR]
+        return found
+
+    def seconds(self, placed: Array) -> Array:
+        """Seconds of a round."""
+        return round_seconds(self.busy(placed), self.units)
+
+
+def round_seconds(busy: Array, units: int) -> Array:
+    """From what each resource is busy, [..., RESOURCES], to seconds of a round of so many units."""
+    longest = busy.max(-1)
+    rest: Array = longest + (busy.sum(-1) - longest) / units
+    return rest
