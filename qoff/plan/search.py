@@ -175,13 +175,11 @@ def _sensible(row: tuple[int, int, int, bool, bool, int], count: int, on_gpu: bo
 
 def _no_less(choices: Choices, index: int) -> npt.NDArray[np.bool_]:
     """Which choices take as much memory as one, or more."""
-    more = (choices.batch_size, choices.batches, choices.prefill_tokens)
-    same = (choices.block, choices.attends_on_cpu, choices.activations)
     found = np.ones(len(choices), dtype=bool)
-    for values in more:
-        found &= values >= values[index]
-    for values in same:
-        found &= values == values[index]
+    for more in (choices.batch_size, choices.batches, choices.prefill_tokens):
+        found &= more >= more[index]
+    for same in (choices.block, choices.attends_on_cpu, choices.activations):
+        found &= same == same[index]  # type: ignore[index]  # arrays of different types
     return found
 
 

@@ -85,7 +85,8 @@ class SimulatedLayer(Layer):
 
     def __init__(self, decoder: Decoder, ops: SimulatedOps, router: Router, bits: int) -> None:
         """bits: of activations."""
-        super().__init__(decoder.spec, decoder.layer._ops, decoder.head_shapes)
+        ops_of = decoder.layer._ops
+        super().__init__(decoder.spec, ops_of, decoder.head_shapes, decoder.device)
         self._simulated, self._router, self._bits = ops, router, bits
 
     def _streamed_experts(
