@@ -90,9 +90,7 @@ class Adapter:
         if abs(self._off) >= _ROUNDS:
             self._adapt(said, remaining(), stats.ended)
         elif self._fitted and not self.drains and stats.ended - self._looked >= _LOOK_S:
-            line = self._considered(remaining(), stats.ended)
-            if self.drains:
-                logger.warning("rounds are as expected by now%s", line)
+            self._look(remaining(), stats.ended)
 
     def still(self, left: Remaining) -> Plan | None:
         """The plan that is wanted, now that no sequence has a place: None where it does not pay.
@@ -163,6 +161,12 @@ class Adapter:
         line += self._considered(left, now)
         changed = self.knobs != was or self._better is not None
         logger.log(logging.WARNING if changed else logging.INFO, "%s", line)
+
+    def _look(self, left: Remaining, now: float) -> None:
+        """Decide the same while rounds are as expected, with other work than before."""
+        line = self._considered(left, now)
+        if self.drains:
+            logger.warning("rounds are as expected by now%s", line)
 
     def _considered(self, left: Remaining, now: float) -> str:
         """Decide whether another plan is opened; in words, where there is one to be named."""
