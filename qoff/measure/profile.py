@@ -32,7 +32,7 @@ _SHORT = 1024  # rows and columns of a matrix that takes tens of microseconds
 _LEAST = 64 << 10  # bytes that files are measured with
 _PART = 4  # requests at a time beside matmuls
 _IN_FLIGHT, _MANY = 2, 128  # requests at a time, as slots are; small ones
-_BESIDE_S = 0.2  # that is computed beside a link
+_BESIDE_S = 0.25  # that is computed beside a link
 Submit = Callable[[int, int, int], Future[None]]  # offset, bytes, buffer
 
 
