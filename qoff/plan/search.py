@@ -179,7 +179,7 @@ def _no_less(choices: Choices, index: int) -> npt.NDArray[np.bool_]:
     for more in (choices.batch_size, choices.batches, choices.prefill_tokens):
         found &= more >= more[index]
     for same in (choices.block, choices.attends_on_cpu, choices.activations):
-        found &= same == same[index]  # type: ignore[index]  # arrays of different types
+        found &= same == same[index]
     return found
 
 
