@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -32,6 +33,17 @@ def usable_threads() -> int:
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(torch.get_num_threads(), allowed or 1, _quota_threads()))
+
+
+def pool_threads() -> int:
+    """Threads that ops on the CPU share their working memory between.
+
+    Those of their pool, once there is one: torch's number may be another one by then.
+    """
+    loaded = sys.modules.get(f"{__package__}.cpu.jit.pool")  # compiled when it is imported
+    if loaded is None or not loaded.default_pool.cache_info().currsize:
+        return usable_threads()
+    return int(loaded.default_pool().threads)
 
 
 def _quota_threads() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .cpu.sampling.scratch import GROUP, columns
 from .layout.distribution import Shape
-from .processor import usable_threads
+from .processor import pool_threads
 
 _BINS = 1 << 10  # by a third of a weight's bits
 _TOGETHER = 1 << 20  # logits that are worked on at once
@@ -112,7 +112,7 @@ def sampling_bytes(vocab_size: int, rows: int, context: int, on_cpu: bool = Fals
     together = min(rows, rows_together(vocab_size))
     if on_cpu:
         scored = min(rows, rows_scored(vocab_size, 0, on_cpu))
-        queues = _QUEUED_BYTES * min(scored, usable_threads())
+        queues = _QUEUED_BYTES * min(scored, pool_threads())
         most = row * max(4 * together, _SCORED_BYTES * scored + queues)
     else:
         sorted_alone = (_BYTES + _RANKED_BYTES) * row

@@ -6,6 +6,7 @@ the CPU, and in bfloat16; adapters beside packed weights that stream from host m
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -138,6 +139,7 @@ def _trained(
     from qoff.train.placement import placed
 
     if device.type == "cuda":
+        gc.collect()  # the model before is in circles, and its weights in the GPU's memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     tokens = batches[0]["input_ids"].numel()

@@ -138,7 +138,8 @@ def finetune(
     if chosen is not None and is_checkpoint(path):
         room = memory_size("device_memory", device_memory)
         host = memory_size("host_memory", host_memory)
-        places = streaming_options(path, chosen, recipe, where, room, host)
+        kept = memory_size("activation_memory", activation_memory) or 0
+        places = streaming_options(path, chosen, recipe, where, room, host, kept, dtype)
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(

@@ -74,6 +74,7 @@ class Executor(ABC):
         adapters: Mapping[str, str | PathLike[str]] | None = None,
         draft_bytes: int = 0,
     ) -> None:
+        own.callback(release_scratch)
         self.plan, self.device, self.dtype = plan, device, dtype
         self.instrumentation = instrumentation
         self._adapter_paths, self._draft_bytes = adapters or {}, draft_bytes
@@ -259,10 +260,6 @@ class CpuExecutor(Executor):
     """A CPU, whose memory is the device and the host."""
 
     blocks: TieredBlocks
-
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, own: ExitStack, **options: Any) -> None:
-        own.callback(release_scratch)
-        super().__init__(checkpoint, plan, own, **options)
 
     @property
     def kv_wait_s(self) -> float:

@@ -61,6 +61,7 @@ class Rounds:
         self._worker: int | None = None  # the thread that computes a round, if one does
         self._gone: deque[Call] = deque()
         self._sweeping = False
+        self._changing = False  # another plan is wanted, and is not yet computed with
         self.current = Current(opened, open_plan)
         self._places = Places(opened.batches, opened.plan.share_prefixes, finish)
 
@@ -197,7 +198,7 @@ class Rounds:
                 with self._changed:
                     self._sweep()
                     places.admit(most)
-                    if not places.calls:
+                    if not places.calls or (most == 0 and not places.running):
                         return
                 with torch.inference_mode(), one_torch_thread(), refusals():
                     self._compute()
@@ -225,14 +226,16 @@ class Rounds:
             self._sweep()
             if self._places.running:
                 return
-            if not self.current.closed:
+            if not self._changing:
                 if adapter is None or not adapter.drains:
                     return
                 plan = adapter.still(self._places.remaining())
                 if plan is None:
                     return
                 self.current.want(plan)
+                self._changing = True
             self._places.batches = []
+            self._changed.notify_all()  # whoever has all answers waits no longer
         if adapter is not None:
             adapter.let_go()
         try:
@@ -247,6 +250,7 @@ class Rounds:
         with self._changed:
             self._places.open_with(self.current.opened.batches)
         self._watched(lambda one: one.follow(self.current.opened))
+        self._changing = False
 
     def _compute(self) -> None:
         opened, adapter = self.current.opened, self._adapter

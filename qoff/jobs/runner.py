@@ -124,7 +124,8 @@ class Runner:
     def follows(self) -> float:
         """Requests that the engine was not asked for yet; inf where nobody knows."""
         left = self._unanswered()
-        return math.inf if left is None else max(0, left - len(self._running))
+        asked = len(self._running) + len(self._held[0])
+        return math.inf if left is None else max(0, left - asked)
 
     def run(self) -> None:
         """Answer what is left in this thread, until the end or `stop`."""

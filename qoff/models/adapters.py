@@ -20,7 +20,7 @@ from safetensors import safe_open
 from qoff.errors import ArgumentError, FormatError, UnsupportedModelError, raised_as
 from qoff.kernels.cpu.linear.scratch import low_rank_bytes
 from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
-from qoff.kernels.processor import usable_threads
+from qoff.kernels.processor import pool_threads
 from qoff.schema import read_object, shown
 
 from .forward_pass import AdaptedRows, mlp_tokens
@@ -246,7 +246,7 @@ class Adapters:
     def work_bytes(self, tokens: int, recorded: int, tiled: bool) -> int:
         """What a pass of `tokens` tokens takes beside, and recordings of `recorded` rows keep."""
         most = scratch = 0
-        threads = usable_threads()
+        threads = pool_threads()
         for layer in range(self._spec.num_layers):
             for weight in layer_weights(self._spec, layer):
                 planned = [x.layers[layer].get(weight.name) for x in self._files]

@@ -11,7 +11,7 @@ import torch
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.processor import usable_threads
+from qoff.kernels.processor import pool_threads
 from qoff.kernels.triton.attention.offloaded import host_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
@@ -77,7 +77,7 @@ def memory_on_gpu(
     work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results, and what the CPU works in
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
-        passes, threads = plan.passes(spec.vocab_size), usable_threads()
+        passes, threads = plan.passes(spec.vocab_size), pool_threads()
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for form in forms)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)

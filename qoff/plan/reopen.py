@@ -116,8 +116,16 @@ def better_plan(
         return None
     device = (found.plan.device_memory or 0) + before
     read = found.prefill.rounds * found.prefill.seconds / max(1.0, found.prefill.tokens)
+    always = plan.cpu_attention == "always"
+    wanted_plan = replace(
+        found.plan,
+        context=plan.context,
+        device_memory=device,
+        adapt=plan.adapt,
+        cpu_attention="always" if always else found.plan.cpu_attention,
+    )
     return Better(
-        replace(found.plan, context=plan.context, device_memory=device, adapt=plan.adapt),
+        wanted_plan,
         gain,
         running.beside * same.seconds / work.requests,
         running.beside * read,

@@ -43,7 +43,7 @@ class Batches:
 
     def start(self, llm: LLM, room: Room, places: int, count: Callable[[int, int], None]) -> None:
         """Run batches from now on. count: hears of tokens of prompts and answers."""
-        self._llm, self._room, self._places, self._count = llm, room, places, count
+        self._llm, self._room, self.most, self._count = llm, room, places, count
         self._model = fingerprint(llm.checkpoint.path)
         self._adapters = adapters_say(llm.adapter_folders)
         self._thread = threading.Thread(target=self._work, name="qoff-serve-batches")
@@ -178,7 +178,7 @@ class Batches:
 
         reader = OpenAIReader(self._llm, self._name, journal.job, said["endpoint"])
         runner = Runner(self._llm, lines, reader, sink, self._room,
-                        most=self._places, noticed=noticed)  # fmt: skip
+                        most=self.most, noticed=noticed)  # fmt: skip
         with self._changed:
             if self._stopped or self.store.get(said["id"])["status"] == "cancelling":
                 return

@@ -203,7 +203,8 @@ class Engine:
         """
         if waiting := self.in_flight:
             return self.places - waiting - theirs
-        return max(0, 2 * self.places - theirs)
+        most = 0 if self.batches is None else self.batches.most  # answers of one of their requests
+        return max(0, max(2 * self.places, most) - theirs)
 
     def _changed(self) -> None:
         if self.batches is not None:

@@ -153,8 +153,10 @@ class TrainingPlan:
 def training_plan(job: Planned, machine: MachineProfile) -> TrainingPlan:
     """The fastest of some plans that fit. Raises BudgetError with the bytes that are missing."""
     sizes, apart = job.sizes, machine.on_gpu
-    if job.loaded and not apart:
-        _check(DEVICE, {"the model, while it is taken apart": job.loaded}, machine)
+    if job.loaded:
+        _check(
+            HOST if apart else DEVICE, {"the model, while it is taken apart": job.loaded}, machine
+        )
     if apart:
         least = placed(sizes, None, 0, True, apart)
         _check(DEVICE, {**least.device, **_beside(job)}, machine)

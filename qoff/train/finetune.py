@@ -120,11 +120,16 @@ def adapted(model: Any, lora: Lora) -> Any:
         raise QoffError(
             f"adapters need {error.name}, which is not installed; pip install 'qoff[train]'"
         ) from error
+    from qoff.hf.packed.derived import is_router
+
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    routers = [name for name, module in linear.items() if is_router(module)]  # they return a tuple
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number
         lora_dropout=lora.dropout,
         target_modules="all-linear",
+        exclude_modules=routers or None,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():

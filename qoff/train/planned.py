@@ -86,6 +86,7 @@ def planned(
     micro_batches: int,
     clips: bool = False,
     device: str = "cpu",
+    delayed: bool = False,
 ) -> Planned:
     """The training of the model of a `config.json`; the arguments are those of `offload`.
 
@@ -100,7 +101,7 @@ def planned(
         with torch.device("meta"):  # PEFT moves what it makes
             model = adapted(_model(config, "float32"), lora)
     layers, _, sizes = needs_of(
-        model, optimizer, tokens, micro_batches, clips, packed=lora is not None
+        model, optimizer, tokens, micro_batches, clips, packed=lora is not None, delayed=delayed
     )
     work = [_work(layer, model.config, packed) for layer in layers]
     work.append(_head(model, packed))

@@ -19,6 +19,7 @@ from .placement import placed
 from .planned import planned
 
 _SHARE = 0.9  # of what is free, where no bound is given
+_SAVED = 16  # times the hidden states, by a layer whose costs depend on what its router chooses
 
 
 def streaming_options(
@@ -28,13 +29,16 @@ def streaming_options(
     device: torch.device,
     device_memory: int | None,
     host_memory: int | None,
+    activation_memory: int = 0,
+    dtype: str = "auto",
 ) -> dict[str, Any]:
     """What `from_pretrained` is told for a qoff checkpoint.
 
     On a CPU layers stream from their files. On a GPU they lie there, in host memory and in files,
-    as far as bounds allow beside the training: its arenas, as `offload` counts them, and twice what
-    a layer saves, in float32. device_memory, host_memory: bytes of all; None: nine tenths of what
-    is free. Raises BudgetError where a GPU has not enough for embedding, head and slots.
+    as far as bounds allow beside the training: its arenas, as `offload` counts them, activations
+    that are kept, and twice what a layer saves, in float32. device_memory, host_memory: bytes of
+    all; None: nine tenths of what is free. dtype: that a GPU computes in. Raises BudgetError where
+    a GPU has not enough for embedding, head and slots.
     """
     checkpoint = Checkpoint.open(path)
     if device.type == "cpu":
@@ -54,9 +58,11 @@ def streaming_options(
         micro_batches=recipe.micro_batches,
         clips=recipe.max_norm is not None,
         device=device.type,
+        delayed=recipe.delayed,
     )
     arenas, in_host, _ = placed(job.sizes, None, host_memory, True, apart=True).totals
-    training = arenas + 2 * max((cost.nbytes for cost in job.costs), default=0)
+    saved = max((cost.nbytes for cost in job.costs), default=_SAVED * job.sizes.hidden)
+    training = arenas + activation_memory + 2 * saved
     assert job.frozen is not None
     missing = training + job.frozen.stays - device_memory
     if missing > 0:
@@ -66,5 +72,5 @@ def streaming_options(
             "with shorter sequences or fewer micro-batches"
         )
     room = {device.index or 0: device_memory - training, "cpu": max(0, host_memory - in_host)}
-    dtype = resolve_dtype("auto", checkpoint.config, device)
-    return {"device_map": "auto", "max_memory": room, "dtype": dtype}
+    computes = resolve_dtype(dtype, checkpoint.config, device)
+    return {"device_map": "auto", "max_memory": room, "dtype": computes}

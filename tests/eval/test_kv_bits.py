@@ -138,4 +138,4 @@ def test_commands_choose_the_bits(checkpoint: Path, tmp_path: Path) -> None:
     assert header["kv"] == json.loads(json.dumps(asdict(chosen(found, 3.5))))
     plan = tmp_path / "plan.json"
     plan.write_text(plan_text(Plan()))
-    succeed(*generate, "--plan", plan)  # of which generate takes bounds, not the cache
+    assert "says what --kv-target-bits would" in fail(*generate, "--plan", plan)

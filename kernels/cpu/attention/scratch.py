@@ -26,6 +26,14 @@ def partials_together(threads: int, each: int) -> int:
     return max(1, max(_PARTIALS, threads * _OF_THREAD) // max(1, each))
 
 
+def most_partials(threads: int, tokens: int, each: int) -> int:
+    """The most bytes of partial results of passes whose tokens have `each` bytes or fewer.
+
+    Several tokens with fewer bytes may take more than those that are together with so many.
+    """
+    return max(each, min(tokens * each, max(_PARTIALS, threads * _OF_THREAD)))
+
+
 def row_bytes(value_dim: int) -> int:
     """Bytes of a row's running attention: its part of the state of its tile; the output."""
     return STATE_BYTES + 4 * value_dim

@@ -271,7 +271,12 @@ class Pool:
         return ctypes.addressof(self._workspace)
 
     def shrink(self) -> None:
-        """Give the scratch back; whoever wants some later gets other memory."""
+        """Give the scratch back; whoever wants some later gets other memory.
+
+        Not within an op of this thread, which the garbage collector may have interrupted.
+        """
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            return
         with self.lock:
             self._workspace = (ctypes.c_char * 0)()
             self.moves += 1

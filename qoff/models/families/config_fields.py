@@ -96,7 +96,6 @@ FIELDS: Fields = {
             "attention_bias",
             "attention_out_bias",
             "use_qk_norm",
-            "attn_temperature_tuning",
             "mlp_bias",
             "qkv_bias",
             "use_bias",
@@ -110,6 +109,7 @@ FIELDS: Fields = {
         ),
         nothing_or(SWITCH),
     ),
+    "attn_temperature_tuning": nothing_or(either(SWITCH, whole(0))),  # 4, of transformers 4
     **SPECIAL_TOKENS,
 }
 

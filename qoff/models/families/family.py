@@ -90,6 +90,9 @@ class Family:
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
 
 
+_TUNING = "attn_temperature_tuning"
+
+
 def full_config(config: Mapping[str, Any]) -> Any:
     """Return transformers' config object, which adds to the dicts it is given.
 
@@ -100,6 +103,8 @@ def full_config(config: Mapping[str, Any]) -> Any:
 
     check_counts(config)
     keys = {k: deepcopy(v) for k, v in config.items() if k != "quantization_config"}
+    if type(keys.get(_TUNING)) is int:  # as transformers 4 wrote it
+        keys[_TUNING] = bool(keys[_TUNING])
     what = f"config.json of model_type {shown(config['model_type'])}"
     with raised_as(
         UnsupportedModelError, f"{what} is not one that transformers accepts", "correct it"
@@ -202,11 +207,12 @@ def positive(config: Any, key: str) -> float:
 def windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window, or the chunk, of each layer, from its `layer_types`."""
     used = getattr(config, "use_sliding_window", True)
-    kinds: Mapping[str, int | None] = {
+    kinds: dict[str, int | None] = {
         "full_attention": None,
         "sliding_attention": getattr(config, "sliding_window", None) if used else None,
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
     }
+    if hasattr(config, "attention_chunk_size"):
+        kinds["chunked_attention"] = config.attention_chunk_size
     for kind in config.layer_types:
         if kind not in kinds:
             raise unsupported("layer_types", kind, ", ".join(kinds))

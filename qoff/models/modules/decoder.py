@@ -19,7 +19,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.ops import Ops, exact
-from qoff.kernels.processor import usable_threads
+from qoff.kernels.processor import pool_threads
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
@@ -137,7 +137,7 @@ class ModuleDecoder:
 
     def scratch_bytes(self, sequences: int, count: int, longest: int) -> int:
         """What qoff's ops share in such a pass: see `native.scratch`."""
-        threads, group = usable_threads(), min(GROUP_SIZES)
+        threads, group = pool_threads(), min(GROUP_SIZES)
         found = [linear_bytes(threads, sequences * count, self._columns, group, normed=False)]
         if self._kv is not None:
             kv, shapes = self._kv, list(self.packed_shapes.values())

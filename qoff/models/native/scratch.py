@@ -18,7 +18,7 @@ from qoff.kernels.cpu.sampling.scratch import sampling_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.packing import GROUP_SIZES
-from qoff.kernels.processor import usable_threads
+from qoff.kernels.processor import pool_threads
 from qoff.models import names
 from qoff.models.forward_pass import MLP_TOKENS, WAVE_PAIRS, mlp_tokens
 from qoff.models.spec import DecoderSpec
@@ -61,7 +61,7 @@ def scratch_bytes(
     forms: how the layers' K and V are packed; None: they are not. threads: that compute; None:
     those of this machine.
     """
-    threads = threads or usable_threads()
+    threads = threads or pool_threads()
     kinds = set(zip(shapes, forms, strict=True))
     return max(
         *_layer(spec, passes, threads),
@@ -78,7 +78,9 @@ def attention_bytes(
     sequences, heads = passes.sequences, shape.heads
     yield attention.prefill_bytes(threads, shape, 2 if passes.pairs else 4)
     runs = attention.decode_runs(passes.place)
-    yield attention.decode_bytes(threads, sequences, shape, runs)
+    each = runs * heads * attention.row_bytes(shape.value_dim)
+    partials = attention.most_partials(threads, sequences, each)
+    yield threads * attention.TILE_ROWS * attention.SCORES + partials
     if form is not None:
         yield packed.pack_bytes(threads, form)
         yield packed_bytes(form, heads, passes, threads)
@@ -88,8 +90,9 @@ def attention_bytes(
 
 def packed_bytes(form: KVFormat, heads: int, passes: Passes, threads: int) -> int:
     """What attention to packed blocks asks for; a prefill pass has one run of them."""
-    runs = packed.decode_runs(passes.blocks)
-    return packed.attend_bytes(threads, passes.sequences, form, heads, runs)
+    each = packed.token_bytes(form, heads, packed.decode_runs(passes.blocks))
+    partials = attention.most_partials(threads, passes.sequences, each)
+    return threads * packed.thread_bytes(packed.chunk_count(form.half)) + partials
 
 
 def _layer(spec: DecoderSpec, passes: Passes, threads: int) -> Iterator[int]:
