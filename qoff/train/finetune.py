@@ -120,10 +120,11 @@ def adapted(model: Any, lora: Lora) -> Any:
         raise QoffError(
             f"adapters need {error.name}, which is not installed; pip install 'qoff[train]'"
         ) from error
-    from qoff.hf.packed.derived import is_router
+    from qoff.hf.packed.derived import QoffRouter, is_router
 
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    routers = [name for name, module in linear.items() if is_router(module)]  # they return a tuple
+    # They return a tuple.
+    routers = [n for n, m in linear.items() if isinstance(m, QoffRouter) or is_router(m)]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number

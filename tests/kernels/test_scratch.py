@@ -222,3 +222,13 @@ def test_selected_blocks_are_attended_in_parts(in_parts: Callable[[int], None]) 
     whole = case.attend(0.6)
     in_parts(packed.token_bytes(case.form, 4, 3))
     assert torch.equal(case.attend(0.6), whole)
+
+
+@pytest.mark.parametrize("threads", [2, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+def test_partial_results_of_shorter_contexts_are_counted_too(threads: int, tokens: int) -> None:
+    form, heads, longest = KVFormat(576, 4, 4, latent=512), 128, 128
+    most = attention.most_partials(threads, tokens, packed.token_bytes(form, heads, longest))
+    own = packed.attend_bytes(threads, 0, form, heads, 1)
+    for runs in range(1, longest + 1):
+        assert packed.attend_bytes(threads, tokens, form, heads, runs) - own <= most

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.checkpoint import Checkpoint
+from qoff.train.finetune import Lora, adapted
 from qoff.train.fused_lora import fuse
 from tests.tiny_models import reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, assert_close
@@ -114,3 +115,14 @@ def test_fused_adapters_are_pefts(
     for i, (ours, theirs) in enumerate(zip(found[1], found[0], strict=True)):
         through = i == 1  # the gradient of x, through the packed matrix
         assert_close(ours, theirs, dtype=torch.bfloat16 if through else torch.float32)
+
+
+def test_routers_that_return_a_tuple_have_no_adapters(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama4")
+    model = adapted(AutoModelForCausalLM.from_pretrained(path), Lora(r=4, alpha=8))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    learned = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert any("q_proj" in name for name in learned)
+    assert not any("router" in name for name in learned)
