@@ -120,11 +120,9 @@ def adapted(model: Any, lora: Lora) -> Any:
         raise QoffError(
             f"adapters need {error.name}, which is not installed; pip install 'qoff[train]'"
         ) from error
-    from qoff.hf.packed.derived import QoffRouter, is_router
-
+    # Linear layers that choose experts return a tuple.
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    # They return a tuple.
-    routers = [n for n, m in linear.items() if isinstance(m, QoffRouter) or is_router(m)]
+    routers = [name for name, module in linear.items() if hasattr(module, "top_k")]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number
