@@ -18,6 +18,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may ask the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Read when torch loads its OpenMP: threads that spin for work take the cores from another worker's.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest
