@@ -123,9 +123,9 @@ class ParkedActivations:
         return self._hidden()
 
     def store(self, hidden: Tensor) -> None:
+        self._tokens = len(hidden)  # the first of the window, once there is one
         if self._window < 0:
             self._window = self._store.window()
-            self._tokens = len(hidden)
             # No earlier move touches a window any more when this one, of nothing, has ended.
             self._join(self._store.copies.call(lambda: None, 0, "host to device", "wait"))
             self._hidden().copy_(hidden)

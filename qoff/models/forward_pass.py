@@ -34,7 +34,8 @@ class Activations(Protocol):
         """Return the hidden states, [M, hidden_size] in the decoder's dtype, on its device."""
 
     def store(self, hidden: Tensor) -> None:
-        """Take the hidden states; what `load` returned is not used any more."""
+        """Take the hidden states, perhaps fewer rows of them; what `load` returned is not used any
+        more."""
 
     def prefetch(self) -> None:
         """Start to bring what `load` will return."""
@@ -148,6 +149,15 @@ class ForwardPass:
         assert self.hidden is not None
         return self.hidden
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, ascending, in the place of the first ones."""
+        self.hidden = moved_up(self.input, rows)
+        if self.workspace is not None:
+            self.workspace = self.workspace.upto(len(rows))
+        if self.adapters is not None:
+            of, key = self.adapters, tuple(self.adapters.key[row] for row in rows)
+            self.adapters = AdaptedRows(key, of.which[list(rows)], of.layers)
+
     def prefetch(self, unit: Unit) -> None:
         """Start to bring what the pass, under way, will want for a unit, weights aside."""
         self.prefetch_cache(unit)
@@ -162,6 +172,14 @@ class ForwardPass:
         """Give back what was taken in the cache, if the pass has not ended."""
         if self.cached is not None:
             self.cached.abandon()
+
+
+def moved_up(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of x, ascending, written over its first ones: no memory is allocated."""
+    for place, row in enumerate(rows):
+        if place != row:
+            x[place] = x[row]
+    return x[: len(rows)]
 
 
 def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:

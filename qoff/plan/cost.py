@@ -240,7 +240,8 @@ class CostModel:
         seconds = passes * (calls + pass_s(self.machine, passes))
         largest = max(sizes.layer_bytes)
         parts: list[tuple[int, Array | int, int, Array]] = [
-            (self.layer_bits, sizes.layer_columns, largest, rows),
+            (self.layer_bits, sizes.layer_columns - sizes.last_columns, largest, rows),
+            (self.layer_bits, sizes.last_columns, largest, head_rows),
             (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
         ]
         if self.mixture is not None:  # each that is chosen computes for its own rows

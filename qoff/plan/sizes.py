@@ -124,18 +124,26 @@ class ModelSizes:
     @property
     def layer_columns(self) -> int:
         """Multiplications of one token by the matrices of all layers, without chosen experts'."""
-        spec, each = self.spec, 3 if self.spec.gated else 2
+        spec = self.spec
         attention = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
         if spec.latent is not None:
             attention += spec.latent.query_latent * spec.q_rows
             attention += spec.latent.shape(spec.num_heads).rows * spec.latent.latent
-        total = 0
-        for layer in range(spec.num_layers):
-            inner = spec.intermediate_size
-            if spec.experts is not None and spec.has_experts(layer):
-                inner = spec.experts.shared_size
-            total += attention + each * spec.hidden_size * inner
-        return total
+        layers = range(spec.num_layers)
+        return attention * spec.num_layers + sum(self._mlp_columns(layer) for layer in layers)
+
+    @property
+    def last_columns(self) -> int:
+        """The part of `layer_columns` in the last layer behind attention: for rows of logits."""
+        spec = self.spec
+        return spec.hidden_size * spec.o_columns + self._mlp_columns(spec.num_layers - 1)
+
+    def _mlp_columns(self, layer: int) -> int:
+        spec, each = self.spec, 3 if self.spec.gated else 2
+        inner = spec.intermediate_size
+        if spec.experts is not None and spec.has_experts(layer):
+            inner = spec.experts.shared_size
+        return each * spec.hidden_size * inner
 
     @property
     def expert_columns(self) -> int:

@@ -29,7 +29,7 @@ KV = KVQuant(8, 8, window=0)
 PLAN = Plan(batch_size=2, batches=2, context=240, prefill_tokens=210, kv=KV)
 PROMPTS = [[3 + i % 29 for i in range(length)] for length in (150, 20, 70)]
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
-SIZES = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+SIZES = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
 
 
 class Peak(TorchDispatchMode):

@@ -24,10 +24,16 @@ PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22,
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
 
 
-def logits(run: PlainRun, adapters: Adapters | None, each: list[str | None]) -> torch.Tensor:
+def logits(
+    run: PlainRun,
+    adapters: Adapters | None,
+    each: list[str | None],
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     cache = PlainCache(run.decoder.head_shapes, len(PROMPTS))
     ragged = Ragged.of([len(p) for p in PROMPTS], [0] * len(PROMPTS))
-    work = ForwardPass(torch.cat(PROMPTS), ragged, cache, torch.arange(ragged.tokens))
+    rows = torch.arange(ragged.tokens) if rows is None else rows
+    work = ForwardPass(torch.cat(PROMPTS), ragged, cache, rows)
     if adapters is not None:
         numbers = [adapters.number(x) for x, p in zip(each, PROMPTS, strict=True) for _ in p]
         work.adapters = adapters.rows(numbers)
@@ -57,6 +63,8 @@ def test_each_row_has_the_logits_of_its_adapter(
     plain = logits(run, None, each).split([len(p) for p in PROMPTS])
     assert torch.equal(found[1], plain[1])
     assert not torch.allclose(found[0], plain[0], rtol=0.01)
+    last = torch.tensor([len(p) for p in PROMPTS]).cumsum(0) - 1
+    assert torch.equal(logits(run, adapters, each, last), torch.cat(found)[last])
     loaded = [one for layer in adapters._layers for x in layer.values() for one in x.each if one]
     assert adapters.nbytes == sum(x.nbytes for one in loaded for x in (one.down, one.up, one.first))
 

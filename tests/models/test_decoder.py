@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import PlainCache
+from qoff.memory import Weights
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.linear import Steps
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
@@ -107,13 +110,33 @@ def test_a_prompt_in_two_parts_gives_the_logits_of_the_whole(
     assert_close(torch.cat(parts), whole, tolerance=TOLERANCE[ops])
 
 
-def test_only_the_wanted_rows_have_logits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = PlainRun(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama"), cpu)
-    prompts = [torch.randint(3, 128, (n,)) for n in LENGTHS]
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3"])
+def test_only_the_wanted_rows_go_through_the_end_of_the_last_layer(
+    family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PlainRun(tiny_checkpoint(tmp_path_factory.getbasetemp(), family), cpu)
+    prompts = [torch.randint(3, run.decoder.spec.vocab_size, (n,)) for n in LENGTHS]
     every = forward(run, run.decoder.new_cache(3), prompts)
     ragged = Ragged.of(LENGTHS, [0, 0, 0])
-    for rows in (ragged.last_rows, torch.tensor([5, 0]), torch.empty(0, dtype=torch.int64)):
-        batch = ForwardPass(torch.cat(prompts), ragged, run.decoder.new_cache(3), rows)
-        found = run.forward(batch)
-        assert found.shape == (len(rows), every.shape[1])
-        assert_close(found, every[rows], tolerance=DECODER_LOGITS)
+    counts: list[int] = []
+    layer_steps = run.decoder.layer.steps
+
+    def counted(layer: int, weights: Weights, work: ForwardPass, *keep: Any) -> Steps:
+        hidden = yield from layer_steps(layer, weights, work, *keep)
+        counts.append(len(hidden))
+        return hidden
+
+    monkeypatch.setattr(run.decoder.layer, "steps", counted)
+    all_rows = ragged.tokens
+    for rows, left in (
+        (ragged.last_rows, 3),
+        (torch.tensor([], dtype=torch.int64), 1),
+        (torch.tensor([5, 0]), all_rows),  # not ascending
+        (torch.arange(1, all_rows), all_rows),
+    ):
+        work = ForwardPass(torch.cat(prompts), ragged, run.decoder.new_cache(3), rows)
+        found = run.forward(work)
+        assert torch.equal(found, every[rows])
+        assert counts[-1] == left
+        assert set(counts[:-1]) == {all_rows}
+        counts.clear()

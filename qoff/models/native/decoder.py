@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -245,6 +246,8 @@ class Decoder:
         activations.store(rows)
         workspace = (run.workspace or self.new_workspace(count)).upto(count)
         of_tiles = workspace if workspace.tiled else None
+        keep = None if key is not None or run.states is not None else _kept(logit_rows, count)
+        last = self.spec.num_layers - 1
         for layer in range(self.spec.num_layers):
             weights = yield layer
             in_tiles = tiled(weights)
@@ -253,7 +256,8 @@ class Decoder:
             run.workspace = of_tiles if in_tiles else workspace
             run.hidden = activations.load()
             if key is None or in_tiles:
-                yield from self.layer.steps(layer, weights, run)
+                kept = keep if layer == last else None
+                yield from self.layer.steps(layer, weights, run, kept)
             else:
                 self._replayed(layer, weights, run, key)
             activations.store(run.input)
@@ -262,6 +266,8 @@ class Decoder:
         hidden = activations.load()
         if run.states is not None:
             self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
+        if keep is not None and logit_rows is not None:
+            logit_rows = torch.arange(len(logit_rows))
         rows = _taken(hidden, logit_rows)
         run.hidden = None
         end = logits_ending(self.spec) if self._scaled else PLAIN
@@ -315,6 +321,17 @@ class Decoder:
         self._following.note(run, key, weights)
         run.hidden = None
         return _taken(logits[: run.ragged.tokens], run.logit_rows)
+
+
+def _kept(logit_rows: Tensor | None, count: int) -> list[int] | None:
+    """The rows of `count` that the last layer goes on with after attention; None: all.
+
+    A row at least, so that each pass waits for the same parts of the weights.
+    """
+    if logit_rows is None or 2 * max(1, len(logit_rows)) > count:
+        return None
+    rows = logit_rows.tolist() or [0]
+    return rows if all(row < later for row, later in pairwise(rows)) else None
 
 
 def _taken(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.memory import EXPERTS, Expert, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
-from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_tokens
+from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_tokens, moved_up
 from qoff.models.spec import DecoderSpec
 
 from .experts import Choice, Experts
@@ -50,13 +50,18 @@ class Layer:
         self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
 
-    def steps(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
-        """Compute a layer; yields the tiles it waits for. Returns the hidden states."""
+    def steps(
+        self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None
+    ) -> Steps:
+        """Compute a layer; yields the tiles it waits for. Returns the hidden states.
+
+        keep: rows, ascending, with which alone it goes on after attention; None: with all.
+        """
         if run.adapters is not None:
             run.added = run.adapters.layers[layer]
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
-        attended = yield from self._attention(layer, weights, run)
+        attended = yield from self._attention(layer, weights, run, keep)
         if self._spec.has_experts(layer):
             yield from self._mixture(layer, weights, run)
         else:
@@ -80,7 +85,9 @@ class Layer:
             run.input[here] += embedding(rows[here] - tile.first_row, some).to(run.input.dtype)
         return run.input
 
-    def _attention(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
+    def _attention(
+        self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
+    ) -> Steps:
         """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
         cached, workspace = run.cached, run.workspace
         assert cached is not None
@@ -103,6 +110,9 @@ class Layer:
             out=workspace.attended,
         )
         cached.close(layer)
+        if keep is not None:
+            attended = moved_up(attended, keep)
+            run.keep(keep)
         if self._latent is not None:
             attended = self._latent.values(run, weights, attended)
         aside = torch.empty_like(run.input) if self._spec.parallel else None
