@@ -115,7 +115,8 @@ class Factors:
     def seconds(self, one: Certified) -> float:
         """Of a decode round of a plan."""
         busy = np.array([one.decode.busy[name] for name in RESOURCES]) * self._each
-        return float(round_seconds(busy, len(one.memory.blocks.record_bytes) + 1))
+        layers = sum(len(plan.record_bytes) for plan in one.memory.blocks.plans)
+        return float(round_seconds(busy, layers + 1))
 
     @classmethod
     def fitted(cls, to: Measured) -> Factors:

@@ -73,6 +73,7 @@ def _small(plan: Plan) -> Plan:
         plan,
         draft_model=None,
         draft_tokens=0,
+        forgets=plan.draft_tokens,
         share_prefixes=False,
         kv=replace(plan.kv, layers={}),  # that are the large model's
         kv_placement=KVPlacement(),

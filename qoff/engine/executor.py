@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
@@ -16,10 +16,12 @@ from qoff.checkpoint import Checkpoint
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.pool import BlockPool
+from qoff.kvcache.store.staging import Staging
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, ThreadTransfers, Transfers, plan_residency
 from qoff.memory.activations import ActivationStore
@@ -54,7 +56,7 @@ class Executor(ABC):
     """
 
     adapters: Adapters | None = None
-    blocks: TieredBlocks | DeviceBlocks
+    stores: Sequence[TieredBlocks] | Sequence[DeviceBlocks]  # of each group of layers
     limits: Limits
     memory: Memory  # what the plan takes beside the weights
     runtime: Runtime
@@ -96,7 +98,7 @@ class Executor(ABC):
         if sizes[DISK]:
             folder = plan.spill_folder or Path(tempfile.gettempdir())
             self._spill = own.enter_context(closing(self._new_spill(folder, sizes[DISK])))
-        self.blocks = self._open_blocks()
+        self.stores = self._open_blocks()
         self.activations = None
         tokens = plan.pass_tokens
         if parked:
@@ -180,12 +182,13 @@ class Executor(ABC):
     @property
     def kv_used(self) -> float:
         """Part of the packed KV blocks that is in use, 0 to 1."""
-        blocks, pools = self.blocks, list[BlockPool]()
-        if isinstance(blocks, DeviceBlocks):
-            pools.append(blocks.pool)
-        tiered = blocks.offloaded if isinstance(blocks, DeviceBlocks) else blocks
-        if tiered is not None:
-            pools += tiered.pools.values()
+        pools = list[BlockPool]()
+        for blocks in self.stores:
+            if isinstance(blocks, DeviceBlocks):
+                pools.append(blocks.pool)
+            tiered = blocks.offloaded if isinstance(blocks, DeviceBlocks) else blocks
+            if tiered is not None:
+                pools += tiered.pools.values()
         return sum(pool.used for pool in pools) / max(1, sum(pool.capacity for pool in pools))
 
     def counters(self) -> tuple[float, ...]:
@@ -224,8 +227,13 @@ class Executor(ABC):
     def _memory_of(self, tiled: bool) -> Memory:
         """What the plan takes beside the weights; tiled: whose layers stream in tiles."""
 
+    @property
+    def blocks(self) -> TieredBlocks | DeviceBlocks:
+        """Those of the first group of layers, which keep all, if any do."""
+        return self.stores[0]
+
     @abstractmethod
-    def _open_blocks(self) -> TieredBlocks | DeviceBlocks:
+    def _open_blocks(self) -> Sequence[TieredBlocks] | Sequence[DeviceBlocks]:
         """Packed blocks, in the arenas and the first bytes of the spill file."""
 
     def _plan_memory(self, checkpoint: Checkpoint, staging: int, packing: str) -> Memory:
@@ -259,11 +267,11 @@ class Executor(ABC):
 class CpuExecutor(Executor):
     """A CPU, whose memory is the device and the host."""
 
-    blocks: TieredBlocks
+    stores: Sequence[TieredBlocks]
 
     @property
     def kv_wait_s(self) -> float:
-        return self.blocks.ring.wait_s
+        return self._staging.ring.wait_s
 
     def new_cache(self) -> PackedCache:
         quant = self.plan.kv
@@ -275,9 +283,13 @@ class CpuExecutor(Executor):
             sinks=quant.sinks,
             attention_top=quant.attention_top,
             values_rotated=quant.values_rotated,
-            store=self.blocks,
+            stores=self._stores_of(),
             workspace=self._recent_workspace,
         )
+
+    def _stores_of(self) -> Mapping[LayerGroup, TieredBlocks]:
+        groups = (group for group, _ in self.memory.blocks.groups)
+        return dict(zip(groups, self.stores, strict=True))
 
     def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
         return PackedCache(*arguments, **options)
@@ -288,15 +300,26 @@ class CpuExecutor(Executor):
     def _memory_of(self, tiled: bool) -> Memory:
         return Memory.of(self.plan, self.spec, self.shapes, tiled)
 
-    def _open_blocks(self) -> TieredBlocks:
+    def _open_blocks(self) -> Sequence[TieredBlocks]:
         self._recent_workspace = RecentWorkspace()
-        return TieredBlocks(
-            self.forms,
-            [shape.kv_heads for shape in self.shapes],
-            self.memory.blocks,
-            self.plan.kv_placement,
-            dict(self.arenas),
-            self._copies,
-            self._spill,
-            instrumentation=self.instrumentation,
-        )
+        arenas, hooks = dict(self.arenas), self.instrumentation
+        plans = self.memory.blocks
+        self._staging = Staging(plans.plans, arenas, self._copies, hooks)
+        stores, spill_at = list[TieredBlocks](), 0
+        for group, plan in plans.groups:
+            store = TieredBlocks(
+                [self.forms[layer] for layer in group.layers],
+                [self.shapes[layer].kv_heads for layer in group.layers],
+                plan,
+                self.plan.kv_placement,
+                arenas,
+                self._copies,
+                self._spill,
+                layers=group.layers,
+                staging=self._staging,
+                spill_at=spill_at,
+                instrumentation=hooks,
+            )
+            stores.append(store)
+            spill_at += plan.pool_bytes(DISK)
+        return stores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from qoff.errors import ArgumentError
@@ -20,7 +21,12 @@ from .executor import Executor
 class GpuExecutor(Executor):
     """A GPU with pinned host memory beside it; or the CPU in its place, for tests of its ops."""
 
-    blocks: DeviceBlocks
+    stores: Sequence[DeviceBlocks]
+
+    @property
+    def blocks(self) -> DeviceBlocks:
+        """Those of all layers."""
+        return self.stores[0]
 
     @property
     def kv_wait_s(self) -> float:
@@ -56,9 +62,9 @@ class GpuExecutor(Executor):
             self.plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded
         )
 
-    def _open_blocks(self) -> DeviceBlocks:
+    def _open_blocks(self) -> Sequence[DeviceBlocks]:
         assert self.memory.on_gpu is not None
-        return open_device_blocks(
+        blocks = open_device_blocks(
             self.forms,
             [shape.kv_heads for shape in self.shapes],
             self.memory.on_gpu,
@@ -70,6 +76,7 @@ class GpuExecutor(Executor):
             instrumentation=self.instrumentation,
             new_queue=self._new_queue,
         )
+        return [blocks]
 
     def _new_queue(self, *arguments: Any) -> WriteBackQueue:
         return WriteBackQueue(*arguments)

@@ -42,7 +42,7 @@ class ModuleExecutor(CpuExecutor):
             sinks=quant.sinks if self.shapes else 0,
             attention_top=quant.attention_top,
             values_rotated=quant.values_rotated,
-            store=self.blocks,
+            stores=self._stores_of(),
             workspace=self._recent_workspace,
             states=states,
         )

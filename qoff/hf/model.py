@@ -164,7 +164,10 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
                 found[wanted[:, 1].to(found.device)] = logits
         except BaseException:  # a retry reads the prompt from its beginning
             done = [now - was for now, was in zip(cache.tokens.lengths, before, strict=True)]
-            cache.tokens.forget_each(done)
+            if cache.tokens.can_forget(done):
+                cache.tokens.forget_each(done)
+            else:
+                cache.tokens.lose()
             raise
         return found
 

@@ -128,9 +128,17 @@ class KVCache(ABC):
         """Forget the newest `tokens` tokens of each sequence, or all it has."""
         self.forget_each([tokens] * self.sequences)
 
+    def lose(self) -> None:  # noqa: B027 - most can always forget
+        """What is remembered is of no use; passes are refused until all of it is forgotten."""
+
+    def can_forget(self, tokens: Sequence[int]) -> bool:
+        """Whether what is left without the newest `tokens[i]` tokens of sequence i is all there."""
+        return True
+
     @abstractmethod
     def forget_each(self, tokens: Sequence[int]) -> None:
         """Forget the newest `tokens[i]` tokens of sequence i, or all it has.
 
-        Raises ArgumentError where a cache can only forget as many of every sequence.
+        Raises ArgumentError where a cache can only forget as many of every sequence, and where
+        it has not kept what is needed then (`can_forget`).
         """

@@ -12,7 +12,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged
 
 from .base import CachePass, KVCache
-from .store.base import Blocks
+from .groups import GroupBlocks, NewBlocks
 
 
 class SlotPass(CachePass):
@@ -22,20 +22,26 @@ class SlotPass(CachePass):
         self._cache: SlotCache = proxy(cache)  # which may keep the pass when it has ended
         self.ragged = ragged
         self._slots = range(cache.sequences) if slots is None else slots
-        self._new: dict[int, list[int]] = {}  # blocks that it fills, by slot of the cache
+        # Blocks that it fills, of each group of layers, by slot of the cache.
+        self._new: list[dict[int, NewBlocks]] = [{} for _ in cache.groups]
 
     def end(self) -> None:
-        for slot, blocks in self._new.items():
-            self._cache.blocks[slot] += blocks
-        self._new = {}
+        cache = self._cache
+        for group, new in zip(cache.groups, self._new, strict=True):
+            for slot, blocks in new.items():
+                group.add(slot, blocks)
+            new.clear()
         for span in self.ragged.spans:
-            self._cache.lengths[self._slots[span.slot]] += span.count
-        self._cache.over(self)
+            slot = self._slots[span.slot]
+            cache.lengths[slot] += span.count
+            cache.free(slot)
+        cache.over(self)
 
     def abandon(self) -> None:
-        for blocks in self._new.values():
-            self._cache.store.release(blocks)
-        self._new = {}
+        for group, new in zip(self._cache.groups, self._new, strict=True):
+            for blocks in new.values():
+                group.store.release(blocks.kept)
+            new.clear()
         self._cache.over(self)
 
     @property
@@ -47,19 +53,20 @@ class SlotPass(CachePass):
 class SlotCache(KVCache):
     """Sequences in slots, each with packed blocks and recent tokens that are not packed.
 
-    The newest `window` tokens are never packed, nor are the oldest `sinks`. blocks: of each
-    sequence, oldest first. expected: how many each will have, as far as known.
+    The newest `window` tokens are never packed, nor are the oldest `sinks`. groups: of layers, each
+    with its blocks, of which those that none of the layers will read are free. expected: how many
+    each sequence will have, as far as known.
     """
 
-    store: Blocks
+    groups: Sequence[GroupBlocks]
     equal_prompts: bool = False  # whether a pass may read prompts of one length only, and whole
 
     def __init__(self, sequences: int, window: int, sinks: int = 0, expected: int = 0) -> None:
         self.window, self.sinks = window, sinks
         self.lengths = [0] * sequences
-        self.blocks: list[list[int]] = [[] for _ in range(sequences)]
         self.expected = [expected] * sequences
         self._pass: SlotPass | None = None  # under way, of `begin`
+        self._lost = False
 
     @abstractmethod
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> SlotPass:
@@ -70,8 +77,18 @@ class SlotCache(KVCache):
         """Give a slot the tokens of another one that are not packed."""
 
     @abstractmethod
-    def unpack(self, slot: int, block: int, tokens: int) -> None:
-        """Make the first `tokens` tokens of a block, a sequence's last, recent ones."""
+    def unpack(self, slot: int, place: int, tokens: int) -> None:
+        """Make the first `tokens` tokens of the blocks at a place recent ones, the last there."""
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """Of each sequence, oldest first; of layers that keep all of them, if there are any."""
+        return self.groups[0].blocks
+
+    def free(self, slot: int) -> None:
+        """Give back the blocks of a sequence that it will not read."""
+        for group in self.groups:
+            group.free(slot, self.lengths[slot])
 
     @property
     def packed(self) -> list[int]:
@@ -85,25 +102,30 @@ class SlotCache(KVCache):
 
     def bytes_for(self, tokens: int) -> int:
         """As `KVCache.bytes_for`, the packed blocks alone."""
-        return self.store.bytes_for(self._blocks_for(tokens))
+        return sum(group.store.bytes_for(self._most(group, tokens)) for group in self.groups)
 
     def reserve(self, tokens: int) -> None:
         self.ended = None  # its jobs know where blocks were
-        self.store.reserve(self._blocks_for(tokens))
+        for group in self.groups:
+            group.store.reserve(self._most(group, tokens))
 
-    def _blocks_for(self, tokens: int) -> int:
-        return self.sequences * self.blocks_of(tokens, self.window, self.sinks)
+    def _most(self, group: GroupBlocks, tokens: int) -> int:
+        """The most blocks of a group, with those that a pass makes beside those that it reads."""
+        most = self.blocks_of(tokens, self.window, self.sinks)
+        if group.group.reach:
+            most = min(most, 2 * group.group.blocks_at_once(tokens, self.window))
+        return self.sequences * most
 
     def begin(self, ragged: Ragged) -> CachePass:
         """As `KVCache.begin`. A pass that has not ended is given back.
 
         Raises ArgumentError where that one has written over what there was.
         """
+        if self._lost or (self._pass is not None and self._pass.spoils):
+            raise ArgumentError(
+                "the last forward pass on this KV cache ended half-way through; use a new cache"
+            )
         if self._pass is not None:
-            if self._pass.spoils:
-                raise ArgumentError(
-                    "the last forward pass on this KV cache ended half-way through; use a new cache"
-                )
             self._pass.abandon()
         started = self.start(ragged)
         self.begun(started)
@@ -120,7 +142,7 @@ class SlotCache(KVCache):
 
     def room(self, slot: int) -> int:
         """How many tokens a sequence gets before one completes a block."""
-        unpacked = self.lengths[slot] - BLOCK_TOKENS * len(self.blocks[slot])
+        unpacked = self.lengths[slot] - self.packed[slot]
         return self.sinks + self.window + BLOCK_TOKENS - 1 - unpacked
 
     def subset(self, slots: Sequence[int]) -> SlotSubset:
@@ -133,10 +155,8 @@ class SlotCache(KVCache):
     def select(self, sequences: Sequence[int]) -> None:
         self.ended = None
         kept = list(sequences)
-        blocks = [list(self.blocks[i]) for i in kept]
-        self.store.share(block for row in blocks for block in row)
-        self.store.release(block for row in self.blocks for block in row)
-        self.blocks = blocks
+        for group in self.groups:
+            group.select(kept)
         self.lengths = [self.lengths[i] for i in kept]
         self.expected = [self.expected[i] for i in kept]
 
@@ -144,39 +164,58 @@ class SlotCache(KVCache):
         """Let an empty slot remember what another one does."""
         assert not self.lengths[target]
         self.ended = None
-        self.store.share(self.blocks[source])
-        self.blocks[target] = list(self.blocks[source])
+        for group in self.groups:
+            group.copy(source, target)
         self.lengths[target] = self.lengths[source]
         self.copy_recent(source, target)
 
     def adopt(self, slot: int, blocks: Sequence[int]) -> None:
-        """Let an empty slot begin with blocks of other sequences; needs `sinks` of 0."""
+        """Let an empty slot begin with blocks of other sequences; needs `sinks` of 0, one group."""
+        (group,) = self.groups
         assert not self.lengths[slot]
         assert not self.sinks
+        assert not group.group.reach
         self.ended = None
-        self.store.share(blocks)
-        self.blocks[slot] = list(blocks)
+        group.store.share(blocks)
+        group.blocks[slot] = list(blocks)
         self.lengths[slot] = BLOCK_TOKENS * len(blocks)
 
     def reset(self, slot: int, expected_tokens: int = 0) -> None:
         """Forget one sequence; the next in its slot will have so many tokens."""
         self.ended = None
-        self.store.release(self.blocks[slot])
-        self.blocks[slot] = []
+        for group in self.groups:
+            group.shorten(slot, 0)
         self.lengths[slot] = 0
         self.expected[slot] = self.blocks_of(expected_tokens, self.window, self.sinks)
 
+    def lose(self) -> None:
+        self._lost = True
+
+    def can_forget(self, tokens: Sequence[int]) -> bool:
+        for slot, (length, count) in enumerate(zip(self.lengths, tokens, strict=True)):
+            left = length - count
+            if count and left > 0:
+                for group in self.groups:
+                    if not group.group.readable(group.freed[slot], left):
+                        return False
+        return True
+
     def forget_each(self, tokens: Sequence[int]) -> None:
         self.ended = None
+        if not self.can_forget(tokens):
+            raise ArgumentError(
+                f"layers with a sliding window have only their newest tokens: {max(tokens)} tokens "
+                "cannot be forgotten; start with an empty cache"
+            )
         for slot, (length, count) in enumerate(zip(self.lengths, tokens, strict=True)):
             left = max(0, length - count)
             kept, rest = divmod(max(0, left - self.sinks), BLOCK_TOKENS)
-            dropped = self.blocks[slot][kept:]
-            if dropped and rest:
-                self.unpack(slot, dropped[0], rest)
-            self.store.release(dropped)
-            del self.blocks[slot][kept:]
+            if rest and kept < len(self.blocks[slot]):
+                self.unpack(slot, kept, rest)
+            for group in self.groups:
+                group.shorten(slot, kept)
             self.lengths[slot] = left
+        self._lost = self._lost and any(self.lengths)
 
 
 @dataclass(frozen=True)

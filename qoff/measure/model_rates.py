@@ -113,7 +113,8 @@ def rates(
     Cases that follow each other with the same depth and number of sequences share one cache, which
     is filled once and goes back after each repetition. A packed cache packs no token twice, so it
     goes back to blocks of some tokens that would still be in its window. Models that run through
-    transformers' modules, whose states may not go back, fill a new one each time. Where the setup
+    transformers' modules, whose states may not go back, and those with sliding windows that are
+    shorter than a repetition fill a new one each time. Where the setup
     bounds memory, prompts without room for one pass are read in pieces, as `qoff.load` does. done:
     called after each repetition, warm-ups too. options: more for `open_runtime`, whose errors it
     raises; BudgetError also where there is no memory for the cache.
@@ -181,10 +182,13 @@ class Sequences:
         rows = self.tokens.sequences
         return self._budget.admit(self, longest + 1, [count] * rows, rows)
 
-    def forget(self, tokens: int) -> None:
-        """Go back by so many tokens."""
+    def forget(self, tokens: int) -> bool:
+        """Go back by so many tokens, if what is needed then is there."""
+        if not self.tokens.can_forget([tokens] * self.tokens.sequences):
+            return False
         self.tokens.forget(tokens)
         self.length -= tokens
+        return True
 
 
 class _Start:
@@ -199,8 +203,8 @@ class _Start:
         """The sequences, as deep as at the start, with nothing under way."""
         depth = self._longest.depth
         if self._sequences is not None and not self._anew:
-            self._sequences.forget(self._sequences.length - depth)
-            return self._sequences
+            if self._sequences.forget(self._sequences.length - depth):
+                return self._sequences
         self._sequences = None  # before there is another one
         case, runtime = self._longest, self._runtime
         _check_machine(runtime, case)

@@ -7,6 +7,7 @@ computed for many plans at a time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
+from qoff.kvcache.groups import LayerGroup, layer_groups
 from qoff.memory.arena import PAGE, round_up
 
 from .mixture import Array, Mixture, Moves
@@ -38,6 +40,7 @@ class CostModel:
     """What rounds of a model cost on a machine.
 
     activation_bytes: of a number of the hidden states. activation_bits: that matmuls round to.
+    frees: whether blocks behind the windows of their layers are free, see `Plan.frees`.
     """
 
     sizes: ModelSizes
@@ -46,6 +49,7 @@ class CostModel:
     kv: KVQuant
     activation_bytes: int
     activation_bits: int = 16
+    frees: bool = True
 
     @cached_property
     def units(self) -> int:
@@ -65,15 +69,47 @@ class CostModel:
         """Bytes of the weights that a pass computes with."""
         return sum(self.sizes.layer_bytes) + self.sizes.head_bytes
 
-    @cached_property
-    def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
-        return sum(self._records)
+    def kv_bytes(self, blocks: int) -> int:
+        """Bytes of the packed blocks of a sequence that has this many, those that are free aside.
+
+        At its end, when it is as long as the workload has them.
+        """
+        found = 0
+        for group in self._groups:
+            most = blocks
+            if group.reach and self.frees:
+                at_once = group.blocks_at_once(self.workload.context, self.kv.window)
+                most = min(blocks, at_once)
+            found += most * sum(self._records[layer] for layer in group.layers)
+        return found
+
+    def _block_bytes(self, seen: Sequence[Array], on_disk: bool = False) -> Array:
+        """Bytes of a block in all layers. seen: the part of the blocks of each group that count.
+
+        on_disk: where those of each group begin at pages.
+        """
+        each = [[self._records[layer] for layer in group.layers] for group in self._groups]
+        if on_disk and self.frees:
+            each = [[round_up(max(records), PAGE)] * len(records) for records in each]
+        elif on_disk:
+            each = [[round_up(max(self._records), PAGE)] * len(records) for records in each]
+        found: Array = np.sum([sum(r) * part for r, part in zip(each, seen, strict=True)], axis=0)
+        return found
+
+    def _seen(self, tokens: Array) -> list[Array]:
+        """The part of so many packed tokens that the layers of each group attend to."""
+        found = list[Array]()
+        recent = self.kv.window + BLOCK_TOKENS / 2
+        for group in self._groups:
+            reach = float(group.reach) if group.reach >= 0 else -group.reach / 2  # half a chunk
+            packed = max(0.0, reach - recent) + BLOCK_TOKENS  # of whole blocks
+            part = np.minimum(1.0, packed / np.maximum(1.0, tokens))
+            found.append(part if group.reach else np.ones_like(part))
+        return found
 
     @cached_property
-    def disk_block_bytes(self) -> int:
-        """The same on disk, where each layer's begins at a page."""
-        return len(self._records) * round_up(max(self._records), PAGE)
+    def _groups(self) -> tuple[LayerGroup, ...]:
+        return layer_groups(self.sizes.shapes, 0, self.workload.context)
 
     @cached_property
     def _records(self) -> list[int]:
@@ -118,7 +154,11 @@ class CostModel:
         seconds = seconds + active * unpacked * self.activation_bytes * each
         new = active / BLOCK_TOKENS  # blocks of a round
         hidden = active * spec.hidden_size * self.activation_bytes
-        return self._phase(c, rounds, seconds, queries, past, blocks, new, hidden, passes, rows)
+        made = np.ones_like(active)
+        past_ = np.full_like(active, past)
+        return self._phase(
+            c, rounds, seconds, queries, past_, blocks, new, made, hidden, passes, rows
+        )
 
     def prefill(self, c: Choices) -> Phase:
         """Rounds in which batches read pieces of prompts."""
@@ -141,7 +181,9 @@ class CostModel:
         new = read / BLOCK_TOKENS
         hidden = read * spec.hidden_size * self.activation_bytes
         past = past * BLOCK_TOKENS
-        return self._phase(c, rounds, seconds, queries, past, blocks, new, hidden, passes, piece)
+        return self._phase(
+            c, rounds, seconds, queries, past, blocks, new, own, hidden, passes, piece
+        )
 
     def _phase(
         self,
@@ -149,9 +191,10 @@ class CostModel:
         rounds: Array,
         seconds: Array,
         queries: Array,
-        past: Array | float,
+        past: Array,
         blocks: Array,
         new: Array,
+        made: Array,
         hidden: Array,
         passes: Array,
         rows: Array,
@@ -159,8 +202,8 @@ class CostModel:
         """The work of a round.
 
         seconds: of the device without attention to packed blocks. queries: of a KV head, past:
-        packed tokens of each sequence. blocks: that are attended to, new: that are made. hidden:
-        bytes of all hidden states.
+        packed tokens of each sequence. blocks: that are attended to, new: that are made, of `made`
+        tokens of a sequence. hidden: bytes of all hidden states.
         """
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
@@ -170,13 +213,17 @@ class CostModel:
             pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
         weights = self.weight_bytes * times
         requests = pieces * times
-        packed, packed_on_disk = self.block_bytes, self.disk_block_bytes
+        seen, kept = self._seen(past), self._seen(made)
+        if not self.frees:
+            seen, kept = ([np.ones_like(part) for part in parts] for parts in (seen, kept))
+        packed, packed_on_disk = self._block_bytes(seen), self._block_bytes(seen, on_disk=True)
+        new_packed, new_on_disk = self._block_bytes(kept), self._block_bytes(kept, on_disk=True)
         layers = self.sizes.spec.num_layers
         bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
         asked = np.zeros((len(c), 4, 1 + len(PLACED)))
         bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
         bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, passes * layers
-        bytes_[:, _WRITE, 4] = new * packed_on_disk
+        bytes_[:, _WRITE, 4] = new * new_on_disk
         asked[:, _WRITE, 4] = new * layers / 8
         bytes_[:, _IN, 1], asked[:, _IN, 1] = weights, requests
         if on_gpu:
@@ -184,7 +231,7 @@ class CostModel:
         moved = np.where(c.attends_on_cpu, 0.0, blocks * packed)
         bytes_[:, _IN, 3], bytes_[:, _IN, 4] = moved, moved
         asked[:, _IN, 3] = asked[:, _IN, 4] = np.where(c.attends_on_cpu, 0.0, passes * layers)
-        bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * packed
+        bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
         asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
         parked = np.where(c.activations > 0, hidden * self.units, 0.0)
         bytes_[:, _IN, 0] += parked
@@ -259,13 +306,17 @@ class CostModel:
             seconds = seconds + columns * (first + (passes - 1) * again)
         return seconds
 
-    def _attention(self, processor: Processor, queries: Array, past: Array | float) -> Array:
+    def _attention(self, processor: Processor, queries: Array, past: Array) -> Array:
         """Seconds to attend to a block of all layers; queries: of a KV head. past: tokens."""
-        heads = Counter[KVFormat]()
-        for shape, form in zip(self.sizes.shapes, self._forms, strict=True):
-            heads[form] += shape.kv_heads
-        tokens = np.maximum(BLOCK_TOKENS, past)
-        each = [n * processor.attention_s(form, queries, tokens) for form, n in heads.items()]
+        each = list[Array]()
+        for group, part in zip(self._groups, self._seen(past), strict=True):
+            heads = Counter[KVFormat]()
+            for layer in group.layers:
+                heads[self._forms[layer]] += self.sizes.shapes[layer].kv_heads
+            tokens = np.maximum(BLOCK_TOKENS, past * part)
+            each += [
+                part * n * processor.attention_s(form, queries, tokens) for form, n in heads.items()
+            ]
         seconds: Array = np.sum(each, axis=0)
         return seconds
 

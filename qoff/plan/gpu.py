@@ -20,7 +20,7 @@ from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
 from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
-from qoff.kvcache.store.tiered import BlockPlan
+from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.decoder import NO_LATENT_ON_GPU, embedded_bytes, logits_bytes
 from qoff.models.native.layer import layer_bytes
 from qoff.models.native.rope import table_bytes
@@ -81,7 +81,7 @@ def memory_on_gpu(
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for form in forms)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
-    return Memory(blocks.offloaded, purposes, blocks)
+    return Memory(BlockPlans(), purposes, blocks)
 
 
 def device_block_plan(

@@ -16,10 +16,11 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.sampling import rows_together, sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlan
+from qoff.kvcache.groups import LayerGroup, layer_groups, one_group
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement, Tier
+from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.kvcache.store.sparse import BlockBounds
-from qoff.kvcache.store.tiered import BlockPlan
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
 from qoff.models.native.decoder import logits_bytes, recorded_bytes
@@ -71,6 +72,7 @@ class Plan:
     slots: int = 2
     activation_bits: int = 16
     spill_folder: Path | None = None  # None: the system's folder for temporary files
+    forgets: int = 0  # newest tokens of a sequence that may be forgotten again, beside drafts
 
     def __post_init__(self) -> None:
         for name, least in _WHOLE.items():
@@ -104,20 +106,52 @@ class Plan:
         """Packed blocks of a sequence of `context` tokens."""
         return PackedCache.blocks_of(self.context, self.kv.window, self.kv.sinks)
 
-    def block_plan(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> BlockPlan:
-        """Sizes of the packed KV cache of all sequences."""
-        one = self.kv_placement.capacity(self.blocks_per_sequence)
-        sequences = self.batches * self.batch_size
+    @property
+    def frees(self) -> bool:
+        """Whether blocks that lie behind all windows of their layers are free on a CPU.
+
+        They are kept where other prompts may begin with them (`share_prefixes`), and where a token
+        attends to a part of the blocks. On a GPU all are kept.
+        """
+        return not self.share_prefixes and self.kv.attention_top == 1
+
+    def layer_groups(self, shapes: Sequence[HeadShape]) -> tuple[LayerGroup, ...]:
+        """The layers whose blocks come and go together on a CPU."""
+        if not self.frees:
+            return one_group(shapes)
+        return layer_groups(shapes, self.draft_tokens + self.forgets, self.context)
+
+    def block_plans(self, shapes: Sequence[HeadShape], forms: Sequence[KVFormat]) -> BlockPlans:
+        """Sizes of the packed KV cache of all sequences, for a CPU."""
+        groups = self.layer_groups(shapes)
+        return BlockPlans(
+            tuple((group, self._block_plan(group, shapes, forms)) for group in groups)
+        )
+
+    def _block_plan(
+        self, group: LayerGroup, shapes: Sequence[HeadShape], forms: Sequence[KVFormat]
+    ) -> BlockPlan:
+        """Sizes of the packed KV cache of a group's layers."""
+        size, window = self.batch_size, self.kv.window
+        most, made = self.blocks_per_sequence if group.layers else 0, 0
+        if group.reach:
+            most = min(most, group.blocks_at_once(self.context, window))
+            made = group.made_at_once(self.pass_tokens, size, window, self.context)
+        one = self.kv_placement.capacity(most)
+        more = {tier: self.batches * min(made, size * count) for tier, count in one.items()}
+        sequences = self.batches * size
         moved = one[DISK] if self.attends_on_cpu else one[DISK] + one[HOST]
+        kinds = [(shapes[layer].kv_heads, forms[layer]) for layer in group.layers]
         return BlockPlan(
-            tuple(h * form.nbytes for h, form in zip(kv_heads, forms, strict=True)),
-            {tier: count * sequences for tier, count in one.items()},
+            tuple(heads * form.nbytes for heads, form in kinds),
+            {tier: count * sequences + more[tier] for tier, count in one.items()},
             sequences,
-            self.batch_size * moved,
+            size * moved,
             self.attends_on_cpu,
-            tuple(BlockBounds.nbytes(form, h, 1) for h, form in zip(kv_heads, forms, strict=True))
+            tuple(BlockBounds.nbytes(form, heads, 1) for heads, form in kinds)
             if self.kv.attention_top < 1
             else (),
+            most if group.reach else 0,
         )
 
     @property
@@ -197,7 +231,7 @@ class Plan:
 _WHOLE = {  # and the least that each may be
     **dict.fromkeys(("batch_size", "batches", "context", "prefill_tokens", "slots"), 1),
     "activation_bits": 1,
-    "draft_tokens": 0,
+    **dict.fromkeys(("draft_tokens", "forgets"), 0),
 }
 _CHOICES = {
     "cpu_attention": ("auto", "always", "never"),
@@ -210,7 +244,7 @@ _CHOICES = {
 class Memory:
     """Bytes that a plan takes beside the weights, by tier and purpose."""
 
-    blocks: BlockPlan  # for a GPU, of those that are not on it
+    blocks: BlockPlans  # of a CPU
     purposes: dict[str, dict[str, int]]  # tier -> purpose -> bytes
     on_gpu: DeviceBlockPlan | None = None
 
@@ -228,7 +262,7 @@ class Memory:
         threads: that compute; None: those of this machine.
         """
         forms = plan.kv.packed_forms(shapes)
-        blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
+        blocks = plan.block_plans(shapes, forms)
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
         unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)

@@ -9,7 +9,6 @@ from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.host.recent import RecentTokens
 from qoff.kvcache.store.placement import DEVICE, TIERS
-from qoff.kvcache.store.tiered import BlockPlan
 from qoff.models.modules.decoder import ModuleDecoder
 
 from .manual import Memory, Plan, by_purpose
@@ -29,10 +28,7 @@ def memory_of_modules(
     """
     shapes = [*decoder.packed_shapes.values()]
     sequences = plan.batches * plan.batch_size
-    blocks = BlockPlan((), dict.fromkeys(TIERS, 0), sequences, 0, plan.attends_on_cpu)
-    if shapes:
-        forms = plan.kv.packed_forms(shapes)
-        blocks = plan.block_plan(forms, [shape.kv_heads for shape in shapes])
+    blocks = plan.block_plans(shapes, plan.kv.packed_forms(shapes))
     window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
     recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
     states = sum(layer.state_bytes for layer in layers)

@@ -61,7 +61,8 @@ def find_plan(
     sizes.spec.check_positions(workload.context)
     number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
     bits = template.activation_bits
-    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize, bits)
+    frees = template.frees and not machine.on_gpu
+    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize, bits, frees)
     cuda = machine.on_gpu and torch.cuda.is_available()
     place = torch.device("cuda") if cuda else torch.device("cpu")
     certifier = Certifier(cost, template, place, number)
@@ -192,7 +193,7 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
     one = certifier.memory_of(certifier.plan_of(choices.one(smallest(choices)[0])))
     unpacked = one.purposes[DEVICE]["recent KV"] * choices.batch_size * choices.batches
     blocks = PackedCache.blocks_of(cost.workload.context, cost.kv.window, cost.kv.sinks)
-    kv = cost.block_bytes * blocks * choices.batch_size * choices.batches
+    kv = cost.kv_bytes(blocks) * choices.batch_size * choices.batches
     usable = cost.machine.usable
     nbytes = np.stack([np.full_like(kv, cost.weight_bytes)] * 2 + [kv] * 2, -1)
     room = usable[DEVICE] - unpacked

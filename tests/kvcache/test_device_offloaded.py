@@ -24,8 +24,9 @@ from qoff.kvcache.device.blocks import DeviceBlocks, offloaded_blocks
 from qoff.kvcache.device.write_back import WriteBackBuffer, WriteBackQueue
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.store.plan import BlockPlan
 from qoff.kvcache.store.pool import BlockPool
-from qoff.kvcache.store.tiered import BlockPlan, TieredBlocks
+from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import Arena
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.disk import DiskReader

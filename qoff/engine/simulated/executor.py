@@ -98,7 +98,8 @@ class _Simulated(Executor):
             packing=ops.PACKING,
             instrumentation=hooks,
         )
-        if isinstance(self.blocks, TieredBlocks) and self.blocks.plan.ring_blocks:
+        plans = [blocks.plan for blocks in self.stores if isinstance(blocks, TieredBlocks)]
+        if any(plan.ring_blocks for plan in plans):
             ops.step_s = STEP_CALLS * machine.profile.device.call_s
 
     def _new_reader(self) -> DiskReader:
@@ -131,11 +132,12 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
         cores = self.machine.profile.cores
         return Memory.of(self.plan, self.spec, self.shapes, tiled, cores)
 
-    def _open_blocks(self) -> TieredBlocks:
-        blocks = super()._open_blocks()
-        if blocks.bounds is not None:
-            blocks.bounds.virtual = True
-        return blocks
+    def _open_blocks(self) -> Sequence[TieredBlocks]:
+        stores = super()._open_blocks()
+        for blocks in stores:
+            if blocks.bounds is not None:
+                blocks.bounds.virtual = True
+        return stores
 
 
 class _SimulatedGpu(_Simulated, GpuExecutor):

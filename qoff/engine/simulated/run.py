@@ -183,13 +183,13 @@ def _remember(cache: SlotCache, slot: int, tokens: int, expected: int) -> None:
     cache.reset(slot, expected)
     assert isinstance(cache, PackedCache | DeviceCache)
     count = cache.blocks_of(tokens, cache.window, cache.sinks)
-    owner = cache.first_owner + slot
-    blocks = cache.store.allocate(range(count), cache.expected[slot], owner)
-    if isinstance(cache, DeviceCache):  # whose tables are told
-        cache.adopt(slot, blocks)
-        cache.store.release(blocks)
-    else:
-        cache.blocks[slot] = blocks
+    for group in cache.groups:
+        made = group.make(slot, count, tokens, cache.expected[slot])
+        if isinstance(cache, DeviceCache):  # whose tables are told
+            cache.adopt(slot, made.numbers)
+            group.store.release(made.numbers)
+        else:
+            group.add(slot, made)
     cache.lengths[slot] = tokens
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from qoff.kernels.layout.layer_cache import PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kernels.upload import on_device
+from qoff.kvcache.groups import GroupBlocks, NewBlocks, one_group
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockView
 from qoff.kvcache.store.placement import DEVICE
@@ -62,7 +63,7 @@ class DeviceCache(SlotCache):
             kv_heads, count = [shape.kv_heads for shape in shapes], sum(self.expected)
             store = DeviceBlocks(forms, BlockPool.growing(DEVICE, forms, kv_heads, count, device))
         self.store = store
-        self.first_owner = store.claim(sequences)
+        self.groups = [GroupBlocks(one_group(shapes)[0], store, sequences)]
         self.tables = DeviceTables(sequences, device)
         self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
@@ -119,8 +120,8 @@ class DeviceCache(SlotCache):
         for ring in (*self.recent_k, *self.recent_v):
             ring[target] = ring[source]
 
-    def unpack(self, slot: int, block: int, tokens: int) -> None:
-        first = BLOCK_TOKENS * self.blocks[slot].index(block)
+    def unpack(self, slot: int, place: int, tokens: int) -> None:
+        first, block = BLOCK_TOKENS * place, self.blocks[slot][place]
         places = torch.arange(first, first + tokens, device=self.store.device) % self.ring
         for layer, form in enumerate(self.store.forms):
             k, v = dequantize_blocks(self.store.read(layer, block), form)
@@ -142,6 +143,7 @@ class DeviceCachePass(SlotPass):
         super().__init__(cache, ragged, None)
         self._steady = cache.steady and slots is None
         self._packed = cache.packed
+        (self._made,) = self._new  # of all layers
         self._opened: dict[int, DeviceLayerCache] = {}
         self._write_backs: dict[int, WriteBack] = {}
         # What brings the offloaded blocks: to where the CPU attends to them, or to the device.
@@ -159,11 +161,10 @@ class DeviceCachePass(SlotPass):
             for span, tokens in zip(spans, unpacked, strict=True):
                 count = max(0, tokens - cache.window) // BLOCK_TOKENS
                 if count:
-                    self._new[span.slot] = self._allocate(span.slot, count)
-            self._new_offloaded = [
-                b for blocks in self._new.values() for b in offloaded_blocks(blocks)
-            ]
-            self._tell_tables()
+                    self._made[span.slot] = self._allocate(span.slot, count)
+            new = {slot: made.numbers for slot, made in self._made.items()}
+            self._new_offloaded = [b for blocks in new.values() for b in offloaded_blocks(blocks)]
+            self._tell_tables(new)
             rows: list[list[int]] = [[] for _ in range(cache.sequences)]
             for span in spans if cache.store.offloaded is not None else ():
                 rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
@@ -178,7 +179,7 @@ class DeviceCachePass(SlotPass):
                 spans,
                 ragged,
                 packed=self._packed,
-                new=self._new,
+                new=new,
                 resident_from=resident_from,
                 offloads=cache.store.offloaded is not None,
                 steady=self._steady,
@@ -272,17 +273,18 @@ class DeviceCachePass(SlotPass):
         self._write_backs = {}
         super().abandon()
 
-    def _allocate(self, slot: int, count: int) -> list[int]:
+    def _allocate(self, slot: int, count: int) -> NewBlocks:
         """New blocks of a slot; offloaded ones only where none of its blocks is on the device."""
         cache, old = self._cache, len(self._cache.blocks[slot])
         on_device = old > 0 and cache.blocks[slot][-1] >= 0
-        indices, owner = range(old, old + count), cache.first_owner + slot
-        return cache.store.allocate(indices, cache.expected[slot], owner, on_device)
+        indices, owner = range(old, old + count), cache.groups[0].first_owner + slot
+        numbers = cache.store.allocate(indices, cache.expected[slot], owner, on_device)
+        return NewBlocks(old, numbers, 0)
 
-    def _tell_tables(self) -> None:
+    def _tell_tables(self, new: Mapping[int, Sequence[int]]) -> None:
         """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""
         place = 0
-        for slot, blocks in self._new.items():
+        for slot, blocks in new.items():
             count = len(offloaded_blocks(blocks))
             numbers = [*range(place, place + count), *blocks[count:]]
             self._cache.tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)

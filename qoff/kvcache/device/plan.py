@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
-from qoff.kvcache.store.tiered import BlockPlan
+from qoff.kvcache.store.plan import BlockPlan
 from qoff.memory.arena import PAGE, round_up
 
 from .write_back import WRITE_BACK_BUFFERS

@@ -88,6 +88,12 @@ class MixedCache(KVCache):
             part.select(sequences)
         self.lengths = list(self.plain.lengths)
 
+    def lose(self) -> None:
+        self.packed.lose()
+
+    def can_forget(self, tokens: Sequence[int]) -> bool:
+        return self.packed.can_forget(tokens)
+
     def forget_each(self, tokens: Sequence[int]) -> None:
         self.ended = None
         for part in self._parts:

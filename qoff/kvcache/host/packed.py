@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -16,8 +16,16 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
+from qoff.kvcache.groups import (
+    FORGETTABLE,
+    GroupBlocks,
+    LayerGroup,
+    by_layer,
+    layer_groups,
+    one_group,
+)
 from qoff.kvcache.slots import SlotCache, SlotPass
-from qoff.kvcache.store.base import BlockStore, GrowingBlocks
+from qoff.kvcache.store.base import BlockStore, BlockView, GrowingBlocks
 
 from .recent import RecentTokens, RecentWorkspace
 
@@ -28,13 +36,13 @@ class PackedCache(SlotCache):
     shapes, forms: per layer. window: so many of the newest tokens are never packed, nor are the
     oldest `sinks`, a multiple of 16. A block is packed when 64 tokens have left the window, once
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
-    their blocks. attention_top: see `LayerCache.top`. store: where blocks lie, by default memory
-    that grows. workspace: for passes of many tokens, shared with other caches; None: each pass has
+    their blocks. attention_top: see `LayerCache.top`. store: where all blocks lie, which are kept.
+    stores: of groups of layers instead. By default both are memory that grows, groups are those of
+    the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; attention to a part
+    of the blocks keeps them all. workspace: for passes of many tokens, shared with other caches; None: each pass has
     its own. values_rotated: see `LayerCache`. Raises ArgumentError for `sinks` with layers that
     attend to a sliding window.
     """
-
-    store: BlockStore
 
     def __init__(
         self,
@@ -47,6 +55,7 @@ class PackedCache(SlotCache):
         attention_top: float = 1.0,
         values_rotated: bool = False,
         store: BlockStore | None = None,
+        stores: Mapping[LayerGroup, BlockStore] | None = None,
         workspace: RecentWorkspace | None = None,
     ) -> None:
         if sinks % KEYS_PER_VECTOR or sinks < 0:
@@ -57,8 +66,20 @@ class PackedCache(SlotCache):
         self.shapes = tuple(shapes)
         self.attention_top = attention_top
         self.values_rotated = values_rotated
-        self.store = store or GrowingBlocks(forms, [shape.kv_heads for shape in shapes])
-        self.first_owner = self.store.claim(sequences)
+        if store is not None:
+            stores = {one_group(shapes)[0]: store}
+        elif stores is None:
+            frees = attention_top == 1
+            stores = {
+                group: GrowingBlocks(
+                    [forms[i] for i in group.layers], [shapes[i].kv_heads for i in group.layers]
+                )
+                for group in (layer_groups(shapes, FORGETTABLE) if frees else one_group(shapes))
+            }
+        self.forms = tuple(forms)
+        self.stores = list(stores.values())
+        self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]
+        self.place = by_layer(self.groups)
         self.workspace = workspace
         self.steady = SteadyMemory()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
@@ -70,7 +91,12 @@ class PackedCache(SlotCache):
 
     @property
     def nbytes(self) -> int:
-        return self.store.nbytes + self.recent.nbytes
+        return sum(store.nbytes for store in self.stores) + self.recent.nbytes
+
+    @property
+    def store(self) -> BlockStore:
+        """Of the first group of layers."""
+        return self.stores[0]
 
     def bytes_for(self, tokens: int) -> int:
         copied = max(t.nbytes for t in self.recent.keys)  # where sequences move to other rows
@@ -88,9 +114,11 @@ class PackedCache(SlotCache):
             for tensor in tensors:
                 tensor[target] = tensor[source]
 
-    def unpack(self, slot: int, block: int, tokens: int) -> None:
-        for layer, form in enumerate(self.store.forms):
-            k, v = dequantize_blocks(self.store.read(layer, block), form)
+    def unpack(self, slot: int, place: int, tokens: int) -> None:
+        for layer, form in enumerate(self.forms):
+            number, inner = self.place[layer]
+            block = self.groups[number].blocks[slot][place]
+            k, v = dequantize_blocks(self.stores[number].read(inner, block), form)
             if self.values_rotated and not form.latent:
                 v = rotate_values(v, back=True)
             self.recent.write(layer, slot, self.sinks, k, v)
@@ -108,8 +136,8 @@ class PackedPass(SlotPass):
     def __init__(self, cache: PackedCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
         memory = cache.steady if slots is None and ragged.is_decode else None
         super().__init__(cache, ragged if memory is None else ragged.kept_in(memory), slots)
-        rows = [cache.blocks[slot] for slot in self._slots]
-        self._packed = [BLOCK_TOKENS * len(blocks) for blocks in rows]
+        packed = cache.packed
+        self._packed = [packed[slot] for slot in self._slots]
         self._places = ragged.positions - torch.tensor(self._packed)[ragged.slots]
         if memory is not None:
             self._places = memory.put("places", self._places)
@@ -121,22 +149,39 @@ class PackedPass(SlotPass):
         self._workspace = cache.workspace or RecentWorkspace()
         self._closed = 0  # layers whose unpacked tokens are those after the pass
         sparse = cache.attention_top < 1 and ragged.is_decode
-        self._view = cache.store.view(rows, self.ragged, cache.sinks, memory, sparse)
+        for span in ragged.spans:
+            cache.free(self._slots[span.slot])
+        self._views = [
+            store.view(
+                [group.blocks[slot] for slot in self._slots],
+                self.ragged,
+                cache.sinks,
+                None if memory is None else group.memory,
+                sparse,
+                [group.freed[slot] for slot in self._slots],
+            )
+            for store, group in zip(cache.stores, cache.groups, strict=True)
+        ]
+        self._completed = dict[int, int]()  # blocks of a slot
         try:
-            for place, tokens in self._unpacked.items():
+            for span in ragged.spans:
+                tokens = self._unpacked[span.slot]
                 count = cache.blocks_of(tokens, cache.window, cache.sinks)
                 if count:
-                    slot, old = self._slots[place], len(rows[place])
-                    places = range(old, old + count)
-                    owner = cache.first_owner + slot
-                    self._new[slot] = cache.store.allocate(places, cache.expected[slot], owner)
+                    slot = self._slots[span.slot]
+                    self._completed[slot] = count
+                    expected, length = cache.expected[slot], span.past + span.count
+                    for group, new in zip(cache.groups, self._new, strict=True):
+                        new[slot] = group.make(slot, count, length, expected)
         except BaseException:
             self.abandon()
             raise
         # What kernels are told of blocks, beside values in memory; None where that is not all.
-        steady = memory is not None and not self._apart and not self._view.chooses
-        self._told = self._view.told() if steady else None
-        self._completes = bool(self._new)  # blocks
+        chooses = any(view.chooses for view in self._views)
+        steady = memory is not None and not self._apart and not chooses
+        self._told: tuple[tuple[int, ...], ...] | None = None
+        if steady:
+            self._told = tuple(view.told() for view in self._views)
 
     def replay_key(self) -> Hashable | None:
         if self._told is None:
@@ -148,15 +193,18 @@ class PackedPass(SlotPass):
 
     @property
     def moves(self) -> bool:
-        return self._view.moves
+        return any(view.moves for view in self._views)
 
     def arrive(self, layer: int) -> Hashable:
-        return self._view.arrive(layer)
+        view, inner = self._of(layer)
+        return view.arrive(inner)
 
     def prefetch(self, layer: int) -> None:
-        self._view.prefetch(layer)
+        view, inner = self._of(layer)
+        view.prefetch(inner)
 
     def open(self, layer: int) -> LayerCache:
+        view, inner = self._of(layer)
         keys, values = self._tokens(layer)
         if self._apart:
             self._copy_recent(layer, keys, values)
@@ -165,25 +213,26 @@ class PackedPass(SlotPass):
             values,
             self._places,
             self._longest,
-            self._view.open(layer),
+            view.open(inner),
             top=self._cache.attention_top,
             values_rotated=self._cache.values_rotated,
         )
 
     def close(self, layer: int) -> None:
         """Let go of the packed tokens; leave the unpacked ones of a workspace in the cache."""
-        self._view.close(layer)
+        view, inner = self._of(layer)
+        view.close(inner)
         if self._apart:
             self._pack(layer)
             self._closed += 1
 
     def end(self) -> None:
         """Pack what is complete; without a workspace no unpacked token has moved so far."""
-        if not self._apart and self._new:
+        if not self._apart and self._completed:
             for layer in range(len(self._cache.shapes)):
                 self._pack(layer)
         super().end()
-        if self._told is not None and not self._completes and not self._view.moves:
+        if self._told is not None and not self._completed and not self.moves:
             self._cache.ended = self
 
     def steps_ahead(self, ragged: Ragged) -> int:
@@ -194,7 +243,8 @@ class PackedPass(SlotPass):
         return min(completes - longest, -longest % RUN_TOKENS)
 
     def counters(self) -> list[Tensor]:
-        return [self.ragged.positions, self._places, *self._view.counters()]
+        counters = [number for view in self._views for number in view.counters()]
+        return [self.ragged.positions, self._places, *counters]
 
     def advance(self, steps: int) -> None:
         self._cache.lengthen(self.ragged, steps)
@@ -205,8 +255,14 @@ class PackedPass(SlotPass):
         return self._closed > 0
 
     def abandon(self) -> None:
-        self._view.abandon()
+        for view in self._views:
+            view.abandon()
         super().abandon()
+
+    def _of(self, layer: int) -> tuple[BlockView, int]:
+        """The blocks of a layer's group, and its place there."""
+        number, inner = self._cache.place[layer]
+        return self._views[number], inner
 
     def _tokens(self, layer: int) -> tuple[Tensor, Tensor]:
         cache = self._cache
@@ -226,14 +282,16 @@ class PackedPass(SlotPass):
     def _pack(self, layer: int) -> None:
         """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""
         cache, tokens = self._cache, self._tokens(layer)
+        number, inner = cache.place[layer]
+        origins = self._origins[number]
 
         def fill(places: Sequence[int], records: Sequence[Tensor]) -> None:
             # A store writes them in an order of its own.
-            self._pack_blocks(layer, tokens, self._origins[list(places)], records)
+            self._pack_blocks(layer, tokens, origins[list(places)], records)
 
-        if self._new:
-            blocks = [block for blocks in self._new.values() for block in blocks]
-            cache.store.fill(layer, blocks, fill)
+        kept = [block for new in self._new[number].values() for block in new.kept]
+        if kept:
+            cache.stores[number].fill(inner, kept, fill)
         if len(self._moves):
             recent = cache.recent
             self._move_tokens(tokens, (recent.keys[layer], recent.values[layer]))
@@ -244,7 +302,7 @@ class PackedPass(SlotPass):
         from qoff.kernels.cpu.packed_attention.pack import pack_blocks
 
         cache = self._cache
-        form = cache.store.forms[layer]
+        form = cache.forms[layer]
         pack_blocks(*tokens, form, origins, records, rotated=cache.values_rotated)
 
     def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:
@@ -253,15 +311,18 @@ class PackedPass(SlotPass):
         move_tokens(tokens, to, self._moves)
 
     @cached_property
-    def _origins(self) -> Tensor:
-        """Where the tokens of each new block are, as `pack_blocks` is told."""
-        first = self._cache.sinks
-        rows = [
-            (slot, first + BLOCK_TOKENS * i, first + self._packed[slot] + i == 0)
-            for slot in self._unpacked
-            for i in range(len(self._new.get(self._slots[slot], ())))
-        ]
-        return torch.tensor(rows, dtype=torch.int64)
+    def _origins(self) -> list[Tensor]:
+        """Where the tokens of each group's new blocks are, as `pack_blocks` is told."""
+        first, found = self._cache.sinks, list[Tensor]()
+        for new in self._new:
+            rows = [
+                (place, first + BLOCK_TOKENS * i, first + self._packed[place] + i == 0)
+                for place in self._unpacked
+                if (made := new.get(self._slots[place])) is not None
+                for i in range(made.skipped, len(made.numbers))
+            ]
+            found.append(torch.tensor(rows, dtype=torch.int64))
+        return found
 
     @cached_property
     def _moves(self) -> Tensor:
@@ -269,7 +330,7 @@ class PackedPass(SlotPass):
         first, rows = self._cache.sinks, []
         for slot, tokens in self._unpacked.items():
             to = self._slots[slot]
-            blocks = len(self._new.get(to, ()))
+            blocks = self._completed.get(to, 0)
             done = first + BLOCK_TOKENS * blocks
             if self._apart and first:
                 rows.append((slot, 0, min(first, tokens), to, 0))

@@ -76,6 +76,10 @@ class Blocks(ABC):
         pool, number = self.place(block)
         return pool.users[number]
 
+    def stands_for(self, index: int, expected: int) -> int:
+        """The number of some block where the one at this place in a sequence would lie."""
+        return 0
+
     def share(self, blocks: Iterable[int]) -> None:
         """Count one user more of each block."""
         for pool, number in map(self.place, blocks):
@@ -128,10 +132,12 @@ class BlockStore(Blocks):
         first: int,
         memory: SteadyMemory | None = None,
         sparse: bool = False,
+        freed: Sequence[int] | None = None,
     ) -> BlockView:
         """The blocks of each slot of a forward pass; the oldest begins at position `first`.
 
         memory: where what is told of them lies. sparse: whether attention chooses some of them.
+        freed: of the oldest ones of each slot, which the pass does not see, so many are not there.
         """
 
 
@@ -172,8 +178,9 @@ class GrowingBlocks(BlockStore):
         first: int,
         memory: SteadyMemory | None = None,
         sparse: bool = False,
+        freed: Sequence[int] | None = None,
     ) -> BlockView:
-        return _GrowingView(self, rows, ragged, first, memory)
+        return _GrowingView(self, rows, ragged, first, memory, freed or [0] * len(rows))
 
 
 class _GrowingView(BlockView):
@@ -184,10 +191,11 @@ class _GrowingView(BlockView):
         ragged: Ragged,
         first: int,
         memory: SteadyMemory | None,
+        freed: Sequence[int],
     ) -> None:
         self._store = store
         self._table = None
-        if any(rows):
+        if any(len(row) > gone for row, gone in zip(rows, freed, strict=True)):
             self._table = block_table(rows, ragged, [first] * len(rows), memory, "blocks")
 
     def told(self) -> tuple[int, ...]:

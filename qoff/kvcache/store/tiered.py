@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -16,84 +15,28 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.steady import SteadyMemory
-from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
 from .base import BlockStore, BlockView, Fill, block_table, told
 from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
+from .plan import STAGE_BLOCKS, BlockPlan
 from .pool import BlockPool
-from .ring import BlockRing, CopyPlan, LayerFetches, Run, runs
+from .ring import CopyPlan, LayerFetches, Run, runs
 from .sparse import BlockBounds, ChosenBlocks, Numbers, Records, record_runs
+from .staging import Staging
 
-RING_SLOTS = 3  # two are filled while one is read
-_STAGE_BLOCKS = 8  # written to disk together at most
-_STAGES = 4
 _READ_THROUGH = 128 << 10  # bytes between two runs that take as long as another read
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """Sizes of a `TieredBlocks`.
-
-    record_bytes: of a block in each layer, all KV heads. blocks: of each tier, as many for each of
-    `sequences` sequences. ring_blocks: the most that a pass has to bring to the device.
-    attends_on_host: host blocks are attended where they are. bound_bytes: of each layer, what
-    `BlockBounds` has on the device of a block that is brought there; none for dense attention.
-    """
-
-    record_bytes: tuple[int, ...]
-    blocks: dict[str, int]
-    sequences: int
-    ring_blocks: int
-    attends_on_host: bool
-    bound_bytes: tuple[int, ...] = ()
-
-    @property
-    def bounded(self) -> int:
-        """How many blocks have bounds on the device, the first ones."""
-        moved = self.blocks[DISK] + (0 if self.attends_on_host else self.blocks[HOST])
-        return moved if self.bound_bytes else 0
-
-    @property
-    def stride(self) -> int:
-        """Bytes from block to block on disk and in the ring."""
-        return round_up(max(self.record_bytes, default=1), PAGE)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring."""
-        return self.ring_blocks * self.stride
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of memory on the way to disk."""
-        return _STAGES * _STAGE_BLOCKS * self.stride if self.blocks[DISK] else 0
-
-    def pool_bytes(self, tier: str) -> int:
-        """Bytes of the blocks of a tier, all layers."""
-        count = self.blocks[tier]
-        if tier == DISK:
-            return count * self.stride * len(self.record_bytes)
-        return sum(round_up(count * nbytes, PAGE) for nbytes in self.record_bytes)
-
-    def tier_bytes(self) -> dict[str, int]:
-        """Bytes by tier, all purposes together; the ring is on the device."""
-        ring = RING_SLOTS * self.slot_bytes
-        bounds = sum(round_up(self.bounded * nbytes, PAGE) for nbytes in self.bound_bytes)
-        return {
-            DEVICE: self.pool_bytes(DEVICE) + ring + bounds,
-            HOST: self.pool_bytes(HOST) + self.stage_bytes,
-            DISK: self.pool_bytes(DISK),
-        }
 
 
 class TieredBlocks(BlockStore):
     """Blocks of `plan` in two arenas and a file; `placement` says which of a sequence's lie where.
 
     Blocks on disk, and on the host unless the CPU attends to them there, are brought into a ring on
-    the device before attention reads them.
+    the device before attention reads them. layers: their numbers in the model. staging: shared with
+    the stores of other layers; None: its own. spill_at: where its bytes of `spill` begin.
     """
 
     def __init__(
@@ -106,9 +49,14 @@ class TieredBlocks(BlockStore):
         copies: Copies,
         spill: SpillFile | None,
         *,
+        layers: Sequence[int] | None = None,
+        staging: Staging | None = None,
+        spill_at: int = 0,
         instrumentation: Instrumentation = PLAIN,
     ) -> None:
         super().__init__(forms, kv_heads)
+        self._numbers = range(len(self.forms)) if layers is None else layers
+        self._spill_at = spill_at
         self.plan, self.placement = plan, placement
         self.spill, self._copies = spill, copies
         self._clock = instrumentation.clock
@@ -121,19 +69,13 @@ class TieredBlocks(BlockStore):
             self._bases[tier], base = base, base + count
             layers = [] if tier == DISK else self._memory(arenas[tier], count)
             self.pools[tier] = BlockPool(tier, layers, count, poison=instrumentation.poison)
-        slots = [
-            arenas[DEVICE].alloc(plan.slot_bytes, f"KV ring slot {i}")
-            for i in range(RING_SLOTS if plan.slot_bytes else 0)
-        ]
-        self.ring = BlockRing(slots, lambda: copies.alive, instrumentation)
+        used = [tier for tier in TIERS if plan.blocks[tier]]
+        self.laps = plan.lap if len(used) > 1 else 0  # where a sequence's blocks change tiers
+        self._staging = staging or Staging([plan], arenas, copies, instrumentation)
+        self.ring = self._staging.ring
         self.bounds: BlockBounds | None = None
         if plan.bounded:
             self.bounds = BlockBounds(forms, kv_heads, plan.bounded, arenas[DEVICE])
-        stage = plan.stage_bytes // _STAGES
-        self._stages = [
-            (arenas[HOST].alloc(stage, "KV blocks on their way to disk"), _done())
-            for _ in range(_STAGES if stage else 0)
-        ]
         self._writes: dict[tuple[int, int], Future[None]] = {}
 
     @property
@@ -159,7 +101,7 @@ class TieredBlocks(BlockStore):
         blocks: list[int] = []
         try:
             for index in indices:
-                tier, number = self.placement.place(index, expected)
+                tier, number = self._place(index, expected)
                 each = self.plan.blocks[tier] // self.plan.sequences
                 wanted = owner % self.plan.sequences * each + min(number, each - 1)
                 blocks.append(self._bases[tier] + self.pools[tier].take(wanted))
@@ -167,6 +109,15 @@ class TieredBlocks(BlockStore):
             self.release(blocks)
             raise
         return blocks
+
+    def stands_for(self, index: int, expected: int) -> int:
+        return self._bases[self._place(index, expected)[0]]
+
+    def _place(self, index: int, expected: int) -> tuple[str, int]:
+        """As `KVPlacement.place`, of a sequence that goes round where it has laps."""
+        if 0 < self.plan.lap < expected:
+            index, expected = index % self.plan.lap, self.plan.lap
+        return self.placement.place(index, expected)
 
     def place(self, block: int) -> tuple[BlockPool, int]:
         tier = next(tier for tier in reversed(TIERS) if block >= self._bases[tier])
@@ -187,8 +138,8 @@ class TieredBlocks(BlockStore):
         on_disk.sort()
         for run in runs(enumerate(local for local, _ in on_disk)):
             neighbours = on_disk[run.at : run.at + run.count]
-            for start in range(0, run.count, _STAGE_BLOCKS):
-                self._spill(layer, neighbours[start : start + _STAGE_BLOCKS], fill)
+            for start in range(0, run.count, STAGE_BLOCKS):
+                self._spill(layer, neighbours[start : start + STAGE_BLOCKS], fill)
 
     def read(self, layer: int, block: int) -> Tensor:
         pool, local = self.place(block)
@@ -208,8 +159,9 @@ class TieredBlocks(BlockStore):
         first: int,
         memory: SteadyMemory | None = None,
         sparse: bool = False,
+        freed: Sequence[int] | None = None,
     ) -> BlockView:
-        return _TieredView(self, rows, ragged, first, memory, sparse)
+        return _TieredView(self, rows, ragged, first, memory, sparse, freed or [0] * len(rows))
 
     def copy_plan(self, blocks: Sequence[int], room: int = 0) -> CopyPlan:
         """The way of blocks that are not on the device to places of a ring slot, in their order.
@@ -255,7 +207,8 @@ class TieredBlocks(BlockStore):
             for run in copy_plan.from_host
         ]
         if pairs:
-            futures.append(self._copies.submit(pairs, "host to device", f"KV of layer {layer}"))
+            name = f"KV of layer {self._numbers[layer]}"
+            futures.append(self._copies.submit(pairs, "host to device", name))
         return futures
 
     def bring_records(
@@ -282,7 +235,8 @@ class TieredBlocks(BlockStore):
             sources = (numbers[disk:] - self._bases[HOST]) * record + inside[disk:]
             found = record_runs(sources, dests[disk:], nbytes)
             move = partial(self._copies.copy_runs, found, memory, pool)
-            moved, name = nbytes * (len(numbers) - disk), f"KV of layer {layer}"
+            moved = nbytes * (len(numbers) - disk)
+            name = f"KV of layer {self._numbers[layer]}"
             futures.append(self._copies.call(move, moved, "host to device", name))
         return futures
 
@@ -297,16 +251,17 @@ class TieredBlocks(BlockStore):
             arena.alloc(blocks * heads * form.nbytes, f"KV blocks of layer {layer}").view(
                 blocks, heads, form.nbytes
             )
-            for layer, (heads, form) in enumerate(zip(self.kv_heads, self.forms, strict=True))
+            for layer, heads, form in zip(self._numbers, self.kv_heads, self.forms, strict=True)
         ]
 
     def _offset(self, layer: int, local: int) -> int:
-        return (layer * self.plan.blocks[DISK] + local) * self.plan.stride
+        return self._spill_at + (layer * self.plan.blocks[DISK] + local) * self.plan.stride
 
     def _spill(self, layer: int, run: Sequence[tuple[int, int]], fill: Fill) -> None:
         """Write neighbouring blocks of a layer to disk; run: number there and place of each."""
         assert self.spill is not None
-        stage, before = self._stages[0]
+        buffers = self._staging.buffers
+        stage, before = buffers[0]
         earlier = [self._writes.get((layer, local), before) for local, _ in run]
         self._clock.wait([before, *earlier])  # what failed is the blocks' own: see `_settle`
         memory = stage[: len(run) * self.plan.stride]
@@ -316,7 +271,8 @@ class TieredBlocks(BlockStore):
         fill([i for _, i in run], made)
         self._keep_bounds(layer, [self._bases[DISK] + local for local, _ in run], made)
         write = self.spill.write(self._offset(layer, run[0][0]), memory)
-        self._stages = [*self._stages[1:], (stage, write)]
+        buffers.popleft()
+        buffers.append((stage, write))
         for local, _ in run:
             self._writes[layer, local] = write
 
@@ -342,35 +298,35 @@ class _TieredView(BlockView):
         first: int,
         memory: SteadyMemory | None,
         sparse: bool,
+        freed: Sequence[int],
     ) -> None:
-        self._store, self._memory = store, memory
+        self._store, self._rows, self._freed = store, rows, freed
+        self._how = ragged, first, memory
         staged = {DISK} if store.plan.attends_on_host else {DISK, HOST}
-        places = {block: store.place(block) for row in rows for block in row}
-        moved = sorted(block for block, (pool, _) in places.items() if pool.tier in staged)
+        self._places = {block: store.place(block) for row in rows for block in row}
+        live = {block for row, gone in zip(rows, freed, strict=True) for block in row[gone:]}
+        moved = sorted(block for block in live if self._places[block][0].tier in staged)
         self._copy_plan = store.copy_plan(moved, store.plan.ring_blocks)
         index = dict(zip(moved, self._copy_plan.places, strict=True))
-        self._far_table = self._table(rows, ragged, first, index, "the ring")
-        self.moves = self._far_table is not None
+        self._far = list(self._tables(staged, index, "the ring"))
+        self.moves = bool(self._far)
         self._near: list[tuple[BlockPool, BlockTable]] = []
         for pool in (store.pools[tier] for tier in TIERS if tier not in staged):
-            local = {block: i for block, (there, i) in places.items() if there is pool}
-            table = self._table(rows, ragged, first, local, pool.tier)
-            if table is not None:
-                self._near.append((pool, table))
+            local = {block: i for block, (there, i) in self._places.items() if there is pool}
+            self._near += [(pool, table) for table in self._tables({pool.tier}, local, pool.tier)]
         self._fetches = LayerFetches(
             store.ring, lambda layer, slot: store.bring(layer, self._copy_plan, slot)
         )
         if sparse and store.bounds is not None and self.moves:
             self.chooses = True
             numbers = {block: block for block in moved}
-            table = self._table(rows, ragged, first, numbers, "bounds")
-            assert table is not None
+            (table,) = self._tables(staged, numbers, "bounds")
             self._fetches = ChosenBlocks(
                 store.ring, store.bounds, store.bring_records, moved, self._copy_plan.places, table
             )
 
     def told(self) -> tuple[int, ...]:
-        far = () if self._far_table is None else self._far_table.told()
+        far = [number for table in self._far for number in table.told()]
         return (*far, *told(self._near))
 
     def counters(self) -> list[Tensor]:
@@ -386,14 +342,14 @@ class _TieredView(BlockView):
     def open(self, layer: int) -> tuple[PackedTokens, ...]:
         store, form = self._store, self._store.forms[layer]
         parts = []
-        if self._far_table is not None:
+        if self._far:
             # All of the slot: kernels are told the same distances for any number of blocks.
-            fetches = self._fetches
-            record, slot = store.plan.record_bytes[layer], fetches.open(layer)
-            places = slot.view(-1, store.plan.stride)
-            blocks = places[:, :record].unflatten(1, (store.kv_heads[layer], form.nbytes))
+            fetches, plan = self._fetches, store.plan
+            slot = fetches.open(layer)[: plan.slot_bytes].view(-1, plan.stride)
+            records = slot[:, : plan.record_bytes[layer]]
+            blocks = records.unflatten(1, (store.kv_heads[layer], form.nbytes))
             bounds = fetches.of(layer) if isinstance(fetches, ChosenBlocks) else None
-            parts.append(PackedTokens(form, blocks, self._far_table, bounds))
+            parts += [PackedTokens(form, blocks, table, bounds) for table in self._far]
         for pool, table in self._near:
             parts.append(PackedTokens(form, pool.layers[layer], table))
         return tuple(parts)
@@ -404,26 +360,34 @@ class _TieredView(BlockView):
     def abandon(self) -> None:
         self._fetches.abandon()
 
-    def _table(
-        self,
-        rows: Sequence[Sequence[int]],
-        ragged: Ragged,
-        first: int,
-        index: dict[int, int],
-        name: str,
-    ) -> BlockTable | None:
-        """The table of those blocks that have an index, which follow each other in each row."""
-        mine = [[i for i, block in enumerate(row) if block in index] for row in rows]
-        if not any(mine):
-            return None
-        for places in mine:
-            assert all(b == a + 1 for a, b in pairwise(places))
-        starts = [first + BLOCK_TOKENS * (places[0] if places else 0) for places in mine]
-        named = [[index[row[i]] for i in places] for row, places in zip(rows, mine, strict=True)]
-        return block_table(named, ragged, starts, self._memory, name)
+    def _tables(self, tiers: set[str], index: Mapping[int, int], name: str) -> Iterator[BlockTable]:
+        """The tables of the blocks on some tiers that have an index; one for either lap."""
+        ragged, first, memory = self._how
+        for lap in range(2 if self._store.laps else 1):
+            mine = [
+                self._inside(row, gone, tiers, lap)
+                for row, gone in zip(self._rows, self._freed, strict=True)
+            ]
+            ends = [places[-1] if places else -1 for places in mine]
+            if all(end < gone for end, gone in zip(ends, self._freed, strict=True)):
+                continue
+            for places in mine:
+                assert all(b == a + 1 for a, b in pairwise(places))
+            starts = [first + BLOCK_TOKENS * (places[0] if places else 0) for places in mine]
+            # Those that are not there are not read; so no query sees them.
+            named = [
+                [index.get(row[i], 0) for i in places]
+                for row, places in zip(self._rows, mine, strict=True)
+            ]
+            yield block_table(named, ragged, starts, memory, f"{name} {lap}")
 
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
+    def _inside(self, row: Sequence[int], gone: int, tiers: set[str], lap: int) -> list[int]:
+        """Where in a sequence its blocks on some tiers are, in every other lap that is there."""
+        laps, begin = self._store.laps, 0
+        if laps:
+            begin = gone // laps * laps
+        return [
+            i
+            for i in range(begin, len(row))
+            if self._places[row[i]][0].tier in tiers and (not laps or i // laps % 2 == lap)
+        ]

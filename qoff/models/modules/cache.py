@@ -135,6 +135,13 @@ class ModuleCache(KVCache):
             self.real = self.real[:, :-tokens]
         self.lengths = left
 
+    def lose(self) -> None:
+        if self.tokens is not None:
+            self.tokens.lose()
+
+    def can_forget(self, tokens: Sequence[int]) -> bool:
+        return self.tokens is None or self.tokens.can_forget(tokens)
+
     def forget_each(self, tokens: Sequence[int]) -> None:
         """As `forget` of the most; ArgumentError too for others, unless a sequence has fewer."""
         most = max(tokens)
