@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qoff.errors import ArgumentError
-from qoff.kvcache import DeviceCache
+from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.tiered import TieredBlocks
@@ -35,6 +35,8 @@ class GpuExecutor(Executor):
         return read + (0.0 if prefetcher is None else prefetcher.ring.wait_s)
 
     def new_cache(self) -> DeviceCache:
+        assert self.memory.on_gpu is not None
+        groups = (group for group, _ in self.memory.on_gpu.groups)
         return DeviceCache(
             self.shapes,
             self.forms,
@@ -44,7 +46,7 @@ class GpuExecutor(Executor):
             values_rotated=self.plan.kv.values_rotated,
             device=self.device,
             dtype=self.dtype,
-            store=self.blocks,
+            stores=dict(zip(groups, self.stores, strict=True)),
         )
 
     def _transfers(self) -> Transfers:
@@ -64,19 +66,22 @@ class GpuExecutor(Executor):
 
     def _open_blocks(self) -> Sequence[DeviceBlocks]:
         assert self.memory.on_gpu is not None
-        blocks = open_device_blocks(
-            self.forms,
-            [shape.kv_heads for shape in self.shapes],
-            self.memory.on_gpu,
-            self.plan.kv_placement,
-            dict(self.arenas),
-            self._copies,
-            self._spill,
-            always_move=not self.plan.attends_on_cpu,
-            instrumentation=self.instrumentation,
-            new_queue=self._new_queue,
-        )
-        return [blocks]
+        return [
+            open_device_blocks(
+                [self.forms[layer] for layer in group.layers],
+                [self.shapes[layer].kv_heads for layer in group.layers],
+                plan,
+                KVPlacement() if group.reach else self.plan.kv_placement,
+                dict(self.arenas),
+                self._copies,
+                self._spill,
+                layers=group.layers,
+                always_move=not self.plan.attends_on_cpu,
+                instrumentation=self.instrumentation,
+                new_queue=self._new_queue,
+            )
+            for group, plan in self.memory.on_gpu.groups
+        ]
 
     def _new_queue(self, *arguments: Any) -> WriteBackQueue:
         return WriteBackQueue(*arguments)

@@ -202,9 +202,9 @@ class _Start:
     def sequences(self) -> Sequences:
         """The sequences, as deep as at the start, with nothing under way."""
         depth = self._longest.depth
-        if self._sequences is not None and not self._anew:
-            if self._sequences.forget(self._sequences.length - depth):
-                return self._sequences
+        there = None if self._anew else self._sequences
+        if there is not None and there.forget(there.length - depth):
+            return there
         self._sequences = None  # before there is another one
         case, runtime = self._longest, self._runtime
         _check_machine(runtime, case)

@@ -220,8 +220,8 @@ class RunningPlan:
     def certifier(self, work: Workload) -> Certifier:
         """Counts and forecasts plans for a workload at the present rates."""
         size, bits = self.dtype.itemsize, self.plan.activation_bits
-        frees = self.plan.frees and not self.machine.on_gpu
-        cost = CostModel(self.sizes, self.machine, work, self.plan.kv, size, bits, frees)
+        plan, sizes = self.plan, self.sizes
+        cost = CostModel(sizes, self.machine, work, plan.kv, size, bits, plan.frees)
         return Certifier(cost, self.plan, torch.device("cpu"), self.dtype)
 
 

@@ -40,7 +40,8 @@ class CostModel:
     """What rounds of a model cost on a machine.
 
     activation_bytes: of a number of the hidden states. activation_bits: that matmuls round to.
-    frees: whether blocks behind the windows of their layers are free, see `Plan.frees`.
+    frees: whether blocks behind the windows of their layers are free, see `Plan.frees`. On a GPU
+    what such layers keep is there.
     """
 
     sizes: ModelSizes
@@ -70,13 +71,15 @@ class CostModel:
         return sum(self.sizes.layer_bytes) + self.sizes.head_bytes
 
     def kv_bytes(self, blocks: int) -> int:
-        """Bytes of the packed blocks of a sequence that has this many, those that are free aside.
+        """Bytes of the packed blocks of a sequence that has this many, where they may be anywhere.
 
         At its end, when it is as long as the workload has them.
         """
         found = 0
         for group in self._groups:
             most = blocks
+            if self._stays(group):
+                continue
             if group.reach and self.frees:
                 at_once = group.blocks_at_once(self.workload.context, self.kv.window)
                 most = min(blocks, at_once)
@@ -95,6 +98,11 @@ class CostModel:
             each = [[round_up(max(self._records), PAGE)] * len(records) for records in each]
         found: Array = np.sum([sum(r) * part for r, part in zip(each, seen, strict=True)], axis=0)
         return found
+
+    def _stays(self, group: LayerGroup) -> bool:
+        """Whether the blocks of a group are on the device, wherever others are."""
+        all_of_them = len(self._groups) > 1 and not self._groups[0].reach
+        return self.frees and self.machine.on_gpu and group.reach != 0 and all_of_them
 
     def _seen(self, tokens: Array) -> list[Array]:
         """The part of so many packed tokens that the layers of each group attend to."""
@@ -214,8 +222,13 @@ class CostModel:
         weights = self.weight_bytes * times
         requests = pieces * times
         seen, kept = self._seen(past), self._seen(made)
-        if not self.frees:
+        away = [not self._stays(group) for group in self._groups]
+        if not self.frees or (on_gpu and self._groups[0].reach):
             seen, kept = ([np.ones_like(part) for part in parts] for parts in (seen, kept))
+        seen, kept = (
+            [part * there for part, there in zip(parts, away, strict=True)]
+            for parts in (seen, kept)
+        )
         packed, packed_on_disk = self._block_bytes(seen), self._block_bytes(seen, on_disk=True)
         new_packed, new_on_disk = self._block_bytes(kept), self._block_bytes(kept, on_disk=True)
         layers = self.sizes.spec.num_layers
@@ -255,7 +268,8 @@ class CostModel:
             # What is not on the device is attended on the CPU, or moved and attended there.
             shape = self.sizes.shapes[0]  # of prompts' queries, what is far comes to the device
             alone = np.asarray(shape.heads / shape.kv_heads)
-            there = self._attention(machine.host, alone, past) * blocks
+            there = self._attention(machine.host, alone, past, far=True) * blocks
+            attention = self._attention(machine.device, queries, past, far=True) * blocks
             busy[:, _MEMORY] = bytes_.sum(1)
             for part in (3, 4):
                 busy[:, _GPU, part] -= np.where(c.attends_on_cpu, attention, 0.0)
@@ -306,10 +320,17 @@ class CostModel:
             seconds = seconds + columns * (first + (passes - 1) * again)
         return seconds
 
-    def _attention(self, processor: Processor, queries: Array, past: Array) -> Array:
-        """Seconds to attend to a block of all layers; queries: of a KV head. past: tokens."""
-        each = list[Array]()
+    def _attention(
+        self, processor: Processor, queries: Array, past: Array, far: bool = False
+    ) -> Array:
+        """Seconds to attend to a block of all layers; queries: of a KV head. past: tokens.
+
+        far: of those layers whose blocks may be away from the device.
+        """
+        each = [np.zeros_like(past)]
         for group, part in zip(self._groups, self._seen(past), strict=True):
+            if far and self._stays(group):
+                continue
             heads = Counter[KVFormat]()
             for layer in group.layers:
                 heads[self._forms[layer]] += self.sizes.shapes[layer].kv_heads

@@ -17,9 +17,10 @@ from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratc
 from qoff.kernels.triton.moe.experts import experts_bytes
 from qoff.kernels.triton.ops import attention_bytes
 from qoff.kvcache import DeviceCache
-from qoff.kvcache.device.plan import DeviceBlockPlan
+from qoff.kvcache.device.plan import DeviceBlockPlan, DeviceBlockPlans
 from qoff.kvcache.device.tables import tables_bytes
-from qoff.kvcache.store.placement import DEVICE, DISK, HOST
+from qoff.kvcache.groups import LayerGroup
+from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.decoder import NO_LATENT_ON_GPU, embedded_bytes, logits_bytes
 from qoff.models.native.layer import layer_bytes
@@ -63,10 +64,10 @@ def memory_on_gpu(
     if any(shape.latent for shape in shapes):
         raise ArgumentError(NO_LATENT_ON_GPU)
     forms = plan.kv.packed_forms(shapes)
-    blocks = device_block_plan(plan, forms, [shape.kv_heads for shape in shapes])
+    blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
     model = (spec, set(zip(shapes, forms, strict=True)), device, dtype)
-    on_device = _pass_bytes(plan, *model, tiled) + _kept_bytes(plan, spec)
+    on_device = _pass_bytes(plan, *model, tiled) + _kept_bytes(plan, spec, len(blocks.groups))
     if recorded:
         # Recordings are of more blocks than there are: see `tables.pass_tables`.
         context = plan.context + max(plan.context // 4, 1024)
@@ -84,14 +85,35 @@ def memory_on_gpu(
     return Memory(BlockPlans(), purposes, blocks)
 
 
-def device_block_plan(
-    plan: Plan, forms: Sequence[KVFormat], kv_heads: Sequence[int]
-) -> DeviceBlockPlan:
+def device_block_plans(
+    plan: Plan, shapes: Sequence[HeadShape], forms: Sequence[KVFormat]
+) -> DeviceBlockPlans:
     """Sizes of the packed KV cache of all sequences, and of what it passes through."""
+    found = list[tuple[LayerGroup, DeviceBlockPlan]]()
+    for group in plan.layer_groups(shapes, on_gpu=True):
+        records = tuple(shapes[layer].kv_heads * forms[layer].nbytes for layer in group.layers)
+        of = _windowed_plan if group.reach else _whole_plan
+        found.append((group, of(plan, group, records)))
+    return DeviceBlockPlans(tuple(found))
+
+
+def _windowed_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> DeviceBlockPlan:
+    """Of layers that free blocks, which are on the device."""
+    size = plan.batch_size
+    each = group.blocks_at_once(plan.context, plan.kv.window)
+    # A pass packs all that it completes.
+    made = (plan.pass_tokens + (BLOCK_TOKENS - 1) * size) // BLOCK_TOKENS
+    kept = size * min(plan.blocks_per_sequence, each)
+    most = min(kept + made, size * plan.blocks_per_sequence)
+    nowhere = BlockPlan(records, dict.fromkeys(TIERS, 0), plan.batches * size, 0, True)
+    return DeviceBlockPlan(resident=plan.batches * most, offloaded=nowhere)
+
+
+def _whole_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> DeviceBlockPlan:
+    """Of layers that keep all blocks."""
     one = plan.kv_placement.capacity(plan.blocks_per_sequence)
     size, sequences = plan.batch_size, plan.batches * plan.batch_size
     offloaded_each = one[HOST] + one[DISK]
-    records = tuple(h * form.nbytes for h, form in zip(kv_heads, forms, strict=True))
     offloaded = BlockPlan(
         records,
         {DEVICE: 0, HOST: one[HOST] * sequences, DISK: one[DISK] * sequences},
@@ -168,8 +190,11 @@ def _pass_bytes(
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 
 
-def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
-    """Bytes of the device that stay from step to step: logits, rotary tables, tables of passes."""
+def _kept_bytes(plan: Plan, spec: DecoderSpec, groups: int) -> int:
+    """Bytes of the device that stay from step to step: logits, rotary tables, tables of passes.
+
+    groups: of layers, each with tables.
+    """
     tables = tables_bytes(
         plan.batch_size,
         plan.blocks_per_sequence,
@@ -178,7 +203,7 @@ def _kept_bytes(plan: Plan, spec: DecoderSpec) -> int:
     )
     # Each batch may decode and read prompts in a round.
     rotary = table_bytes(spec, plan.context + 1)
-    return plan.logits_bytes(spec.vocab_size) + rotary + 2 * plan.batches * tables
+    return plan.logits_bytes(spec.vocab_size) + rotary + 2 * plan.batches * groups * tables
 
 
 def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:

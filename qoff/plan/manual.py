@@ -15,7 +15,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.sampling import rows_together, sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.device.plan import DeviceBlockPlan
+from qoff.kvcache.device.plan import DeviceBlockPlans
 from qoff.kvcache.groups import LayerGroup, layer_groups, one_group
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement, Tier
@@ -108,18 +108,27 @@ class Plan:
 
     @property
     def frees(self) -> bool:
-        """Whether blocks that lie behind all windows of their layers are free on a CPU.
+        """Whether blocks that lie behind the windows of their layers are free.
 
         They are kept where other prompts may begin with them (`share_prefixes`), and where a token
-        attends to a part of the blocks. On a GPU all are kept.
+        attends to a part of the blocks.
         """
         return not self.share_prefixes and self.kv.attention_top == 1
 
-    def layer_groups(self, shapes: Sequence[HeadShape]) -> tuple[LayerGroup, ...]:
-        """The layers whose blocks come and go together on a CPU."""
+    def layer_groups(
+        self, shapes: Sequence[HeadShape], on_gpu: bool = False
+    ) -> tuple[LayerGroup, ...]:
+        """The layers whose blocks come and go together.
+
+        On a GPU those with windows have all of theirs there, wherever others are; where no layer
+        sees all tokens and blocks are offloaded, all are kept.
+        """
         if not self.frees:
             return one_group(shapes)
-        return layer_groups(shapes, self.draft_tokens + self.forgets, self.context)
+        found = layer_groups(shapes, self.draft_tokens + self.forgets, self.context)
+        if on_gpu and found[0].reach and self.kv_placement.device_fraction < 1:
+            return one_group(shapes)
+        return found
 
     def block_plans(self, shapes: Sequence[HeadShape], forms: Sequence[KVFormat]) -> BlockPlans:
         """Sizes of the packed KV cache of all sequences, for a CPU."""
@@ -246,7 +255,7 @@ class Memory:
 
     blocks: BlockPlans  # of a CPU
     purposes: dict[str, dict[str, int]]  # tier -> purpose -> bytes
-    on_gpu: DeviceBlockPlan | None = None
+    on_gpu: DeviceBlockPlans | None = None
 
     @classmethod
     def of(

@@ -61,8 +61,8 @@ def find_plan(
     sizes.spec.check_positions(workload.context)
     number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
     bits = template.activation_bits
-    frees = template.frees and not machine.on_gpu
-    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize, bits, frees)
+    kv = template.kv
+    cost = CostModel(sizes, machine, workload, kv, number.itemsize, bits, template.frees)
     cuda = machine.on_gpu and torch.cuda.is_available()
     place = torch.device("cuda") if cuda else torch.device("cpu")
     certifier = Certifier(cost, template, place, number)

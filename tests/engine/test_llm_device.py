@@ -135,7 +135,8 @@ def assert_nothing_held(llm: LLM) -> None:
 def write_back_bytes(llm: LLM) -> int:
     """Bytes of one of the two places, on one of its two sides."""
     assert llm.memory.on_gpu is not None
-    return llm.memory.on_gpu.write_back_bytes
+    ((_, blocks),) = llm.memory.on_gpu.groups
+    return blocks.write_back_bytes
 
 
 @pytest.mark.parametrize(

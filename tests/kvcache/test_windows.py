@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +13,15 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import PackedCache
+from qoff.kvcache import DeviceCache, PackedCache
+from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.groups import FORGETTABLE, LayerGroup, layer_groups
+from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import GrowingBlocks
+from qoff.kvcache.store.pool import BlockPool
+from tests.triton_module import triton_module
+
+triton_ops = triton_module("ops")
 
 KINDS = (HeadShape(4, 2, 64, 0.125), HeadShape(4, 2, 64, 0.125, window=100))
 SHAPES = (*KINDS, HeadShape(4, 2, 64, 0.125, window=192, chunked=True), KINDS[1])
@@ -24,19 +32,27 @@ WINDOW = 16
 class Twins:
     """A cache that frees blocks, and one that keeps them."""
 
+    attention: Callable[..., Tensor] = staticmethod(cpu.attention)
+    dtype = torch.float32
+    shapes: tuple[HeadShape, ...] = SHAPES
+
     def __init__(self, sequences: int) -> None:
-        store = GrowingBlocks(FORMS, [shape.kv_heads for shape in SHAPES])
-        self.frees = PackedCache(SHAPES, FORMS, sequences, window=WINDOW)
-        self.keeps = PackedCache(SHAPES, FORMS, sequences, window=WINDOW, store=store)
+        self.frees, self.keeps = self.caches(sequences)
         self.both = self.frees, self.keeps
+
+    def caches(self, sequences: int) -> tuple[SlotCache, SlotCache]:
+        store = GrowingBlocks(FORMS, [shape.kv_heads for shape in SHAPES])
+        frees = PackedCache(SHAPES, FORMS, sequences, window=WINDOW)
+        return frees, PackedCache(SHAPES, FORMS, sequences, window=WINDOW, store=store)
 
     def forward(self, *counts: int) -> None:
         ragged = Ragged.of(counts, self.frees.lengths)
         steps = [cache.begin(ragged) for cache in self.both]
-        for layer, shape in enumerate(SHAPES):
-            qkv, found = torch.randn(ragged.tokens, shape.qkv_width), list[Tensor]()
+        for layer, shape in enumerate(self.shapes):
+            qkv = torch.randn(ragged.tokens, shape.qkv_width).to(self.dtype)
+            found = list[Tensor]()
             for step in steps:
-                found.append(cpu.attention(qkv.clone(), shape, step.open(layer), ragged))
+                found.append(self.attention(qkv.clone(), shape, step.open(layer), ragged))
                 step.close(layer)
             assert torch.equal(*found)
         for step in steps:
@@ -48,9 +64,32 @@ class Twins:
 
     def blocks(self) -> list[int]:
         """In use, of each group."""
-        stores = self.frees.stores
-        assert all(isinstance(store, GrowingBlocks) for store in stores)
-        return [store.pool.used for store in stores]  # type: ignore[attr-defined]
+        found = list[int]()
+        for group in self.frees.groups:
+            assert isinstance(group.store, GrowingBlocks | DeviceBlocks)
+            found.append(group.store.pool.used)
+        return found
+
+
+class DeviceTwins(Twins):
+    """The same for a GPU's ops, of few heads: they are interpreted."""
+
+    attention = staticmethod(triton_ops.attention)
+    dtype = torch.float16
+    shapes = (
+        HeadShape(1, 1, 64, 0.125),
+        HeadShape(1, 1, 64, 0.125, window=40),
+        HeadShape(1, 1, 64, 0.125, window=64, chunked=True),
+    )
+
+    def caches(self, sequences: int) -> tuple[SlotCache, SlotCache]:
+        forms, heads, device = FORMS[:3], [1, 1, 1], torch.device("cpu")
+        store = DeviceBlocks(forms, BlockPool.growing("device", forms, heads, 0, device))
+        frees, keeps = (
+            DeviceCache(self.shapes, forms, sequences, window=0, device=device, store=given)
+            for given in (None, store)
+        )
+        return frees, keeps
 
 
 def test_groups_are_the_layers_of_a_window_that_is_shorter_than_sequences() -> None:
@@ -113,6 +152,7 @@ def test_memory_is_that_of_the_windows_however_long_a_sequence_is() -> None:
     window = -(-(100 + FORGETTABLE + 64) // 64)
     assert twins.blocks()[0] == cache.packed[0] // 64 == 31
     assert twins.blocks()[2] <= window
+    assert isinstance(cache, PackedCache)
     cache.reserve(4096)
     record = sum(FORMS[layer].nbytes * 2 for layer in (1, 3))
     assert cache.stores[2].nbytes <= 16 * record  # which it grows by, at least
@@ -143,3 +183,24 @@ def test_a_pass_that_is_given_up_takes_nothing() -> None:
     started.abandon()
     assert twins.blocks() == before
     twins.decode(2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without a GPU alone")
+def test_a_device_cache_frees_blocks_and_computes_the_same() -> None:
+    torch.manual_seed(0)
+    twins = DeviceTwins(2)
+    twins.forward(330, 60)
+    twins.decode(2)
+    for cache in twins.both:
+        cache.forget(3)
+        cache.select([1, 0])
+    twins.forward(70, 1)
+    live = [sum(len(group.live(slot)) for slot in range(2)) for group in twins.frees.groups]
+    assert twins.blocks() == live
+    kept = sum(twins.frees.packed) // 64
+    assert live[0] == kept == 7
+    assert max(live[1:]) < kept
+    for cache in twins.both:
+        cache.reset(0)
+        cache.fork(1, 0)
+    twins.decode(1)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from qoff.engine.round_stats import RoundStats
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import KVFormat
 from qoff.kvcache.store.placement import DEVICE
 from qoff.plan import Plan
-from qoff.plan.gpu import device_block_plan
+from qoff.plan.gpu import device_block_plans
 from qoff.serve.page import PAGE
 from qoff.serve.stats import WINDOW_S, recent
 
@@ -70,8 +71,8 @@ def test_what_it_reads_is_there(served: Running) -> None:
     purposes = re.search(r"const PURPOSES = (\[.*?\])", TEXT, re.DOTALL)
     assert purposes is not None
     device = stats["memory"]["device"]
-    forms = (KVFormat(64),)
-    on_gpu = device_block_plan(Plan(), forms, [1]).tier_bytes()[DEVICE]
+    shape, forms = HeadShape(1, 1, 64, 0.125), (KVFormat(64),)
+    on_gpu = device_block_plans(Plan(), [shape], forms).tier_bytes()[DEVICE]
     names = json.loads(purposes[1])
     assert set(names) >= device["purposes"].keys() | on_gpu.keys()
     assert set(re.findall(r"--c(\d):", TEXT)) == {str(n + 1) for n in range(len(names))}

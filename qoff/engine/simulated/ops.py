@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape, first_seen
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
@@ -209,6 +209,7 @@ class SimulatedOps:
         seconds = self._device.call_s
         for span in ragged.spans:
             tokens = packed[span.slot]
+            tokens -= BLOCK_TOKENS * _unseen(shape, span.past, before[span.slot] - tokens, tokens)
             if tokens:
                 numbers = np.asarray(group * span.count), np.asarray(tokens)
                 each = self._device.attention_s(cache.form, *numbers)
@@ -222,9 +223,17 @@ def _blocks(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float = 1
     """Blocks of KV heads that a pass attends to in a part of the cache."""
     blocks = 0
     for span in ragged.spans:
-        count = part.table.counts[span.slot] // BLOCK_TOKENS
+        tokens = part.table.counts[span.slot]
+        first = part.table.first[span.slot] if part.table.first else 0
+        count = tokens // BLOCK_TOKENS - _unseen(shape, span.past, first, tokens)
         blocks += kept_blocks(top, count) if count and span.count == 1 else count
     return blocks * shape.kv_heads
+
+
+def _unseen(shape: HeadShape, position: int, first: int, tokens: int) -> int:
+    """Blocks that a query does not see, of those of so many tokens from position `first` on."""
+    behind = max(0, first_seen(position, shape.reach) - first) if shape.reach else 0
+    return min(behind, tokens) // BLOCK_TOKENS
 
 
 def _spread(part: PackedTokens, kv_heads: int, top: float) -> tuple[Tensor, Tensor]:

@@ -184,13 +184,10 @@ def _remember(cache: SlotCache, slot: int, tokens: int, expected: int) -> None:
     assert isinstance(cache, PackedCache | DeviceCache)
     count = cache.blocks_of(tokens, cache.window, cache.sinks)
     for group in cache.groups:
-        made = group.make(slot, count, tokens, cache.expected[slot])
-        if isinstance(cache, DeviceCache):  # whose tables are told
-            cache.adopt(slot, made.numbers)
-            group.store.release(made.numbers)
-        else:
-            group.add(slot, made)
+        group.add(slot, group.make(slot, count, tokens, cache.expected[slot]))
     cache.lengths[slot] = tokens
+    if isinstance(cache, DeviceCache):
+        cache.tell_tables(slot)
 
 
 def _pass(cache: SlotCache, slots: Sequence[int] | None, counts: Sequence[int]) -> ForwardPass:

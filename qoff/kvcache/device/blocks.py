@@ -104,17 +104,19 @@ def open_device_blocks(
     copies: Copies,
     spill: SpillFile | None,
     *,
+    layers: Sequence[int],
     always_move: bool,
     instrumentation: Instrumentation = PLAIN,
     new_queue: Callable[..., WriteBackQueue] = WriteBackQueue,
 ) -> DeviceBlocks:
     """Take what `plan` says from both arenas, and from the start of `spill`.
 
-    always_move: attention to offloaded blocks is on the device, never where they lie. copies: to
-    the device. new_queue: makes what takes new blocks from there. Raises BudgetError.
+    layers: their numbers in the model. always_move: attention to offloaded blocks is on the device,
+    never where they lie. copies: to the device. new_queue: makes what takes new blocks from there.
+    Raises BudgetError.
     """
-    layers, slots = _device_memory(kv_heads, plan, arenas[DEVICE])
-    pool = BlockPool(DEVICE, layers, plan.resident, poison=instrumentation.poison)
+    memory, slots = _device_memory(kv_heads, plan, arenas[DEVICE])
+    pool = BlockPool(DEVICE, memory, plan.resident, poison=instrumentation.poison)
     if placement.device_fraction >= 1:
         return DeviceBlocks(forms, pool, placement)
     host = arenas[HOST]
@@ -126,6 +128,7 @@ def open_device_blocks(
         {DEVICE: host, HOST: host},  # the ring is in host memory
         copies,
         spill,
+        layers=layers,
         instrumentation=instrumentation,
     )
     buffers = [
@@ -140,7 +143,7 @@ def open_device_blocks(
         bounces = [host.alloc(plan.bounce_bytes, "KV blocks from disk") for _ in slots]
         prefetcher = BlockPrefetcher(
             offloaded,
-            layers,
+            memory,
             slots,
             bounces,
             copies,

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kernels.upload import on_device
-from qoff.kvcache.groups import GroupBlocks, NewBlocks, one_group
+from qoff.kvcache.groups import (
+    FORGETTABLE,
+    GroupBlocks,
+    LayerGroup,
+    NewBlocks,
+    by_layer,
+    layer_groups,
+    one_group,
+)
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockView
 from qoff.kvcache.store.placement import DEVICE
@@ -36,11 +44,11 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told at decode takes few values, so that it can be recorded and
-    replayed. values_rotated: see `DeviceLayerCache`. store: blocks that this cache
-    shares with others, some of which may be offloaded; by default its own, which grow.
+    replayed. values_rotated: see `DeviceLayerCache`. store: blocks of all layers, all of which are
+    kept, that this cache shares with others; stores: of groups of layers instead. Some of the first
+    one's may be offloaded. By default it has its own, which grow, of groups by the layers' windows,
+    and `FORGETTABLE` tokens can be forgotten at any time.
     """
-
-    store: DeviceBlocks
 
     def __init__(
         self,
@@ -55,22 +63,40 @@ class DeviceCache(SlotCache):
         device: torch.device,
         dtype: torch.dtype = torch.float16,
         store: DeviceBlocks | None = None,
+        stores: Mapping[LayerGroup, DeviceBlocks] | None = None,
     ) -> None:
         super().__init__(sequences, window, expected=self.blocks_of(capacity, window, 0))
         self.steady, self.values_rotated = steady, values_rotated
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
-        if store is None:
-            kv_heads, count = [shape.kv_heads for shape in shapes], sum(self.expected)
-            store = DeviceBlocks(forms, BlockPool.growing(DEVICE, forms, kv_heads, count, device))
-        self.store = store
-        self.groups = [GroupBlocks(one_group(shapes)[0], store, sequences)]
-        self.tables = DeviceTables(sequences, device)
+        self.forms = tuple(forms)
+        if store is not None:
+            stores = {one_group(shapes)[0]: store}
+        elif stores is None:
+            stores = {
+                group: _growing(group, shapes, forms, self._most_each(group, capacity), device)
+                for group in layer_groups(shapes, FORGETTABLE)
+            }
+        self.stores = list(stores.values())
+        self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]
+        self.place = by_layer(self.groups)
+        self.tables = [DeviceTables(sequences, device) for _ in self.groups]
         self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
         self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
         self.recent_v = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
         # What kernels are told of every cache like this one.
-        self.kind = repr((rings, store.forms, dtype, values_rotated))
+        self.kind = repr((rings, self.forms, [*stores], dtype, values_rotated))
+
+    @property
+    def store(self) -> DeviceBlocks:
+        """Of the first group of layers."""
+        return self.stores[0]
+
+    def _most_each(self, group: LayerGroup, tokens: int) -> int:
+        most = self.sequences * self.blocks_of(tokens, self.window, 0)
+        if group.reach:
+            most = min(most, self.sequences * group.blocks_at_once(tokens, self.window))
+        return most
 
     @staticmethod
     def recent_bytes(
@@ -82,13 +108,13 @@ class DeviceCache(SlotCache):
 
     @property
     def nbytes(self) -> int:
-        return self._beside_blocks + self.store.nbytes
+        return self._beside_blocks + sum(store.nbytes for store in self.stores)
 
     @property
     def _beside_blocks(self) -> int:
         rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))
         away = 0 if self.store.write_back is None else self.store.write_back.nbytes
-        return self.tables.nbytes + rings + away
+        return sum(tables.nbytes for tables in self.tables) + rings + away
 
     def bytes_for(self, tokens: int) -> int:
         copied = max(t.nbytes for t in self.recent_k)  # where sequences move to other rows
@@ -102,7 +128,7 @@ class DeviceCache(SlotCache):
         if kept == list(range(self.sequences)):
             return
         super().select(kept)
-        self.tables = self.tables.select(kept)
+        self.tables = [tables.select(kept) for tables in self.tables]
         index = on_device(torch.tensor(kept), self.store.device)
         for rings in (self.recent_k, self.recent_v):
             for layer, ring in enumerate(rings):
@@ -110,26 +136,42 @@ class DeviceCache(SlotCache):
 
     def fork(self, source: int, target: int) -> None:
         super().fork(source, target)
-        self._tell_table(target)
+        self.tell_tables(target)
 
     def adopt(self, slot: int, blocks: Sequence[int]) -> None:
         super().adopt(slot, blocks)
-        self._tell_table(slot)
+        self.tell_tables(slot)
 
     def copy_recent(self, source: int, target: int) -> None:
         for ring in (*self.recent_k, *self.recent_v):
             ring[target] = ring[source]
 
     def unpack(self, slot: int, place: int, tokens: int) -> None:
-        first, block = BLOCK_TOKENS * place, self.blocks[slot][place]
+        first = BLOCK_TOKENS * place
         places = torch.arange(first, first + tokens, device=self.store.device) % self.ring
-        for layer, form in enumerate(self.store.forms):
-            k, v = dequantize_blocks(self.store.read(layer, block), form)
+        for layer, form in enumerate(self.forms):
+            number, inner = self.place[layer]
+            block = self.groups[number].blocks[slot][place]
+            k, v = dequantize_blocks(self.stores[number].read(inner, block), form)
             for ring, x in ((self.recent_k[layer], k), (self.recent_v[layer], v)):
                 ring[slot, places] = x[:, :tokens].transpose(0, 1).to(ring.dtype)
 
-    def _tell_table(self, slot: int) -> None:
-        self.tables.write(slot, 0, [max(block, 0) for block in self.blocks[slot]])
+    def tell_tables(self, slot: int) -> None:
+        """Have the tables know a slot whose blocks are others than passes have made."""
+        for tables, group in zip(self.tables, self.groups, strict=True):
+            tables.write(slot, 0, [max(block, 0) for block in group.blocks[slot]])
+
+
+def _growing(
+    group: LayerGroup,
+    shapes: Sequence[HeadShape],
+    forms: Sequence[KVFormat],
+    count: int,
+    device: torch.device,
+) -> DeviceBlocks:
+    kv_heads = [shapes[layer].kv_heads for layer in group.layers]
+    mine = [forms[layer] for layer in group.layers]
+    return DeviceBlocks(mine, BlockPool.growing(DEVICE, mine, kv_heads, count, device))
 
 
 class DeviceCachePass(SlotPass):
@@ -143,10 +185,10 @@ class DeviceCachePass(SlotPass):
         super().__init__(cache, ragged, None)
         self._steady = cache.steady and slots is None
         self._packed = cache.packed
-        (self._made,) = self._new  # of all layers
         self._opened: dict[int, DeviceLayerCache] = {}
         self._write_backs: dict[int, WriteBack] = {}
-        # What brings the offloaded blocks: to where the CPU attends to them, or to the device.
+        # What brings the offloaded blocks, of the first group of layers: to where the CPU attends
+        # to them, or to the device.
         self._view: BlockView | PrefetchedBlocks | None = None
         self._spans = spans = sorted(ragged.spans, key=lambda span: span.slot)
         for span in spans:
@@ -161,29 +203,35 @@ class DeviceCachePass(SlotPass):
             for span, tokens in zip(spans, unpacked, strict=True):
                 count = max(0, tokens - cache.window) // BLOCK_TOKENS
                 if count:
-                    self._made[span.slot] = self._allocate(span.slot, count)
-            new = {slot: made.numbers for slot, made in self._made.items()}
-            self._new_offloaded = [b for blocks in new.values() for b in offloaded_blocks(blocks)]
-            self._tell_tables(new)
+                    self._make(span.slot, count)
+            news = [{slot: made.numbers for slot, made in new.items()} for new in self._new]
+            self._new_offloaded = [
+                b for blocks in news[0].values() for b in offloaded_blocks(blocks)
+            ]
             rows: list[list[int]] = [[] for _ in range(cache.sequences)]
             for span in spans if cache.store.offloaded is not None else ():
                 rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
             self._view = self._find_offloaded(rows)
             elsewhere = not isinstance(self._view, PrefetchedBlocks)
             resident_from = [BLOCK_TOKENS * len(row) * elsewhere for row in rows]
-            tables = cache.tables
-            if slots is not None:  # may be under way together with another pass
-                tables = tables.select(range(cache.sequences))
-            self._step = pass_tables(
-                tables,
-                spans,
-                ragged,
-                packed=self._packed,
-                new=new,
-                resident_from=resident_from,
-                offloads=cache.store.offloaded is not None,
-                steady=self._steady,
-            )
+            self._steps = list[PassTables]()
+            for tables, new in zip(cache.tables, news, strict=True):
+                first = not self._steps
+                self._tell_tables(tables, new)
+                if slots is not None:  # may be under way together with another pass
+                    tables = tables.select(range(cache.sequences))
+                step = pass_tables(
+                    tables,
+                    spans,
+                    ragged,
+                    packed=self._packed,
+                    new=new,
+                    resident_from=resident_from if first else [0] * cache.sequences,
+                    offloads=first and cache.store.offloaded is not None,
+                    steady=self._steady,
+                )
+                self._steps.append(step)
+            self._step = self._steps[0]
             self._prefetched_table = self._prefetch_places(rows)
         except BaseException:
             self.abandon()
@@ -211,33 +259,41 @@ class DeviceCachePass(SlotPass):
         if not decodes or self._view is not None or self._new_offloaded:
             return None
         rings = (*cache.recent_k, *cache.recent_v)
-        memory = (*cache.store.pool.layers, *rings, step.start, step.positions)
-        sizes = (self.rows, *step.table.shape, step.max_packed, step.max_new_blocks)
+        pools = [layer for store in cache.stores for layer in store.pool.layers]
+        memory = [*pools, *rings]
+        sizes: list[int] = [self.rows]
+        for one in self._steps:
+            memory += [one.start, one.positions]
+            sizes += [*one.table.shape, one.max_packed, one.max_new_blocks]
         return (cache.kind, step.slots is None, *sizes, *(part.data_ptr() for part in memory))
 
     def prefetch(self, layer: int) -> None:
-        if self._view is not None:
-            self._view.prefetch(layer)
+        number, inner = self._cache.place[layer]
+        if self._view is not None and number == 0:
+            self._view.prefetch(inner)
 
     def open(self, layer: int) -> DeviceLayerCache:
         """What the attention of a layer reads and appends to; the same until `close`."""
         if layer not in self._opened:
-            cache, store, written, step = self._cache, self._cache.store, None, self._step
+            cache, written = self._cache, None
+            number, inner = cache.place[layer]
+            store, step = cache.stores[number], self._steps[number]
             packed: tuple[PackedTokens, ...] = ()  # attended to elsewhere
-            if isinstance(self._view, PrefetchedBlocks):
+            view = self._view if number == 0 else None
+            if isinstance(view, PrefetchedBlocks):
                 assert self._prefetched_table is not None
-                numbers = self._prefetched_table + self._view.first(layer)
+                numbers = self._prefetched_table + view.first(inner)
                 table = torch.where(self._prefetched_table >= 0, numbers, step.table)
                 step = replace(step, table=table)
-            elif self._view is not None:
-                packed = self._view.open(layer)
-            if self._new_offloaded:
+            elif view is not None:
+                packed = view.open(inner)
+            if self._new_offloaded and number == 0:
                 assert store.write_back is not None
-                self._write_backs[layer] = store.write_back.take(layer, self._new_offloaded)
+                self._write_backs[layer] = store.write_back.take(inner, self._new_offloaded)
                 written = self._write_backs[layer].records
             self._opened[layer] = DeviceLayerCache(
-                store.forms[layer],
-                store.pool.layers[layer],
+                cache.forms[layer],
+                store.pool.layers[inner],
                 cache.recent_k[layer],
                 cache.recent_v[layer],
                 step,
@@ -249,8 +305,9 @@ class DeviceCachePass(SlotPass):
 
     def close(self, layer: int) -> None:
         """Let go of the offloaded blocks; send the new ones to where they lie."""
-        if self._view is not None:
-            self._view.close(layer)
+        number, inner = self._cache.place[layer]
+        if self._view is not None and number == 0:
+            self._view.close(inner)
         queue = self._cache.store.write_back
         if queue is not None and layer in self._write_backs:
             queue.send(self._write_backs[layer])
@@ -273,21 +330,26 @@ class DeviceCachePass(SlotPass):
         self._write_backs = {}
         super().abandon()
 
-    def _allocate(self, slot: int, count: int) -> NewBlocks:
-        """New blocks of a slot; offloaded ones only where none of its blocks is on the device."""
-        cache, old = self._cache, len(self._cache.blocks[slot])
-        on_device = old > 0 and cache.blocks[slot][-1] >= 0
-        indices, owner = range(old, old + count), cache.groups[0].first_owner + slot
-        numbers = cache.store.allocate(indices, cache.expected[slot], owner, on_device)
-        return NewBlocks(old, numbers, 0)
+    def _make(self, slot: int, count: int) -> None:
+        """New blocks of a slot; offloaded ones only where none of its blocks is on the device.
 
-    def _tell_tables(self, new: Mapping[int, Sequence[int]]) -> None:
+        All are packed: those that are free after the pass are there until it ends.
+        """
+        cache = self._cache
+        for group, store, made in zip(cache.groups, cache.stores, self._new, strict=True):
+            old = len(group.blocks[slot])
+            on_device = old > 0 and group.blocks[slot][-1] >= 0
+            places, owner = range(old, old + count), group.first_owner + slot
+            numbers = store.allocate(places, cache.expected[slot], owner, on_device)
+            made[slot] = NewBlocks(old, numbers, 0)
+
+    def _tell_tables(self, tables: DeviceTables, new: Mapping[int, Sequence[int]]) -> None:
         """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""
         place = 0
         for slot, blocks in new.items():
             count = len(offloaded_blocks(blocks))
             numbers = [*range(place, place + count), *blocks[count:]]
-            self._cache.tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)
+            tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)
             place += count
 
     def _find_offloaded(self, rows: Sequence[Sequence[int]]) -> BlockView | PrefetchedBlocks | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.plan import BlockPlan
 from qoff.memory.arena import PAGE, round_up
@@ -71,3 +72,18 @@ class DeviceBlockPlan:
 
     def _whole(self, blocks: int) -> int:
         return round_up(blocks * max(self.offloaded.record_bytes), PAGE)
+
+
+@dataclass(frozen=True)
+class DeviceBlockPlans:
+    """How many blocks of each group of layers there is room for, the first one's anywhere."""
+
+    groups: tuple[tuple[LayerGroup, DeviceBlockPlan], ...]
+
+    def tier_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose."""
+        found = [plan.tier_bytes() for _, plan in self.groups]
+        return {
+            tier: {name: sum(one[tier][name] for one in found) for name in purposes}
+            for tier, purposes in found[0].items()
+        }

@@ -39,9 +39,9 @@ class PackedCache(SlotCache):
     their blocks. attention_top: see `LayerCache.top`. store: where all blocks lie, which are kept.
     stores: of groups of layers instead. By default both are memory that grows, groups are those of
     the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; attention to a part
-    of the blocks keeps them all. workspace: for passes of many tokens, shared with other caches; None: each pass has
-    its own. values_rotated: see `LayerCache`. Raises ArgumentError for `sinks` with layers that
-    attend to a sliding window.
+    of the blocks keeps them all. workspace: for passes of many tokens, shared with other caches;
+    None: each pass has its own. values_rotated: see `LayerCache`. Raises ArgumentError for `sinks`
+    with layers that attend to a sliding window.
     """
 
     def __init__(

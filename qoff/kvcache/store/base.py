@@ -64,6 +64,13 @@ class Blocks(ABC):
         return 0
 
     @abstractmethod
+    def allocate(self, indices: Sequence[int], expected: int, owner: int) -> list[int]:
+        """Return blocks for these places in a sequence, 0 the oldest, that will have `expected`.
+
+        owner: the sequence's number; see `claim`. Raises BudgetError when there are none.
+        """
+
+    @abstractmethod
     def place(self, block: int) -> tuple[BlockPool, int]:
         """The pool of a block, and its number there."""
 
@@ -99,13 +106,6 @@ class BlockStore(Blocks):
 
     def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
         self.forms, self.kv_heads = tuple(forms), tuple(kv_heads)
-
-    @abstractmethod
-    def allocate(self, indices: Sequence[int], expected: int, owner: int) -> list[int]:
-        """Return blocks for these places in a sequence, 0 the oldest, that will have `expected`.
-
-        owner: the sequence's number; see `claim`. Raises BudgetError when there are none.
-        """
 
     @abstractmethod
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:

@@ -88,7 +88,7 @@ def tier_bytes(plans: Sequence[BlockPlan]) -> dict[str, int]:
     ring = RING_SLOTS * max((plan.slot_bytes for plan in plans), default=0)
     stage = max((plan.stage_bytes for plan in plans), default=0)
     bounds = sum(round_up(plan.bounded * n, PAGE) for plan in plans for n in plan.bound_bytes)
-    pools = {tier: sum(plan.pool_bytes(tier) for plan in plans) for tier in TIERS}
+    pools: dict[str, int] = {tier: sum(plan.pool_bytes(tier) for plan in plans) for tier in TIERS}
     pools[DEVICE] += ring + bounds
     pools[HOST] += stage
     return pools

@@ -67,8 +67,8 @@ class TieredBlocks(BlockStore):
         for tier in TIERS:
             count = plan.blocks[tier]
             self._bases[tier], base = base, base + count
-            layers = [] if tier == DISK else self._memory(arenas[tier], count)
-            self.pools[tier] = BlockPool(tier, layers, count, poison=instrumentation.poison)
+            memory = [] if tier == DISK else self._memory(arenas[tier], count)
+            self.pools[tier] = BlockPool(tier, memory, count, poison=instrumentation.poison)
         used = [tier for tier in TIERS if plan.blocks[tier]]
         self.laps = plan.lap if len(used) > 1 else 0  # where a sequence's blocks change tiers
         self._staging = staging or Staging([plan], arenas, copies, instrumentation)

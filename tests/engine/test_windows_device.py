@@ -1,0 +1,61 @@
+"""Layers with windows on a GPU: they keep what they read, there, and answers stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qoff.engine import LLM
+from qoff.kvcache import KVPlacement, KVQuant
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.store.placement import DEVICE, HOST
+from qoff.memory.arena import PAGE
+from qoff.models.convert.convert import convert
+from qoff.plan import Plan
+from tests.engine.test_llm_device import CHANGES, PLAN, THIRDS, answers, few_programs, where
+from tests.tiny_models import QUANT, save_model
+
+__all__ = ["few_programs", "where"]  # fixtures
+KV = KVQuant(4, 4, window=0)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a layer that sees all tokens and one that does not."""
+    folder = tmp_path_factory.mktemp("windowed")
+    changes = {"hidden_size": 64, "num_hidden_layers": 2, "sliding_window": 40}
+    save_model(folder / "model", "qwen2-window", **{**CHANGES, **changes})
+    convert(folder / "model", folder / "checkpoint", quant=QUANT)
+    return folder / "checkpoint"
+
+
+@pytest.mark.parametrize("placement", [KVPlacement(), THIRDS], ids=["device", "thirds"])
+def test_answers_are_those_with_all_blocks(
+    placement: KVPlacement, windowed: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(PLAN, kv=KV, kv_placement=placement, prefill_tokens=100)
+    with LLM(windowed, plan, **where) as llm:
+        found, memory = [x.token_ids for x in answers(llm)], llm.memory
+        for store in llm._executor.stores:
+            assert isinstance(store, DeviceBlocks)
+            assert store.pool.used == 0
+        assert memory.on_gpu is not None
+        _, (group, part) = memory.on_gpu.groups
+        assert group.layers == (1,)
+        assert group.reach == 40
+        # A window is in one whole block at most; each batch may make three more in a pass.
+        assert part.resident == 2 * (2 * 1 + (100 + 2 * 63) // 64)
+        for tier in (DEVICE, HOST):
+            arena = llm._executor.arenas[tier]
+            names = ("KV blocks", "KV on the move")
+            assert arena.capacity == sum(memory.purposes[tier][name] for name in names)
+            assert arena.capacity - arena.used < PAGE
+        pools = [layer.nbytes for store in llm._executor.stores for layer in store.pool.layers]
+    monkeypatch.setattr(Plan, "frees", False)
+    with LLM(windowed, plan, **where) as llm:
+        assert len(llm._executor.stores) == 1
+        assert [x.token_ids for x in answers(llm)] == found
+    assert pools[1] == part.pool_bytes
