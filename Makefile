@@ -68,7 +68,13 @@ $(INSTALLED): $(BIN)/python
 demo: $(INSTALLED)
 	$(BIN)/python -m bench.demo
 
-test: lint types pytest
+# Types are checked beside the tests, and what is wrong with them is said after these.
+test: lint
+	@$(BIN)/mypy > $(VENV)/.types 2>&1 & types=$$!; \
+	echo "$(BIN)/pytest $(PYTEST_ARGS)"; $(BIN)/pytest $(PYTEST_ARGS) && tests=0 || tests=$$?; \
+	wait $$types && checked=0 || checked=$$?; \
+	echo "$(BIN)/mypy"; cat $(VENV)/.types; \
+	exit $$((tests | checked))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -98,12 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_configure() -> None:
-    """Compile the CPU kernels by two workers in opposite orders: each finds the other's on disk."""
+# What takes longest to compile, half of it for each of two workers: one finds the other's on disk.
+_PACKED = "packed_attention"
+_COMPILES = {
+    "gw0": (f"{_PACKED}.job", f"{_PACKED}.pack_job", f"{_PACKED}.select_job", "attention.latent"),
+    "gw1": ("moe.experts", "attention.prefill"),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported; see below
-    kinds = ["packed_attention.job", "attention.attention", "linear.job", "moe.experts"]
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    for kind in kinds[:: -1 if worker == "gw1" else 1] if worker in ("gw0", "gw1") else ():
+    for kind in _COMPILES.get(getattr(config, "workerinput", {}).get("workerid"), ()):
         importlib.import_module(f"qoff.kernels.cpu.{kind}")
 
 

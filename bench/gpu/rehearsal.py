@@ -26,10 +26,10 @@ from qoff.memory.io.copy_stream import Copy, CopyStream, Event
 FAULTS: Mapping[str, str] = MappingProxyType(
     {"rope": "hang", "merge": "abort", "gated_silu": "wrong"}
 )
-OPS = (*FAULTS, "w4_linear", "rms_norm", "quantize")  # the hang is waited for beside others
+OPS = (*FAULTS, "w4_linear", "rms_norm", "quantize")
 COMPILED = ("gated_silu",)
 TESTS = ("tests/memory/test_transfers.py",)
-SILENCE_S = 15.0  # until a child that says nothing is taken to hang
+SILENCE_S = 5.0  # until the op that hangs is taken to do so
 TINY = ModelShape("tiny", 64, 2, 1, 64, 64, 128)
 
 

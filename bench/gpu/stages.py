@@ -46,10 +46,10 @@ class Settings:
     checks_at_once: int = 4
     with_peers: bool = True
 
-    @property
-    def silence_s(self) -> float:
+    def silence_s(self, op: str) -> float:
         """Without an event for as long, a child hangs: more than a kernel's compiling takes."""
-        return rehearsal.SILENCE_S if self.rehearse else 60.0
+        hangs = self.rehearse and rehearsal.FAULTS.get(op) == "hang"
+        return rehearsal.SILENCE_S if hangs else 60.0
 
     def device(self) -> torch.device:
         """In a child only: a process that has used the GPU cannot be forked."""
@@ -126,7 +126,8 @@ def checks(settings: Settings, op: str, done: Collection[str], seconds: float) -
     def do(emit: Emit) -> None:
         work.check(emit, settings.checks(op), done, time.monotonic() + seconds)
 
-    return Job(op, do, seconds + settings.silence_s, settings.silence_s)
+    silence_s = settings.silence_s(op)
+    return Job(op, do, seconds + silence_s, silence_s)
 
 
 def trainings(settings: Settings, limit_s: float) -> Job:
@@ -158,7 +159,8 @@ def timings(settings: Settings, op: str, done: Collection[str], seconds: float) 
         cases = settings.cases(op)
         work.time_cases(emit, cases, done, device, timer, end, settings.with_peers)
 
-    return Job(op, do, seconds + settings.silence_s, settings.silence_s)
+    silence_s = settings.silence_s(op)
+    return Job(op, do, seconds + silence_s, silence_s)
 
 
 def tuning(settings: Settings, op: str, done: Collection[str], seconds: float) -> Job:
@@ -170,7 +172,8 @@ def tuning(settings: Settings, op: str, done: Collection[str], seconds: float) -
         promising = partial(predict.promising, device=where, end=end)
         tune.tune(emit, searches, done, where, settings.timer(), end, promising)
 
-    return Job(op, do, seconds + 2 * settings.silence_s, seconds + settings.silence_s)
+    silence_s = settings.silence_s(op)
+    return Job(op, do, seconds + 2 * silence_s, seconds + silence_s)
 
 
 def tuned_ops(settings: Settings) -> list[str]:
