@@ -115,8 +115,8 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention(asked: Asked, threads: int, shape: HeadShape) -> None:
     for pasts in ([511, 3], [512, 1030, 7]):
-        runs = attention.decode_runs(max(pasts))
-        wanted = attention.decode_bytes(threads, len(pasts), shape, runs)
+        each = attention.token_bytes(shape, attention.decode_runs(max(pasts)))
+        wanted = attention.decode_bytes(threads, len(pasts) * each)
         assert asked(attend(shape, [1] * len(pasts), pasts)) == [wanted]
     for bits in (16, 8):
         width = 2 if bits == 8 and HAS_BF16 else 4
@@ -130,10 +130,10 @@ def test_attention(asked: Asked, threads: int, shape: HeadShape) -> None:
 def test_attention_to_packed_blocks(asked: Asked, threads: int, form: KVFormat) -> None:
     for blocks in ((3, 1), (20, 0, 9)):
         case = test_packed_attention.make(form, 6, 1, blocks)
-        runs = packed.decode_runs(max(blocks))
-        assert asked(case.run) == [packed.attend_bytes(threads, len(blocks), form, 6, runs)]
+        each = packed.token_bytes(form, 6, packed.decode_runs(max(blocks)))
+        assert asked(case.run) == [packed.attend_bytes(threads, form, len(blocks) * each)]
     case = test_packed_attention.make(form, 6, 1, (20, 3), (40, 2))
-    assert asked(case.run) == [packed.attend_bytes(threads, 42, form, 6, 1)]
+    assert asked(case.run) == [packed.attend_bytes(threads, form, 0)]
 
 
 def test_selecting_and_packing_blocks(asked: Asked, threads: int) -> None:
@@ -199,7 +199,7 @@ def test_a_decode_pass_in_parts_has_the_same_bits(
     run = attend(shape, [1] * 5, [0, 700, 511, 1030, 512])
     whole, most = run(), asked(run)
     for tokens in (1, 2, 3):
-        in_parts(tokens * 3 * shape.heads * attention.row_bytes(shape.value_dim))
+        in_parts(tokens * attention.token_bytes(shape, 3))
         assert torch.equal(run(), whole)
         assert asked(run) < most
 
@@ -229,6 +229,6 @@ def test_selected_blocks_are_attended_in_parts(in_parts: Callable[[int], None]) 
 def test_partial_results_of_shorter_contexts_are_counted_too(threads: int, tokens: int) -> None:
     form, heads, longest = KVFormat(576, 4, 4, latent=512), 128, 128
     most = attention.most_partials(threads, tokens, packed.token_bytes(form, heads, longest))
-    own = packed.attend_bytes(threads, 0, form, heads, 1)
     for runs in range(1, longest + 1):
-        assert packed.attend_bytes(threads, tokens, form, heads, runs) - own <= most
+        each = packed.token_bytes(form, heads, runs)
+        assert each * min(tokens, attention.partials_together(threads, each)) <= most

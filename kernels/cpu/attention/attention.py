@@ -20,7 +20,7 @@ from qoff.kernels.layout.ragged import Ragged
 from .decode import append_attend_job
 from .fields import AttentionArguments
 from .prefill import append_prefill_job
-from .scratch import decode_bytes, decode_runs, decode_together, prefill_bytes
+from .scratch import decode_bytes, decode_runs, partials_together, prefill_bytes, token_bytes
 
 _OP = "attention"
 
@@ -122,8 +122,9 @@ def attention(
     width = 2 if activation_bits == 8 and HAS_BF16 else 4
     if ragged.is_decode:
         job = append_attend_job
-        together = decode_together(pool.threads, shape, runs)
-        scratch = decode_bytes(pool.threads, tokens, shape, runs)
+        each = token_bytes(shape, runs)
+        together = partials_together(pool.threads, each)
+        scratch = decode_bytes(pool.threads, min(tokens, together) * each)
     else:
         job, together = append_prefill_job, max(1, tokens)
         scratch = prefill_bytes(pool.threads, shape, width)

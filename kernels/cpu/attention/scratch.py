@@ -68,15 +68,13 @@ def decode_runs(longest: int) -> int:
     return longest // RUN_TOKENS + 1
 
 
-def decode_together(threads: int, shape: HeadShape, runs: int) -> int:
-    """Tokens of a decode pass that attend together, at most."""
-    return partials_together(threads, runs * shape.heads * row_bytes(shape.value_dim))
+def token_bytes(shape: HeadShape, runs: int) -> int:
+    """Partial results of one token of a decode pass."""
+    return runs * shape.heads * row_bytes(shape.value_dim)
 
 
-def decode_bytes(threads: int, tokens: int, shape: HeadShape, runs: int) -> int:
-    """`attention` of a decode pass: scores of each thread's tile, partial results of all runs."""
-    some = min(tokens, decode_together(threads, shape, runs))
-    partials = some * runs * shape.heads * row_bytes(shape.value_dim)
+def decode_bytes(threads: int, partials: int) -> int:
+    """`attention` of a decode pass: scores of each thread's tile, and so many partial results."""
     return threads * TILE_ROWS * SCORES + partials
 
 

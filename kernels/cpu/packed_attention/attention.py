@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qoff.kernels.cpu.attention.scratch import partials_together
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows
 from qoff.kernels.layout.layer_cache import RUN_BLOCKS, PackedTokens
@@ -12,7 +13,7 @@ from qoff.kernels.layout.rotation import value_run
 
 from .job import ITEM_BYTES, PackedArguments, packed_job
 from .operands import SelectedBlocks, check_packed, check_selected
-from .scratch import attend_bytes, attend_together, chunk_count, decode_runs, thread_bytes
+from .scratch import attend_bytes, chunk_count, decode_runs, thread_bytes, token_bytes
 
 _OP = "packed_attention"
 
@@ -60,9 +61,11 @@ def packed_attention(
     run, runs, workers = max(1, table.longest), 1, threads or default_pool()
     if table.ragged.is_decode:
         run, runs = RUN_BLOCKS, decode_runs(longest)
-    together = attend_together(workers.threads, form, heads, runs)
+    each = token_bytes(form, heads, runs)
+    together = partials_together(workers.threads, each)  # fewer than all only where it decodes
     with workers.lock:
-        base = workers.workspace(attend_bytes(workers.threads, tokens, form, heads, runs))
+        most = attend_bytes(workers.threads, form, min(tokens, together) * each)
+        base = workers.workspace(most)
         partials = base + workers.threads * thread_bytes(chunk_count(form.half))
         args = PackedArguments(
             queries.data_ptr(), 4 * queries.stride(0), tokens, heads, pool.shape[1], form.half,

@@ -6,7 +6,6 @@ and `packing_bytes`, which therefore call nothing.
 
 from __future__ import annotations
 
-from qoff.kernels.cpu.attention.scratch import partials_together
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, LATENT_DIM, KVFormat
 from qoff.kernels.layout.layer_cache import RUN_BLOCKS
 
@@ -69,16 +68,9 @@ def decode_runs(blocks: int) -> int:
     return max(1, -(-blocks // RUN_BLOCKS))
 
 
-def attend_together(threads: int, form: KVFormat, heads: int, runs: int) -> int:
-    """Tokens that attend together, at most: fewer than a pass has only where it decodes."""
-    return partials_together(threads, token_bytes(form, heads, runs))
-
-
-def attend_bytes(threads: int, tokens: int, form: KVFormat, heads: int, runs: int) -> int:
-    """`packed_attention` of so many tokens, over so many runs; 1 in a prefill pass."""
-    some = min(tokens, attend_together(threads, form, heads, runs))
-    own = thread_bytes(chunk_count(form.half))
-    return threads * own + some * token_bytes(form, heads, runs)
+def attend_bytes(threads: int, form: KVFormat, partials: int) -> int:
+    """`packed_attention`: a block of each thread, and so many bytes of partial results."""
+    return threads * thread_bytes(chunk_count(form.half)) + partials
 
 
 def select_bytes(threads: int, tokens: int, kv_heads: int, blocks: int) -> int:

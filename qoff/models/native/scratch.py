@@ -77,10 +77,8 @@ def attention_bytes(
     """What attention of one kind of layer asks for."""
     sequences, heads = passes.sequences, shape.heads
     yield attention.prefill_bytes(threads, shape, 2 if passes.pairs else 4)
-    runs = attention.decode_runs(passes.place)
-    each = runs * heads * attention.row_bytes(shape.value_dim)
-    partials = attention.most_partials(threads, sequences, each)
-    yield threads * attention.TILE_ROWS * attention.SCORES + partials
+    each = attention.token_bytes(shape, attention.decode_runs(passes.place))
+    yield attention.decode_bytes(threads, attention.most_partials(threads, sequences, each))
     if form is not None:
         yield packed.pack_bytes(threads, form)
         yield packed_bytes(form, heads, passes, threads)
@@ -92,7 +90,7 @@ def packed_bytes(form: KVFormat, heads: int, passes: Passes, threads: int) -> in
     """What attention to packed blocks asks for; a prefill pass has one run of them."""
     each = packed.token_bytes(form, heads, packed.decode_runs(passes.blocks))
     partials = attention.most_partials(threads, passes.sequences, each)
-    return threads * packed.thread_bytes(packed.chunk_count(form.half)) + partials
+    return packed.attend_bytes(threads, form, partials)
 
 
 def _layer(spec: DecoderSpec, passes: Passes, threads: int) -> Iterator[int]:
