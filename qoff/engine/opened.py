@@ -146,7 +146,7 @@ class Current:
 
     def __init__(self, opened: Opened, open_plan: Callable[[Plan], Opened]) -> None:
         self._open_plan = open_plan
-        self._wanted: list[Plan] = []  # in this order, until one is open
+        self._wanted: list[Plan] = []  # in this order, until `settle`
         self._take(opened)
 
     @property
@@ -161,6 +161,15 @@ class Current:
     def closed(self) -> bool:
         """Whether nothing is open, since a change of the plan was interrupted, or is under way."""
         return self._opened is None
+
+    @property
+    def changing(self) -> bool:
+        """Whether another plan is wanted, and is not yet computed with."""
+        return bool(self._wanted)
+
+    def settle(self) -> None:
+        """Be computed with: nothing else is wanted any more."""
+        self._wanted = []
 
     def want(self, plan: Plan) -> None:
         """Have `reopen` open this plan, or the one that is open now where that fails."""

@@ -61,7 +61,6 @@ class Rounds:
         self._worker: int | None = None  # the thread that computes a round, if one does
         self._gone: deque[Call] = deque()
         self._sweeping = False
-        self._changing = False  # another plan is wanted, and is not yet computed with
         self.current = Current(opened, open_plan)
         self._places = Places(opened.batches, opened.plan.share_prefixes, finish)
 
@@ -226,14 +225,13 @@ class Rounds:
             self._sweep()
             if self._places.running:
                 return
-            if not self._changing:
+            if not self.current.changing:
                 if adapter is None or not adapter.drains:
                     return
                 plan = adapter.still(self._places.remaining())
                 if plan is None:
                     return
                 self.current.want(plan)
-                self._changing = True
             self._places.batches = []
             self._changed.notify_all()  # whoever has all answers waits no longer
         if adapter is not None:
@@ -250,7 +248,7 @@ class Rounds:
         with self._changed:
             self._places.open_with(self.current.opened.batches)
         self._watched(lambda one: one.follow(self.current.opened))
-        self._changing = False
+        self.current.settle()
 
     def _compute(self) -> None:
         opened, adapter = self.current.opened, self._adapter
