@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Self
 
 from qoff.memory.io.virtual import VirtualClock
 from qoff.plan.profile import Link, MachineProfile
@@ -132,3 +134,20 @@ class VirtualMachine:
         while (taken := self._stolen.until(until) - before) > until - start - seconds + _CLOSE_S:
             until = start + seconds + taken
             clock.sleep_until(until)
+
+
+class OnMachine:
+    """What is open on a machine in virtual time. Close it, or use it as a context manager."""
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        self.machine, self._own = machine, ExitStack()
+
+    def close(self) -> None:
+        """Let go of everything; may be repeated."""
+        self._own.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Passes
-from contextlib import ExitStack
 from functools import partial
-from typing import Self
 
 import torch
 
@@ -23,20 +21,20 @@ from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
 
 from .executor import open_simulated
-from .machine import VirtualMachine
+from .machine import OnMachine, VirtualMachine
 
 
-class SimulatedRounds:
+class SimulatedRounds(OnMachine):
     """A plan on a machine whose links may become slower meanwhile: set `machine.read.rate`.
 
-    profile: what the planner knows of the machine at first. All tokens are 0. Close it, or use it
-    as a context manager. Raises as `Executor` does.
+    profile: what the planner knows of the machine at first. All tokens are 0. Raises as `Executor`
+    does.
     """
 
     def __init__(self, sizes: ModelSizes, plan: Plan, profile: MachineProfile) -> None:
-        self.machine = VirtualMachine(profile, VirtualClock())
+        super().__init__(VirtualMachine(profile, VirtualClock()))
         self.machine.loading = False  # opening takes its time
-        self._sizes, self._own = sizes, ExitStack()
+        self._sizes = sizes
         opened = self.open(plan)
         self.adapter = adapter_of(opened, profile)
         self.rounds = Rounds(opened, self.open, partial(completion, tokenizer=None), self.adapter)
@@ -62,16 +60,6 @@ class SimulatedRounds:
         groups = [[Sequence(i, 0, None, ask, params, tokens, frozenset())] for i in range(count)]
         list(self.rounds.answers(groups))
         return self.rounds.history[first:]
-
-    def close(self) -> None:
-        """Let go of everything; may be repeated."""
-        self._own.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Zeros(Schedule):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +25,7 @@ from qoff.plan.workload import Workload
 
 from .executor import open_simulated
 from .experts import Router, warm
-from .machine import VirtualMachine
+from .machine import OnMachine, VirtualMachine
 
 _WARM, _MEASURED = 1, 1  # rounds
 _CHUNKS = 8  # reads of a layer, where it is not small
@@ -94,8 +93,8 @@ class Driver:
             self._schedule.round(passes)
 
 
-class Simulation:
-    """A plan opened in virtual time. Close it, or use it as a context manager.
+class Simulation(OnMachine):
+    """A plan opened in virtual time.
 
     router: says what tokens choose of a mixture. Raises as `Executor` does.
     """
@@ -109,14 +108,13 @@ class Simulation:
     ) -> None:
         largest = max(file.nbytes for file in sizes.checkpoint.layers)
         chunk = max(1 << 20, round_up(largest // _CHUNKS, PAGE))
-        self.machine = VirtualMachine(profile, VirtualClock(), chunk)
-        self._own = ExitStack()
+        super().__init__(VirtualMachine(profile, VirtualClock(), chunk))
         try:
             self.executor = open_simulated(sizes.checkpoint, plan, self.machine, self._own, router)
             self.driver = Driver(self.executor)
             self.machine.loading = False
         except BaseException:
-            self._own.close()
+            self.close()
             raise
 
     def measured(self, one_round: Callable[[], None]) -> SimulatedRound:
@@ -136,16 +134,6 @@ class Simulation:
         self.machine.loading = True
         warm(self.executor.runtime.store, router, sequences)
         self.machine.loading = False
-
-    def close(self) -> None:
-        """Let go of everything; may be repeated."""
-        self._own.close()
-
-    def __enter__(self) -> Simulation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def simulated(
