@@ -8,7 +8,7 @@ not say has the value of transformers' config class.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qoff.models.families.family import TensorNames
 
@@ -114,14 +114,7 @@ _DEEPSEEK_V3 = Architecture(
     modules=latent.MODULES,
     base=latent.base,
 )
-_YOUTU = Architecture(
-    "youtu",
-    "YoutuForCausalLM",
-    latent.youtu,
-    rope_pairs=True,
-    modules=latent.MODULES,
-    base=latent.base,
-)
+_YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", model="YoutuForCausalLM", fields=latent.youtu)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         "deepseek_v2",
