@@ -13,10 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from qoff.checkpoint import Checkpoint
+from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
+from qoff.models.families import converted
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
 from tests.tiny_families import FAMILIES, TINY
 from tests.tiny_models import PlainRun, save_model
@@ -145,3 +148,31 @@ def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
         assert Checkpoint.open(tmp_path / kind).config["model_type"] == "deepseek_v3"
         found.append(logits(tmp_path / kind, tokens))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("value", [4, 0])
+def test_what_transformers_4_wrote_becomes_what_transformers_5_takes(
+    tmp_path: Path, value: int
+) -> None:
+    """A number says whether Llama 4 scales its queries."""
+    source = tmp_path / "model"
+    save_model(source, "llama4")
+    file = source / "config.json"
+    config = json.loads(file.read_text()) | {"attn_temperature_tuning": value}
+    file.write_text(json.dumps(config))
+    convert(source, tmp_path / "out", quant=EIGHT)
+    found = Checkpoint.open(tmp_path / "out").config
+    assert found["attn_temperature_tuning"] is (value > 0)
+    assert (DecoderSpec.from_config(found).query_scale is None) == (value == 0)
+    AutoConfig.from_pretrained(tmp_path / "out")
+    seen, _ = converted({"model_type": "llama4", "text_config": config}, lambda name: False)
+    assert seen["attn_temperature_tuning"] is (value > 0)
+
+
+def test_what_neither_wrote_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for value in (-1, "yes"):
+        found, _ = converted({**config, "attn_temperature_tuning": value}, lambda name: False)
+        with pytest.raises(UnsupportedModelError, match="attn_temperature_tuning"):
+            DecoderSpec.from_config(found)

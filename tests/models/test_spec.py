@@ -218,12 +218,3 @@ def test_row_blocks_of_two_parts_are_refused(change: dict[str, int]) -> None:
     spec = DecoderSpec.from_config({**CONFIGS["llama"], **change})
     with pytest.raises(UnsupportedModelError, match=r"supported: multiples of 16"):
         layer_weights(spec, 0)
-
-
-def test_a_number_says_that_queries_are_scaled_as_transformers_4_wrote_it() -> None:
-    config = {**TINY, **FAMILIES["llama4"]}
-    specs = [
-        DecoderSpec.from_config({**config, "attn_temperature_tuning": value})
-        for value in (4, True, 0)
-    ]
-    assert specs[0] == specs[1] != specs[2]

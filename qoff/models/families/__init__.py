@@ -10,7 +10,7 @@ from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
 from . import corrected, experts, gemma, latent, layer_norm, llama, with_vision
-from .config_fields import check_fields
+from .config_fields import as_transformers_5, check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -51,6 +51,7 @@ def converted(config: Mapping[str, Any], has: Has) -> tuple[dict[str, Any], Tens
     has: whether it has a tensor. Raises UnsupportedModelError.
     """
     family = _family(config.get("model_type"), {**FAMILIES, **SOURCES})
+    config = as_transformers_5(config)
     if family.converted is None:
         return dict(config), family.names
     return family.converted(config, has)

@@ -29,6 +29,7 @@ _COUNT = whole(1, _MANY, f"a whole number from 1 to {_MANY}")
 _EXPERTS = nothing_or(whole(0, _MANY))
 _FACTOR = number(-1e30, 1e30, "a finite number")
 _EPS = number(0, 1, "a number from 0 to 1")
+_TUNING = "attn_temperature_tuning"
 FIELDS: Fields = {
     "model_type": TEXT,
     "vocab_size": _SIZE,
@@ -106,12 +107,23 @@ FIELDS: Fields = {
             "norm_topk_prob",
             "do_layer_norm_before",
             "layer_norm_elementwise_affine",
+            _TUNING,
         ),
         nothing_or(SWITCH),
     ),
-    "attn_temperature_tuning": nothing_or(either(SWITCH, whole(0))),  # 4, of transformers 4
     **SPECIAL_TOKENS,
 }
+
+
+def as_transformers_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's config, or one in it, with what transformers 4 wrote as transformers 5 takes it."""
+    found = {
+        k: as_transformers_5(v) if k == "text_config" and isinstance(v, dict) else v
+        for k, v in config.items()
+    }
+    if type(value := found.get(_TUNING)) is int and value >= 0:  # a number of it was 4, always
+        found[_TUNING] = value > 0
+    return found
 
 
 def check_fields(config: Mapping[str, Any]) -> None:

@@ -90,9 +90,6 @@ class Family:
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
 
 
-_TUNING = "attn_temperature_tuning"
-
-
 def full_config(config: Mapping[str, Any]) -> Any:
     """Return transformers' config object, which adds to the dicts it is given.
 
@@ -103,8 +100,6 @@ def full_config(config: Mapping[str, Any]) -> Any:
 
     check_counts(config)
     keys = {k: deepcopy(v) for k, v in config.items() if k != "quantization_config"}
-    if type(keys.get(_TUNING)) is int:  # as transformers 4 wrote it
-        keys[_TUNING] = bool(keys[_TUNING])
     what = f"config.json of model_type {shown(config['model_type'])}"
     with raised_as(
         UnsupportedModelError, f"{what} is not one that transformers accepts", "correct it"

@@ -51,8 +51,6 @@ def _text_alone(
         "architectures": [model],
         "tie_word_embeddings": tied,
     }
-    if type(found.get("attn_temperature_tuning")) is int:  # as transformers 4 wrote it
-        found["attn_temperature_tuning"] = bool(found["attn_temperature_tuning"])
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := found.get(key), dict):
             found[key] = _of_text(rope)
