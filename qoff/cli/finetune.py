@@ -84,7 +84,7 @@ def finetune(
     from qoff.train.data import Encoder, examples, packed
     from qoff.train.gpu_link import device_for
     from qoff.train.logs import writer_class
-    from qoff.train.room import streaming_options
+    from qoff.train.room import Room, room_of
 
     if (lora is None) != full:
         raise ArgumentError("say what learns: --lora r=16, or --full")
@@ -134,20 +134,20 @@ def finetune(
         optimizer,
         delayed,
     )
-    places = None
+    place = Room({})
     if chosen is not None and is_checkpoint(path):
         room = memory_size("device_memory", device_memory)
         host = memory_size("host_memory", host_memory)
         kept = memory_size("activation_memory", activation_memory) or 0
-        places = streaming_options(path, chosen, recipe, where, room, host, kept, dtype)
+        place = room_of(path, chosen, recipe, where, room, host, kept, dtype)
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(
-        work.loaded(path, recipe, dtype, places),
+        work.loaded(path, recipe, dtype, place.options),
         stepping,
         tokens=sequence,
         micro_batches=micro_batches,
-        device_memory=device_memory,
+        device_memory=place.device_memory or device_memory,
         host_memory=host_memory,
         disk=disk,
         max_norm=max_norm,

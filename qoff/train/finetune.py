@@ -103,7 +103,7 @@ def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | N
         )
     options: Mapping[str, Any] = {"dtype": dtype}
     if own:
-        options = {"device_map": "disk"} if places is None else places
+        options = places or {"device_map": "disk"}
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     torch.manual_seed(recipe.seed)

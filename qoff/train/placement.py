@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from qoff.errors import ArgumentError, BudgetError
@@ -91,23 +92,27 @@ def placed(
     than host_memory. Raises BudgetError with the bytes wanted, ArgumentError where something goes
     to disk and there is none.
     """
-    try:
-        return _placed(sizes, device_memory, host_memory, disk, apart, column=True)
-    except BudgetError:
-        if sizes.micro_batches <= STAGES_WITHOUT_COLUMN - STAGES:
-            raise
-        return _placed(sizes, device_memory, host_memory, disk, apart, column=False)
+    *others, last = columns(sizes)
+    for column in others:
+        with suppress(BudgetError):
+            return placed_with(column, sizes, device_memory, host_memory, disk, apart)
+    return placed_with(last, sizes, device_memory, host_memory, disk, apart)
 
 
-def _placed(
+def columns(sizes: Sizes) -> tuple[bool, ...]:
+    """Whether hidden states at work are on the device: what may be tried, the faster way first."""
+    return (True, False) if sizes.micro_batches > STAGES_WITHOUT_COLUMN - STAGES else (True,)
+
+
+def placed_with(
+    column: bool,
     sizes: Sizes,
     device_memory: int | None,
     host_memory: int | None,
     disk: bool,
-    apart: bool,
-    column: bool,
+    apart: bool = False,
 ) -> Placement:
-    """column: whether the hidden states of all micro-batches at work are on the device."""
+    """As `placed`. column: whether hidden states of all micro-batches at work are on the device."""
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
     tiles = [tile.unit for tile in sizes.tiles]

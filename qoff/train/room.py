@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,22 @@ from qoff.plan.sizes import ModelSizes
 from qoff.system_memory import free_memory
 
 from .finetune import OPTIMIZERS, Lora, Recipe
-from .placement import placed
+from .placement import columns, placed_with
 from .planned import planned
 
 _SHARE = 0.9  # of what is free, where no bound is given
 _SAVED = 16  # times the hidden states, by a layer whose costs depend on what its router chooses
 
 
-def streaming_options(
+@dataclass(frozen=True)
+class Room:
+    """options: of `from_pretrained`. device_memory: of `offload`; None: as it was asked for."""
+
+    options: dict[str, Any]
+    device_memory: int | None = None
+
+
+def room_of(
     path: Path,
     lora: Lora,
     recipe: Recipe,
@@ -31,20 +40,22 @@ def streaming_options(
     host_memory: int | None,
     activation_memory: int = 0,
     dtype: str = "auto",
-) -> dict[str, Any]:
-    """What `from_pretrained` is told for a qoff checkpoint.
+) -> Room:
+    """What `from_pretrained` and `offload` are told for a qoff checkpoint.
 
     On a CPU layers stream from their files. On a GPU they lie there, in host memory and in files,
     as far as bounds allow beside the training: its arenas, as `offload` counts them, activations
-    that are kept, and twice what a layer saves, in float32. device_memory, host_memory: bytes of
+    that are kept, and twice what a layer saves, in float32. Hidden states of all micro-batches are
+    on the GPU only where packed layers then still fit. device_memory, host_memory: bytes of
     all; None: nine tenths of what is free. dtype: that a GPU computes in. Raises BudgetError where
     a GPU has not enough for embedding, head and slots.
     """
     checkpoint = Checkpoint.open(path)
     if device.type == "cpu":
         if not torch.cuda.is_available():
-            return {"device_map": "disk"}  # which would have a GPU compute
-        return {"device_map": "auto", "max_memory": {"cpu": frozen_of(checkpoint, device).stays}}
+            return Room({"device_map": "disk"})  # which would have a GPU compute
+        stays = frozen_of(checkpoint, device).stays
+        return Room({"device_map": "auto", "max_memory": {"cpu": stays}})
     if device_memory is None:
         device_memory = int(_SHARE * torch.cuda.mem_get_info(device)[0])
     if host_memory is None:
@@ -60,12 +71,17 @@ def streaming_options(
         device=device.type,
         delayed=recipe.delayed,
     )
-    arenas, in_host, _ = placed(job.sizes, None, host_memory, True, apart=True).totals
     saved = max((cost.nbytes for cost in job.costs), default=_SAVED * job.sizes.hidden)
-    training = arenas + activation_memory + 2 * saved
     assert job.frozen is not None
-    missing = training + job.frozen.stays - device_memory
-    if missing > 0:
+    most = None
+    for column in columns(job.sizes):
+        arenas, in_host, _ = placed_with(column, job.sizes, None, host_memory, True, True).totals
+        training = arenas + activation_memory + 2 * saved
+        missing = training + job.frozen.stays - device_memory
+        if missing <= 0:
+            break
+        most = arenas - 1  # `offload` is to do without the column, too
+    else:
         raise BudgetError(
             f"device memory: {device_memory:,} bytes are too few by {missing:,}: training takes "
             f"{training:,}, packed weights {job.frozen.stays:,} with all layers streamed; train "
@@ -73,4 +89,4 @@ def streaming_options(
         )
     room = {device.index or 0: device_memory - training, "cpu": max(0, host_memory - in_host)}
     computes = resolve_dtype(dtype, checkpoint.config, device)
-    return {"device_map": "auto", "max_memory": room, "dtype": computes}
+    return Room({"device_map": "auto", "max_memory": room, "dtype": computes}, most)

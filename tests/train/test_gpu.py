@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,8 @@ from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, TrainingError
 from qoff.plan.profile import Link
-from qoff.train.finetune import Lora, Recipe
 from qoff.train.forecast import forecast
 from qoff.train.placement import placed
-from qoff.train.room import streaming_options
 from tests.plan.machines import machine
 from tests.tiny_models import tiny_checkpoint
 
@@ -261,25 +258,3 @@ def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         train.offload(model, **given, device_memory=1000)
     with pytest.raises(ArgumentError, match="activation_disk is for the CPU"):
         train.offload(model, **given, activation_memory="1MiB", activation_disk="1MiB")
-
-
-def test_packed_layers_get_the_room_that_training_leaves(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama", "split32")
-    recipe = Recipe(str(path), Lora(4, 8), 64, 2, 1e-4, None, 0)
-    monkeypatch.setattr("qoff.train.room.resolve_dtype", lambda *_: torch.bfloat16)
-
-    def options(room: int) -> dict[str, Any]:
-        where = torch.device("cuda", 1)
-        return streaming_options(path, Lora(4, 8), recipe, where, room, 1 << 30)
-
-    with pytest.raises(BudgetError, match=r"too few by .* training takes .*, packed") as no:
-        options(1000)
-    numbers = re.findall(r"(?:by|takes|weights) ([\d,]+\d)", str(no.value))
-    missing, training, packed = (int(x.replace(",", "")) for x in numbers)
-    assert 1000 + missing == training + packed
-    found = options(1000 + missing)
-    assert found["max_memory"][1] == packed
-    assert 0 < (1 << 30) - found["max_memory"]["cpu"] < 1 << 24
-    assert found["dtype"] == torch.bfloat16

@@ -1,0 +1,86 @@
+"""What packed layers beside adapters get of a GPU, and of host memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qoff import train
+from qoff.checkpoint import Checkpoint
+from qoff.errors import BudgetError
+from qoff.plan.sizes import ModelSizes
+from qoff.train.boundaries import STAGES, STAGES_WITHOUT_COLUMN
+from qoff.train.finetune import Lora, Recipe
+from qoff.train.placement import placed
+from qoff.train.planned import planned
+from qoff.train.room import Room, room_of
+from tests.tiny_models import tiny_checkpoint
+
+LORA, TOKENS, HOST = Lora(4, 8), 64, 1 << 30
+HIDDEN = 4 * TOKENS * 64  # bytes of the hidden states of a micro-batch, a multiple of pages
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama", "split32")
+
+
+@pytest.fixture
+def room(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Room]:
+    """What training of a tiny packed model is told for so many bytes of a GPU."""
+    monkeypatch.setattr("qoff.train.room.resolve_dtype", lambda *_: torch.bfloat16)
+
+    def found(device_memory: int, micro_batches: int = 2) -> Room:
+        recipe = Recipe(str(path), LORA, TOKENS, micro_batches, 1e-4, None, 0)
+        return room_of(path, LORA, recipe, torch.device("cuda", 1), device_memory, HOST)
+
+    return found
+
+
+def refused(room: Callable[..., Room], device_memory: int, *more: int) -> tuple[int, int, int]:
+    """Bytes that are missing, of a training, and of packed weights."""
+    with pytest.raises(BudgetError, match=r"too few by .* training takes .*, packed") as no:
+        room(device_memory, *more)
+    numbers = re.findall(r"(?:by|takes|weights) ([\d,]+\d)", str(no.value))
+    missing, training, packed = (int(x.replace(",", "")) for x in numbers)
+    return missing, training, packed
+
+
+def test_packed_layers_get_the_room_that_training_leaves(room: Callable[..., Room]) -> None:
+    missing, training, packed = refused(room, 1000)
+    assert 1000 + missing == training + packed
+    found = room(1000 + missing)
+    assert found.options["max_memory"][1] == packed
+    assert 0 < HOST - found.options["max_memory"]["cpu"] < 1 << 24
+    assert found.options["dtype"] == torch.bfloat16
+    assert found.device_memory is None
+
+
+def test_where_packed_layers_need_it_hidden_states_have_no_column(
+    room: Callable[..., Room], path: Path
+) -> None:
+    many = 20
+    missing, _, packed = refused(room, 0, many)
+    column = (many + STAGES - STAGES_WITHOUT_COLUMN) * HIDDEN
+    for more in (0, column - 1):
+        found = room(missing + more, many)
+        assert found.options["max_memory"][1] == packed + more
+        assert found.device_memory is not None
+    with_it = room(missing + column, many)
+    assert (with_it.options["max_memory"][1], with_it.device_memory) == (packed, None)
+    job = planned(
+        Checkpoint.open(path).config,
+        train.AdamW(),
+        lora=LORA,
+        packed=ModelSizes.of_checkpoint(Checkpoint.open(path)),
+        tokens=TOKENS,
+        micro_batches=many,
+        device="cuda",
+    )
+    for bound, states in ((None, many * HIDDEN), (found.device_memory, 0)):
+        placement = placed(job.sizes, bound, HOST, True, apart=True)
+        assert placement.device["hidden states"] == states
