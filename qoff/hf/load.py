@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,6 +110,7 @@ def load(
         for_cpu=where.type == "cpu",
         trust_remote_code=trust_remote_code,
     )
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code)  # before free memory is measured
     model = open_model(
         checkpoint,
         device=where,
@@ -123,11 +125,7 @@ def load(
         trust_remote_code=trust_remote_code,
         instrumentation=Instrumentation(timeline=timeline),
     )
-    try:
-        return model, load_tokenizer(checkpoint, trust_remote_code)
-    except BaseException:
-        model.close()
-        raise
+    return model, tokenizer
 
 
 class Opened(NamedTuple):
@@ -209,6 +207,7 @@ def open_runtime(
 
 def open_model(checkpoint: Path, **options: Any) -> QoffForCausalLM:
     """The model of a qoff checkpoint, without its tokenizer. options: of `open_runtime`."""
+    import_module("qoff.hf.model")  # 140 MB of transformers, before free memory is measured
     runtime, budget, kv = open_runtime(checkpoint, **options)
     try:
         model = _model(runtime, checkpoint, budget)

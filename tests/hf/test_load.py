@@ -230,11 +230,32 @@ def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
             qoff.load(path)
 
 
-def test_a_failed_load_leaves_no_threads(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_failed_load_leaves_no_threads(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        assert threading.active_count() > before
+        raise FormatError(f"{path}: no")
+
     before = threading.active_count()
+    monkeypatch.setattr("qoff.hf.load.read_generation_config", fail)
     with pytest.raises(FormatError):
-        qoff.load(without_tokenizer(checkpoint, tmp_path))
+        qoff.load(checkpoint)
     assert threading.active_count() == before
+
+
+def test_free_memory_is_measured_beside_the_tokenizer(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qoff.hf import load as module
+
+    order = []
+    for name in ("load_tokenizer", "default_bounds"):
+        call = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, name=name, call=call: order.append(name) or call(*args)
+        )
+    model, _ = qoff.load(checkpoint)
+    model.close()
+    assert order == ["load_tokenizer", "default_bounds"]
 
 
 def test_the_tokenizer_pads_on_the_left(tokenizer: Any) -> None:
