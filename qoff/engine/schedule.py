@@ -15,7 +15,7 @@ from qoff.memory.turn import Turn
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.following import Noise
 from qoff.models.native.linear import Steps
-from qoff.models.runtime import AnyDecoder, followed, followed_tokens
+from qoff.models.runtime import AnyDecoder, followed, followed_tokens, sweep
 
 _AHEAD = 2  # turns whose KV cache is brought meanwhile
 
@@ -65,6 +65,7 @@ class Schedule:
         steps = [self._decoder.steps(one) for one in passes]
         found: dict[int, Tensor] = {}
         try:
+            sweep(self._decoder, self._store, passes)
             unit = [next(step) for step in steps][-1]  # the same for all, but for experts
             passes[0].prefetch(unit)
             with Turn(self._store) as turn:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, DiskReadError, QoffError
 
-from .io.disk import Stamp
+from .io.disk import Fill, ReadRequest, Stamp
 from .io.transfers import Mark, Transfers, UnitRead
 from .load import FileChecks
 from .plan import Image, Unit
+
+if TYPE_CHECKING:
+    from qoff.kernels.cpu.jit.slots import Slots
 
 
 @dataclass(eq=False)
@@ -31,6 +35,23 @@ class _Load:
     read: UnitRead
     stamp: Stamp | None  # of its file, before it was read
     holders: int = 0
+    told: bool = False  # by its slot's words, when it is there
+
+
+@dataclass(eq=False)
+class _Sweep:
+    """So many units that jobs wait for, and all that is read meanwhile."""
+
+    count: int
+    words: Slots
+    loads: list[_Load] = field(default_factory=list)
+    request: ReadRequest | None = None
+
+    def stop(self) -> None:
+        """Begin no further read."""
+        assert self.request is not None
+        self.request.abandon()
+        self.words.fail(DiskReadError("the sweep has ended"))
 
 
 class SlotRing:
@@ -63,6 +84,8 @@ class SlotRing:
             (slot, transfers.recycle(memory)) for slot, memory in enumerate(slots)
         ]
         self._closed = False
+        self._words: Slots | None = None  # of the slots, in sweeps
+        self._sweep: _Sweep | None = None  # under way
         with self._lock:
             self._read_ahead()
 
@@ -75,6 +98,8 @@ class SlotRing:
         with self._lock:
             if self._closed:
                 raise ArgumentError("the weight store is closed")
+            if self._sweep is not None:
+                raise RuntimeError(f"unit {unit!r} is asked for in the middle of a sweep")
             load = self._find(unit) or self._jump(unit)
             load.holders += 1
         start = self._transfers.clock.now()
@@ -110,6 +135,57 @@ class SlotRing:
             self._drop([load for load in self._loads if not load.holders])
             self._order, self._next = tuple(order), 0
             self._read_ahead()
+
+    def sweep(self, units: Sequence[Unit]) -> tuple[Slots, list[int]] | None:
+        """Begin to use these units by jobs that wait for slots and give them back.
+
+        The slots' words, and the slot of each unit. What is given back is read into without Python,
+        as `release` does it; until `swept` no unit can be acquired. None, and nothing has begun,
+        where these are not the next units in the order, one is held or failed, or one needs more
+        than to be read from its file: a copy, a check, another packing.
+        """
+        with self._lock:
+            loads, count = self._loads, len(units)
+            ahead = [self._order[(self._next + i) % len(self._order)] for i in range(count)]
+            order = [*(load.unit for load in loads), *ahead][:count]
+            busy = self._sweep is not None or any(load.holders for load in loads)
+            if self._closed or busy or order != list(units) or (count and self._free):
+                return None
+            stamps = [self._checks.stamp(self._images[unit].file) for unit in ahead]
+            if not all(map(self._only_read, ahead, stamps)):
+                return None
+            words = self._words = self._words or self._new_words()
+            words.begin()
+            if not all(self._tell(load, words) for load in loads if count):
+                return None
+            slots = [loads[i % len(loads)].slot for i in range(count)]
+            sweep = _Sweep(count, words)
+            if count:
+                turns = [words.used(slot) + 1 + i // len(loads) for i, slot in enumerate(slots)]
+                self._read_in_sweep(sweep, ahead, stamps, slots, turns)
+            self._sweep = sweep
+            return words, slots
+
+    def swept(self, done: bool) -> None:
+        """End a sweep. Not done: what it has read is dropped."""
+        with self._lock:
+            sweep, self._sweep = self._sweep, None
+            assert sweep is not None
+            self.wait_s += sweep.words.waited_s()
+            if not done and sweep.count:
+                sweep.stop()
+            if self._closed or not sweep.count:
+                return
+            self._loads += sweep.loads
+            if done:
+                del self._loads[: sweep.count]
+                self._next = (self._next + sweep.count) % len(self._order)
+                return
+            for load in self._loads:
+                load.read.settle()
+            self._loads.clear()
+            recycle = self._transfers.recycle
+            self._free = [(slot, recycle(memory)) for slot, memory in enumerate(self._slots)]
 
     def close(self) -> None:
         """Read nothing more, forget everything; the transfers then stop what is under way."""
@@ -171,3 +247,49 @@ class SlotRing:
             self._loads.remove(load)
             memory = self._slots[load.slot]
             self._free.append((load.slot, self._transfers.recycle(memory)))
+
+    def _only_read(self, unit: Unit, stamp: Stamp | None) -> bool:
+        """Whether a unit is there when its file, which has this stamp, has been read."""
+        image = self._images[unit]
+        placed = image.repacked or image.widened or unit in self._sources
+        return not placed and self._checks.known(image.file, stamp)
+
+    def _new_words(self) -> Slots:
+        from qoff.kernels.cpu.jit.slots import Slots  # compiled when it is imported
+
+        addresses = [memory.data_ptr() for memory in self._slots]
+        nbytes = min((memory.nbytes for memory in self._slots), default=0)
+        return Slots(addresses, nbytes, self._transfers.poison)
+
+    def _tell(self, load: _Load, words: Slots) -> bool:
+        """Have a slot's words say when its unit is there; False if it cannot be had."""
+        if load.told:
+            return not any(f.done() and f.exception() for f in load.read.futures)
+        try:
+            load.read.wait()
+            self._checks.passed(load.read.image, load.stamp)
+        except QoffError:  # which `acquire` raises
+            return False
+        words.set_filled(load.slot)
+        return True
+
+    def _read_in_sweep(
+        self,
+        sweep: _Sweep,
+        units: Sequence[Unit],
+        stamps: Sequence[Stamp | None],
+        slots: Sequence[int],
+        turns: Sequence[int],
+    ) -> None:
+        """Start to read each of these units into its slot, when that is given back."""
+        fills = []
+        for unit, stamp, slot, turn in zip(units, stamps, slots, turns, strict=True):
+            image = self._images[unit]
+            memory = self._slots[slot][: image.nbytes]
+            parts = [(r.offset, memory[r.at : r.at + r.nbytes]) for r in image.ranges]
+            fills.append(Fill(image.file.path, parts, sweep.words.words(slot), turn))
+            read = UnitRead(self._transfers, image, memory)
+            sweep.loads.append(_Load(unit, slot, read, stamp, told=True))
+        sweep.request = self._transfers.reader.submit_list(fills, sweep.words.fail)
+        for load in sweep.loads:
+            load.read.futures.append(sweep.request)

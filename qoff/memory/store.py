@@ -48,6 +48,7 @@ from .plan import (
 )
 from .rows import read_rows, rows_of, rows_of_parts
 from .slots import SlotRing
+from .sweep import Sweep
 
 EXPERTS = "mlp.experts"  # among a layer's weights: those that come one by one
 Weights = Mapping[str, Weight | TiledMatrix | StreamedExperts | ExpertWave]
@@ -129,14 +130,7 @@ class WeightStore:
             assert self.experts is not None
             self._waves[unit] = wave = self.experts.acquire(unit)
             return {EXPERTS: wave}
-        slot = self._ring.acquire(unit)
-        views = self._views.get((unit, slot))
-        if views is not None:
-            return views
-        with self._lock:
-            self._check(unit)
-            views = self._named(unit, self._streamed[unit].views(self._slots[slot]))
-            return self._views.setdefault((unit, slot), views)
+        return self._in_slot(unit, self._ring.acquire(unit))
 
     def release(self, unit: Unit) -> None:
         """Give a unit back, once for each `acquire`; its slot is then read into at once."""
@@ -153,6 +147,29 @@ class WeightStore:
         """Read ahead in this order from now on, again and again; every streamed unit is in it."""
         self._check(order[0])
         self._ring.follow([unit for unit in order if unit in self._streamed])
+
+    def sweep(self, units: Sequence[Unit]) -> Sweep | None:
+        """Begin to use these units once by jobs that wait for them; a context manager.
+
+        None, and nothing has begun, where some come in tiles, experts one by one, or what streams
+        is not what is read next, and from files only. Until its end no unit can be acquired. Raises
+        as `acquire`.
+        """
+        self._check(units[0])
+        tiled = any(unit in self._tiled for unit in units)
+        if tiled or self.experts or not self._transfers.sweeps:
+            return None
+        streamed = [unit for unit in units if unit in self._streamed]
+        begun = self._ring.sweep(streamed)
+        if begun is None:
+            return None
+        words, slots = begun
+        places = dict(zip(streamed, slots, strict=True))
+        weights = [
+            self._in_slot(unit, places[unit]) if unit in places else self._complete[unit]
+            for unit in units
+        ]
+        return Sweep(weights, [places.get(unit) for unit in units], words, self._ring)
 
     @contextmanager
     def use(self, unit: Unit) -> Iterator[Weights]:
@@ -315,6 +332,16 @@ class WeightStore:
         if unit == HEAD and LM_HEAD not in named and EMBEDDING in named:
             named[LM_HEAD] = named[EMBEDDING]
         return named
+
+    def _in_slot(self, unit: Unit, slot: int) -> Weights:
+        """The weights of a unit that is in a slot, the same objects each time."""
+        views = self._views.get((unit, slot))
+        if views is not None:
+            return views
+        with self._lock:
+            self._check(unit)
+            views = self._named(unit, self._streamed[unit].views(self._slots[slot]))
+            return self._views.setdefault((unit, slot), views)
 
     def _streamed_experts(self, layer: int) -> StreamedExperts:
         """What stands for a layer's experts, with what the next ones can be guessed by."""

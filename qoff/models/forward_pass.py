@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -120,6 +120,14 @@ class LayerWorkspace:
         return LayerWorkspace(qkv, attended, self.gated, self.tiled, projected)
 
 
+class Begun(NamedTuple):
+    """A pass whose cache is ready for it."""
+
+    ids: Tensor  # int64 [M], the new tokens, and padding
+    key: Hashable | None  # of what can be recorded
+    stays: bool  # whether hidden states and KV cache stay where they are
+
+
 @dataclass(eq=False)
 class ForwardPass:
     """New tokens of some sequences on their way through the model, once.
@@ -138,6 +146,8 @@ class ForwardPass:
     states: HiddenStates | None = None  # beside the logits
     adapters: AdaptedRows | None = None
     # What the decoder sets on the way.
+    begun: Begun | None = None
+    swept: bool = False  # whether all layers are computed
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -178,6 +178,7 @@ class Runtime:
 
     def _computed(self, run: ForwardPass) -> Tensor:
         """Compute a pass unit by unit."""
+        sweep(self.decoder, self.store, [run])
         with Turn(self.store) as turn:
             steps = self.decoder.steps(run)
             unit = next(steps)
@@ -242,6 +243,12 @@ def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tenso
         return None
     with store.use(HEAD):
         return decoder.follow(run)
+
+
+def sweep(decoder: AnyDecoder, store: WeightStore, runs: Sequence[ForwardPass]) -> None:
+    """As `Decoder.sweep`: compute all layers, where that is one recording; the head is left."""
+    if isinstance(decoder, Decoder):
+        decoder.sweep(runs, lambda: store.sweep(range(decoder.spec.num_layers)))
 
 
 def followed_tokens(

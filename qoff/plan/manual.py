@@ -279,7 +279,8 @@ class Memory:
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
         work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab, on_cpu=True))
-        work += table_bytes(spec, plan.context + 1) + recorded_bytes(spec, plan.batch_size)
+        work += recorded_bytes(spec, plan.batch_size, plan.batches)
+        work += table_bytes(spec, plan.context + 1)
         work += scratch_bytes(spec, shapes, forms, plan.passes(vocab, tiled), threads)
         if tiled:
             work += plan.tile_bytes(spec, torch.float32)

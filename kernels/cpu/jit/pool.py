@@ -16,8 +16,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import platform
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +29,7 @@ from numba import types
 from qoff.kernels.processor import usable_threads
 from qoff.process import only_here
 
-from . import simd
+from . import futex, simd
 from .compiled import inner, job
 
 _LINE = 128  # bytes between fields, so that no two share a cache line
@@ -40,13 +38,7 @@ _EPOCH, _AT, _STEPS, _COUNT, _FIRST, _END, _SLEEPERS, _STOP, _NEXT = (_LINE * i 
 _DONE = _NEXT + _PHASES * _LINE
 _STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
-_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # process-private
-
-_i64 = types.int64
-_syscall = types.ExternalFunction("syscall", _i64(_i64, _i64, _i64, _i64, _i64, _i64, _i64))
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_usleep = types.ExternalFunction("usleep", types.int32(types.int32))
 
 
 @inner
@@ -86,10 +78,7 @@ def _sleep_while(address, value, sleepers):
         simd.spin_pause()
     simd.atomic_add(sleepers, 1)
     while simd.atomic_load(address) == value:
-        if _FUTEX:
-            _syscall(_FUTEX, address, _FUTEX_WAIT, value & 0xFFFFFFFF, 0, 0, 0)
-        else:
-            _usleep(50)
+        futex.sleep(address, value)
     simd.atomic_add(sleepers, -1)
 
 
@@ -142,6 +131,13 @@ def end_list(pool):
 
 
 @inner
+def place(pool):
+    """Where in its list the job at work is, which calls this: 0, 1, ..."""
+    number = simd.atomic_load(pool + _AT) >> _NUMBER
+    return (number - simd.peek_i64(pool + _FIRST)) % simd.peek_i64(pool + _COUNT)
+
+
+@inner
 def _work(pool, thread, threads):
     """Take part in the jobs of the list until all are done."""
     number = _enter(pool, -1)
@@ -168,8 +164,8 @@ def _worker(pool, thread, threads, args):
 @inner
 def _publish(pool):
     simd.atomic_add(pool + _EPOCH, 1)
-    if _FUTEX and simd.atomic_load(pool + _SLEEPERS) > 0:
-        _syscall(_FUTEX, pool + _EPOCH, _FUTEX_WAKE, 1 << 30, 0, 0, 0)
+    if simd.atomic_load(pool + _SLEEPERS) > 0:
+        futex.wake(pool + _EPOCH)
 
 
 @job
@@ -254,13 +250,13 @@ class Pool:
             finally:
                 self._recorded = None
 
-    def run_all(self, jobs: JobList, times: int = 1) -> None:
+    def run_all(self, jobs: JobList, times: int = 1, first: int = 0) -> None:
         """Run jobs one after another, without Python in between, and wait for them.
 
-        All of them so many times, unless one ends the list (`end_list`).
+        All of them from the first on, so many times, unless one ends the list (`end_list`).
         """
         with self.lock:
-            self._launch(jobs.address, len(jobs), times)
+            self._launch(jobs.address + _STEP_BYTES * first, len(jobs) - first, times)
 
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
@@ -332,4 +328,4 @@ def default_pool() -> Pool:
 # A forked child has the pool's memory but not its threads; it makes a pool of its own.
 os.register_at_fork(after_in_child=default_pool.cache_clear)
 
-__all__ = ["JobList", "Pool", "default_pool", "end_list", "finish", "take", "wait"]
+__all__ = ["JobList", "Pool", "default_pool", "end_list", "finish", "place", "take", "wait"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from qoff.errors import DiskReadError
 from .clock import SYSTEM, Clock
 from .direct import DirectFile, Preadv
 from .workers import when_all
+
+if TYPE_CHECKING:
+    from qoff.kernels.cpu.jit.reads import BusyWords, ReadList
 
 Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
@@ -42,6 +45,18 @@ class Run(NamedTuple):
     source: int
     dest: int
     nbytes: int
+
+
+class Fill(NamedTuple):
+    """What goes from a file into a slot, whose `words` and `turn` are as for `ReadList`.
+
+    parts: offsets, and where the bytes go; what follows there up to a whole page may be written.
+    """
+
+    path: Path
+    parts: Sequence[tuple[int, Tensor]]
+    words: int
+    turn: int
 
 
 class ReadRequest(Future[None]):
@@ -98,6 +113,8 @@ class DiskReader:
         self._busy_since = 0.0
         self._busy_s = 0.0
         self._bytes = 0
+        self._busy: BusyWords | None = None  # of what is read without Python
+        self._lists: set[ReadList] = set()  # under way
         self.clock = clock
         self._workers = clock.workers(threads, "qoff-disk")
 
@@ -113,8 +130,12 @@ class DiskReader:
             busy = self._busy_s
             if self._in_flight:
                 busy += self.clock.now() - self._busy_since
+            nbytes, words = self._bytes, self._busy
+            if words is not None:
+                nbytes += words.nbytes
+                busy += words.ns * 1e-9
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
-            return DiskStats(self._bytes, busy, buffered)
+            return DiskStats(nbytes, busy, buffered)
 
     def stamp(self, path: Path) -> Stamp | None:
         """What a change of the file that is read as `path` changes; None where it has no file."""
@@ -177,6 +198,50 @@ class DiskReader:
         )
         return request
 
+    def submit_list(
+        self, fills: Sequence[Fill], failed: Callable[[BaseException], None]
+    ) -> ReadRequest:
+        """Start reading into slots, one after another, each as soon as it is given back.
+
+        No Python runs until all is read, unless a read fails or `preadv` is replaced. failed: told
+        what went wrong, at once; the request ends with the first of it. Abandoned, it begins no
+        further chunk. Raises DiskReadError where a file cannot be opened.
+        """
+        from qoff.kernels.cpu.jit.reads import BusyWords, Chunk, ReadList  # compiled when imported
+
+        chunks, places = [], []
+        for number, fill in enumerate(fills):
+            file = self._file(fill.path)
+            descriptor = file.fileno() if self._preadv is os.preadv else -1
+            unit = file.block if file.direct else 1
+            for offset, dest in fill.parts:
+                address = dest.data_ptr()
+                for start, stop in _split(offset, dest.numel(), self._chunk):
+                    wanted, at = stop - start, (offset + start, address + start)
+                    asked = -(-wanted // unit) * unit
+                    chunks.append(Chunk(descriptor, *at, wanted, asked, number))
+                    places.append((file, offset + start, dest, start, stop))
+        with self._lock:
+            self._busy = self._busy or BusyWords()
+        reads = ReadList(chunks, [(fill.words, fill.turn) for fill in fills], self._busy)
+        request = _ListRequest(reads)
+        with self._lock:
+            self._lists.add(reads)
+        request.add_done_callback(lambda _: self._lists.discard(reads))
+
+        def ended(call: Future[None]) -> None:
+            error = call.exception()
+            if error is not None:
+                reads.stop()
+                failed(error)
+
+        calls = []
+        for _ in range(self._threads):
+            calls.append(self._workers.submit(partial(self._read_list, request, reads, places)))
+            calls[-1].add_done_callback(ended)
+        request.follow(calls)
+        return request
+
     def forget(self, path: Path) -> None:
         """Close a file that will not be read again under this path. No read may be in progress."""
         with self._lock:
@@ -188,6 +253,8 @@ class DiskReader:
         """Fail what waits, let running reads end, join the threads and close the files."""
         with self._lock:
             self._closed = True
+            for reads in self._lists:
+                reads.stop()
         self._workers.close()
         with self._lock:
             files = list(self._files.values())
@@ -201,6 +268,21 @@ class DiskReader:
     ) -> None:
         """Read one chunk in the calling thread, and count it."""
         self._read_runs(request, file, [Run(offset, 0, len(dest))], dest, address)
+
+    def _read_list(
+        self,
+        request: ReadRequest,
+        reads: ReadList,
+        places: Sequence[tuple[DirectFile, int, Tensor, int, int]],
+    ) -> None:
+        """Read chunks of a list as long as there are some; those that compiled code cannot, too."""
+        while (number := reads.read()) is not None:
+            file, offset, dest, start, stop = places[number]
+            piece = dest.numpy().data[start:stop]
+            self._read(request, file, offset, piece, dest.data_ptr() + start)
+            reads.done(number)
+        if reads.stopped:
+            raise DiskReadError(f"{places[0][0].path}: the read was abandoned")
 
     def _read_runs(
         self,
@@ -249,6 +331,16 @@ class DiskReader:
             self._local.bounce = memoryview(mmap.mmap(-1, _BOUNCE))
         bounce: memoryview = self._local.bounce
         return bounce
+
+
+class _ListRequest(ReadRequest):
+    def __init__(self, reads: ReadList) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._reads.stop()
 
 
 def _split(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:

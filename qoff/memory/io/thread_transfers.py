@@ -11,6 +11,7 @@ from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import Image, Residency
 
+from .clock import SYSTEM
 from .copies import Copies
 from .disk import DiskReader
 from .transfers import Mark, Transfers, UnitRead
@@ -39,6 +40,10 @@ class ThreadTransfers(Transfers):
     def copying_s(self) -> float:
         return self._copies.busy_s  # waits for nothing else
 
+    @property
+    def sweeps(self) -> bool:
+        return self.clock is SYSTEM and self._instrumentation.timeline is None
+
     def _new_copies(self, instrumentation: Instrumentation) -> Copies:
         return Copies(instrumentation=instrumentation)
 
@@ -61,6 +66,6 @@ class ThreadTransfers(Transfers):
         self.clock.result(self._copies.submit([(host, memory)], "device to host", "expert"))
 
     def recycle(self, memory: Tensor) -> Mark:
-        if self._instrumentation.poison:
+        if self.poison:
             memory.fill_(0xFF)
         return None

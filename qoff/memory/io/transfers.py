@@ -174,6 +174,16 @@ class Transfers(ABC):
         self._tiers = TierArenas(sizes, self._stream, instrumentation.pages)
         return self._tiers.arenas
 
+    @property
+    def sweeps(self) -> bool:
+        """Whether jobs of the CPU may wait for reads from disk, without Python."""
+        return False
+
+    @property
+    def poison(self) -> bool:
+        """Whether memory that holds nothing is filled with 0xFF."""
+        return self._instrumentation.poison
+
     @abstractmethod
     def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark) -> UnitRead:
         """Start filling device memory with an image, once the computations up to `after` are done.

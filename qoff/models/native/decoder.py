@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +19,12 @@ from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
-from qoff.memory import HEAD, Weights
+from qoff.memory import HEAD, Unit, Weights
 from qoff.memory.plan import LM_HEAD
+from qoff.memory.sweep import Sweep
 from qoff.models import names
 from qoff.models.forward_pass import (
+    Begun,
     ForwardPass,
     HiddenStates,
     LayerWorkspace,
@@ -176,6 +178,61 @@ class Decoder:
         Which units it yields does not depend on the pass. A tied embedding comes as "lm_head". It
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
+        ids, key, stays = run.begun or self._begin(run)
+        swept, run.begun, run.swept = run.swept, None, False
+        if key is not None and self.resident and stays:
+            run.tokens = ids
+            logits = yield from self._whole(run, key)
+        else:
+            rows = None if swept else self._embedded(ids)
+            logits = yield from self._units(run, rows, run.logit_rows, key)
+        assert run.cached is not None
+        run.cached.end()
+        return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
+
+    def sweep(self, runs: Sequence[ForwardPass], begin: Callable[[], Sweep | None]) -> None:
+        """Compute all layers of these passes as one recording, if they can be; `steps` goes on.
+
+        begin: a sweep of the layers, if there can be one. Raises what went wrong in it.
+        """
+        replays = self.replays
+        if replays is None or not replays.while_done or self.resident:
+            return
+        for run in runs:
+            run.begun = self._begin(run)
+            if run.begun.key is None or not run.begun.stays:
+                return
+        sweep = begin()
+        if sweep is not None:
+            with sweep:
+                self._swept(runs, sweep, replays)
+
+    def _swept(self, runs: Sequence[ForwardPass], sweep: Sweep, replays: Replays) -> None:
+        """The layers of passes that have begun, layer by layer."""
+        begun = [run.begun for run in runs if run.begun is not None]
+        counts = [len(one.ids) for one in begun]
+
+        def work(hidden: Tensor) -> Tensor:
+            for run, rows in zip(runs, hidden.split(counts), strict=True):
+                run.hidden = rows
+            for layer, weights in enumerate(sweep.weights):
+                sweep.take(layer)
+                for run in runs:
+                    assert next(self.layer.steps(layer, weights, run), None) is None
+                sweep.give_back(layer)
+            return hidden
+
+        for run, count in zip(runs, counts, strict=True):
+            run.workspace = (run.workspace or self._steady_workspace(count)).upto(count)
+        x = torch.cat([self._embedded(one.ids) for one in begun])
+        key = (*map(id, sweep.weights), *((one.key, len(one.ids)) for one in begun))
+        hidden = replays.run(key, sweep.weights, x, work, using=sweep.run)
+        for run, rows in zip(runs, hidden.split(counts), strict=True):
+            run.hidden, run.swept = None, True
+            run.activations.store(rows)
+
+    def _begin(self, run: ForwardPass) -> Begun:
+        """Have the cache ready for a pass, and what its layers are told beside."""
         ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
         ids = run.tokens
@@ -202,13 +259,7 @@ class Decoder:
             key = (key, adapted, *(part.data_ptr() for part in memory))
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         stays = isinstance(run.activations, ResidentActivations) and not cached.moves
-        if key is not None and self.resident and stays:
-            run.tokens = ids
-            logits = yield from self._whole(run, key)
-        else:
-            logits = yield from self._units(run, self._embedded(ids), run.logit_rows, key)
-        cached.end()
-        return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
+        return Begun(ids, key, stays)
 
     def follow(self, run: ForwardPass) -> Tensor | None:
         """What `steps` returns, without a unit, of a step like the cache's last one.
@@ -236,17 +287,44 @@ class Decoder:
         return self._steady[1]
 
     def _units(
-        self, run: ForwardPass, rows: Tensor, logit_rows: Tensor | None, key: Hashable | None = None
+        self,
+        run: ForwardPass,
+        rows: Tensor | None,
+        logit_rows: Tensor | None,
+        key: Hashable | None = None,
     ) -> Steps:
         """A pass over embedded tokens, unit by unit; logit_rows None: the logits of all.
 
-        key: of layers that can be recorded.
+        rows: None where all layers are computed. key: of layers that can be recorded.
+        """
+        if rows is not None:
+            keep = (
+                None if key is not None or run.states is not None else _kept(logit_rows, len(rows))
+            )
+            yield from self._layers(run, rows, key, keep)
+            if keep is not None and logit_rows is not None:
+                logit_rows = torch.arange(len(logit_rows))
+        weights = yield HEAD
+        norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
+        hidden = run.activations.load()
+        if run.states is not None:
+            self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
+        rows = _taken(hidden, logit_rows)
+        run.hidden = None
+        end = logits_ending(self.spec) if self._scaled else PLAIN
+        return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
+
+    def _layers(
+        self, run: ForwardPass, rows: Tensor, key: Hashable | None, keep: Sequence[int] | None
+    ) -> Generator[Unit, Weights, None]:
+        """The layers of a pass, which leave hidden states in its activations.
+
+        keep: see `Layer.steps`, of the last one.
         """
         activations, count = run.activations, len(rows)
         activations.store(rows)
         workspace = (run.workspace or self.new_workspace(count)).upto(count)
         of_tiles = workspace if workspace.tiled else None
-        keep = None if key is not None or run.states is not None else _kept(logit_rows, count)
         last = self.spec.num_layers - 1
         for layer in range(self.spec.num_layers):
             weights = yield layer
@@ -261,17 +339,6 @@ class Decoder:
             else:
                 self._replayed(layer, weights, run, key)
             activations.store(run.input)
-        weights = yield HEAD
-        norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
-        hidden = activations.load()
-        if run.states is not None:
-            self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
-        if keep is not None and logit_rows is not None:
-            logit_rows = torch.arange(len(logit_rows))
-        rows = _taken(hidden, logit_rows)
-        run.hidden = None
-        end = logits_ending(self.spec) if self._scaled else PLAIN
-        return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
 
     def _hand_over(self, states: HiddenStates, hidden: Tensor, norm: Norm | None) -> None:
         """Give hidden states after the final norm to who wants them, some rows at a time."""
@@ -349,13 +416,13 @@ def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     return tokens * spec.hidden_size * (8 + dtype.itemsize)
 
 
-def recorded_bytes(spec: DecoderSpec, rows: int) -> int:
+def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
     """The most bytes that recordings of decode steps keep on a CPU, of up to `rows` sequences.
 
     Hidden states and logits, of which a smaller step has a part, and what each is given; beside a
-    workspace.
+    workspace. passes: of as many sequences each, whose layers are recorded together.
     """
-    return 4 * rows * (3 * spec.hidden_size + spec.vocab_size)
+    return 4 * rows * (3 * passes * spec.hidden_size + spec.vocab_size)
 
 
 def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:

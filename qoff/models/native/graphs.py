@@ -53,7 +53,7 @@ class Replays:
         while_done: RecordWhileDone | None = None,
     ) -> None:
         self._device = device
-        self._while_done = while_done
+        self.while_done = while_done
         self._record = CudaRecorder(device) if record is None else record
         self._entries: dict[Hashable, Recording] = {}  # the one that was used last is last
         self._fixed: dict[Hashable, Tensor] = {}
@@ -66,11 +66,13 @@ class Replays:
         x: Tensor,
         work: Callable[[Tensor], Tensor],
         parts: int = 1,
+        using: Callable[[Any], bool] | None = None,
     ) -> Tensor:
         """Return `work(x)`, computed by it or by its recording; valid until the next call.
 
         x: on the device, or in host memory to be brought there. The work may change it and return
-        it. keep: lives as long as the key. parts: recordings that together are a pass.
+        it. keep: lives as long as the key. parts: recordings that together are a pass. using: what
+        replays one that was made while the work was done, and says whether; default: its call.
         """
         if self.failed:
             return work(on_device(x, self._device))
@@ -78,8 +80,8 @@ class Replays:
         fixed.copy_(pinned(x, self._device), non_blocking=True)
         whole = (tuple(x.shape), key)
         entry = self._entries.pop(whole, None)
-        if self._while_done is not None:
-            return self._replay_or_do(whole, entry, keep, fixed, work, _MOST * parts)
+        if self.while_done is not None:
+            return self._replay_or_do(whole, entry, keep, fixed, work, _MOST * parts, using)
         if entry is None:
             while len(self._entries) >= _MOST * parts:
                 del self._entries[next(iter(self._entries))]
@@ -102,7 +104,7 @@ class Replays:
     def find(self, key: Hashable, x: Tensor) -> Recording | None:
         """What was recorded while it was done, for an input like x."""
         entry = self._entries.get((tuple(x.shape), key))
-        recorded = entry is not None and self._while_done is not None and entry.replay is not None
+        recorded = entry is not None and self.while_done is not None and entry.replay is not None
         return entry if recorded else None
 
     def _replay_or_do(
@@ -113,18 +115,19 @@ class Replays:
         x: Tensor,
         work: Callable[[Tensor], Tensor],
         most: int,
+        using: Callable[[Any], bool] | None,
     ) -> Tensor:
         """The way of recordings that are made while the work is done."""
-        assert self._while_done is not None
+        assert self.while_done is not None
         if entry is not None:
             self._entries[whole] = entry
             if entry.replay is None:
                 return work(x)
-            if entry.replay():
+            if entry.replay() if using is None else using(entry.replay):
                 self.replayed += 1
                 return entry.result
         found: list[Tensor] = []
-        replay = self._while_done(lambda: found.append(work(x)))
+        replay = self.while_done(lambda: found.append(work(x)))
         for key, one in list(self._entries.items()):
             if getattr(one.replay, "stale", False):  # its result keeps memory alive
                 del self._entries[key]
