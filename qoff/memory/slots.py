@@ -155,8 +155,9 @@ class SlotRing:
             if not all(map(self._only_read, ahead, stamps)):
                 return None
             words = self._words = self._words or self._new_words()
-            words.begin()
-            if not all(self._tell(load, words) for load in loads if count):
+            if not any(load.told for load in loads):
+                words.begin()
+            if words.failed or not all(self._tell(load, words) for load in loads if count):
                 return None
             slots = [loads[i % len(loads)].slot for i in range(count)]
             sweep = _Sweep(count, words)
@@ -264,7 +265,7 @@ class SlotRing:
     def _tell(self, load: _Load, words: Slots) -> bool:
         """Have a slot's words say when its unit is there; False if it cannot be had."""
         if load.told:
-            return not any(f.done() and f.exception() for f in load.read.futures)
+            return True
         try:
             load.read.wait()
             self._checks.passed(load.read.image, load.stamp)

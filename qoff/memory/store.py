@@ -165,10 +165,14 @@ class WeightStore:
             return None
         words, slots = begun
         places = dict(zip(streamed, slots, strict=True))
-        weights = [
-            self._in_slot(unit, places[unit]) if unit in places else self._complete[unit]
-            for unit in units
-        ]
+        try:
+            weights = [
+                self._in_slot(unit, places[unit]) if unit in places else self._complete[unit]
+                for unit in units
+            ]
+        except BaseException:
+            self._ring.swept(done=False)
+            raise
         return Sweep(weights, [places.get(unit) for unit in units], words, self._ring)
 
     @contextmanager

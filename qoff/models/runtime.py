@@ -33,6 +33,7 @@ from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv, head_shapes
 from .native.following import Noise
 from .native.graphs import Replays
+from .native.sweeping import sweep_layers
 from .spec import DecoderSpec
 from .stored import check_checkpoint
 
@@ -246,9 +247,9 @@ def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tenso
 
 
 def sweep(decoder: AnyDecoder, store: WeightStore, runs: Sequence[ForwardPass]) -> None:
-    """As `Decoder.sweep`: compute all layers, where that is one recording; the head is left."""
+    """As `sweep_layers`: compute all layers, where they can be one recording; the head is left."""
     if isinstance(decoder, Decoder):
-        decoder.sweep(runs, lambda: store.sweep(range(decoder.spec.num_layers)))
+        sweep_layers(decoder, runs, lambda: store.sweep(range(decoder.spec.num_layers)))
 
 
 def followed_tokens(

@@ -137,10 +137,16 @@ class Slots:
         """Say that what is in a slot came in another way."""
         self._word(self.words(slot) - self._address).value = self.used(slot) + 1
 
+    @property
+    def failed(self) -> bool:
+        """Whether lists that wait end with an error."""
+        return self._error is not None
+
     def begin(self) -> None:
-        """Forget what failed."""
-        self._error = None
-        self._tell(0)
+        """Forget what failed. Nothing may be filling a slot."""
+        if self._error is not None:
+            self._error = None
+            self._tell(0)
 
     def fail(self, error: BaseException) -> None:
         """End lists that wait, with this error unless there is one."""

@@ -253,7 +253,7 @@ class DiskReader:
         """Fail what waits, let running reads end, join the threads and close the files."""
         with self._lock:
             self._closed = True
-            for reads in self._lists:
+            for reads in list(self._lists):
                 reads.stop()
         self._workers.close()
         with self._lock:

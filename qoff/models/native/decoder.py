@@ -21,7 +21,6 @@ from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.memory import HEAD, Unit, Weights
 from qoff.memory.plan import LM_HEAD
-from qoff.memory.sweep import Sweep
 from qoff.models import names
 from qoff.models.forward_pass import (
     Begun,
@@ -178,60 +177,19 @@ class Decoder:
         Which units it yields does not depend on the pass. A tied embedding comes as "lm_head". It
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
-        ids, key, stays = run.begun or self._begin(run)
+        ids, key, stays = run.begun or self.begin(run)
         swept, run.begun, run.swept = run.swept, None, False
         if key is not None and self.resident and stays:
             run.tokens = ids
             logits = yield from self._whole(run, key)
         else:
-            rows = None if swept else self._embedded(ids)
+            rows = None if swept else self.embedded(ids)
             logits = yield from self._units(run, rows, run.logit_rows, key)
         assert run.cached is not None
         run.cached.end()
         return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
 
-    def sweep(self, runs: Sequence[ForwardPass], begin: Callable[[], Sweep | None]) -> None:
-        """Compute all layers of these passes as one recording, if they can be; `steps` goes on.
-
-        begin: a sweep of the layers, if there can be one. Raises what went wrong in it.
-        """
-        replays = self.replays
-        if replays is None or not replays.while_done or self.resident:
-            return
-        for run in runs:
-            run.begun = self._begin(run)
-            if run.begun.key is None or not run.begun.stays:
-                return
-        sweep = begin()
-        if sweep is not None:
-            with sweep:
-                self._swept(runs, sweep, replays)
-
-    def _swept(self, runs: Sequence[ForwardPass], sweep: Sweep, replays: Replays) -> None:
-        """The layers of passes that have begun, layer by layer."""
-        begun = [run.begun for run in runs if run.begun is not None]
-        counts = [len(one.ids) for one in begun]
-
-        def work(hidden: Tensor) -> Tensor:
-            for run, rows in zip(runs, hidden.split(counts), strict=True):
-                run.hidden = rows
-            for layer, weights in enumerate(sweep.weights):
-                sweep.take(layer)
-                for run in runs:
-                    assert next(self.layer.steps(layer, weights, run), None) is None
-                sweep.give_back(layer)
-            return hidden
-
-        for run, count in zip(runs, counts, strict=True):
-            run.workspace = (run.workspace or self._steady_workspace(count)).upto(count)
-        x = torch.cat([self._embedded(one.ids) for one in begun])
-        key = (*map(id, sweep.weights), *((one.key, len(one.ids)) for one in begun))
-        hidden = replays.run(key, sweep.weights, x, work, using=sweep.run)
-        for run, rows in zip(runs, hidden.split(counts), strict=True):
-            run.hidden, run.swept = None, True
-            run.activations.store(rows)
-
-    def _begin(self, run: ForwardPass) -> Begun:
+    def begin(self, run: ForwardPass) -> Begun:
         """Have the cache ready for a pass, and what its layers are told beside."""
         ragged = run.ragged
         self.spec.check_positions(ragged.longest + 1)
@@ -251,7 +209,7 @@ class Decoder:
             key = None if run.states is not None else cached.replay_key()
         if key is not None:
             tables = [table.whole for table in self._rotary]
-            run.workspace = run.workspace or self._steady_workspace(len(ids))
+            run.workspace = run.workspace or self.steady_workspace(len(ids))
             memory = [part for both in tables for part in both] + run.workspace.memory
             if on_gpu is None:
                 memory += [ragged.positions, ragged.slots]
@@ -275,12 +233,12 @@ class Decoder:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
         return [] if self._following is None else self._following.tokens(run, *choosing)
 
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device."""
         rows = self._embed(ids, self.spec.embedding_scale)
         return rows.to(self.device, self.dtype)
 
-    def _steady_workspace(self, tokens: int) -> LayerWorkspace:
+    def steady_workspace(self, tokens: int) -> LayerWorkspace:
         """Working space that stays where it is, for passes that are recorded."""
         if tokens > self._steady[0]:
             self._steady = (tokens, self.new_workspace(tokens))
@@ -372,7 +330,7 @@ class Decoder:
         key = (*map(id, weights), key)
 
         def work(ids: Tensor) -> Tensor:
-            steps = self._units(run, self._embedded(ids), None)
+            steps = self._units(run, self.embedded(ids), None)
             next(steps)
             for some in weights[:-1]:
                 steps.send(some)

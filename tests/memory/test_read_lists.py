@@ -1,0 +1,91 @@
+"""Lists of reads that fill slots without Python, each as soon as it is given back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.errors import DiskReadError
+from qoff.kernels.cpu.jit.slots import Slots
+from qoff.memory import DiskReader
+from qoff.memory.arena import map_pages
+from qoff.memory.io.disk import Fill
+
+UNIT, UNITS = 3 * 4096, 5
+TAIL = 100  # bytes of the last unit
+
+
+@pytest.fixture
+def reader() -> Iterator[DiskReader]:
+    reader = DiskReader(threads=2, chunk=4096)
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "units"
+    path.write_bytes(os.urandom((UNITS - 1) * UNIT + TAIL))
+    return path
+
+
+MEMORY = map_pages(2 * UNIT).split(UNIT)
+
+
+def fills(path: Path, slots: Slots, sizes: list[int]) -> list[Fill]:
+    found = []
+    for i, nbytes in enumerate(sizes):
+        part = i * UNIT, MEMORY[i % 2][:nbytes]
+        turn = slots.used(i % 2) + i // 2
+        found.append(Fill(path, [part], slots.words(i % 2), turn))
+    return found
+
+
+def new_slots() -> Slots:
+    return Slots([memory.data_ptr() for memory in MEMORY], UNIT, spoil=True)
+
+
+def used(slots: Slots, sizes: list[int]) -> list[Tensor]:
+    """What jobs find, one unit after another."""
+    found = []
+    for i, nbytes in enumerate(sizes):
+        slots.wait(i % 2)
+        found.append(MEMORY[i % 2][:nbytes].clone())
+        slots.give_back(i % 2)
+    return found
+
+
+def test_each_unit_is_there_from_when_it_is_waited_for_to_when_it_is_given_back(
+    reader: DiskReader, file: Path
+) -> None:
+    slots, sizes = new_slots(), [UNIT] * (UNITS - 1) + [TAIL]
+    request = reader.submit_list(fills(file, slots, sizes), slots.fail)
+    data = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    assert all(map(torch.equal, used(slots, sizes), data.split(UNIT)))
+    request.result(20)
+    assert (MEMORY[1][:UNIT] == 255).all()  # spoiled
+    assert reader.stats.bytes == len(data)
+    assert reader.stats.busy_s > 0
+
+
+def test_a_file_that_ends_early_is_an_error_to_who_waits(reader: DiskReader, file: Path) -> None:
+    slots, sizes = new_slots(), [UNIT] * (UNITS - 1) + [TAIL + 1]
+    request = reader.submit_list(fills(file, slots, sizes), slots.fail)
+    with pytest.raises(DiskReadError, match="short read"):
+        used(slots, sizes)
+    with pytest.raises(DiskReadError, match="short read"):
+        request.result(20)
+    assert slots.failed
+
+
+def test_an_abandoned_list_ends_without_its_slots(reader: DiskReader, file: Path) -> None:
+    slots = new_slots()
+    request = reader.submit_list(fills(file, slots, [UNIT] * 3), slots.fail)
+    request.abandon()
+    with pytest.raises(DiskReadError, match="abandoned"):
+        request.result(20)
