@@ -146,7 +146,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize(
     ("happen", "error", "text"),
-    [(fail, DiskReadError, "Input/output"), (_thread.interrupt_main, KeyboardInterrupt, "")],
+    [(fail, DiskReadError, "Input/output"), (_thread.interrupt_main, KeyboardInterrupt, None)],
     ids=["a read fails", "an interrupt"],
 )
 def test_what_ends_a_recording_in_the_middle_ends_the_pass_and_no_more(
@@ -154,7 +154,7 @@ def test_what_ends_a_recording_in_the_middle_ends_the_pass_and_no_more(
     expected: Tensor,
     happen: Callable[[], object],
     error: type[BaseException],
-    text: str,
+    text: str | None,
 ) -> None:
     trouble = Trouble(happen)
     with opened(path, preadv=trouble.preadv) as run:
