@@ -128,7 +128,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "learned positions": spec.learned_positions,
         "sliding windows": any(spec.sliding_window) and not spec.chunked,
         "attention in chunks": any(spec.sliding_window) and spec.chunked,
-        "norms of query and key heads": spec.qk_norm in ("head", "unweighted"),
+        "norms of query and key heads": spec.qk_norm in ("head", "unweighted", "rotated"),
         "norms of all queries and keys": spec.qk_norm == "all",
         "soft caps": spec.attention_soft_cap or spec.logit_soft_cap,
         "queries scaled by position": spec.query_scale is not None,

@@ -66,6 +66,7 @@ class Ops(Protocol):
         *,
         scale: float = 1.0,
         residual: Tensor | None = None,
+        sum_scale: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
@@ -81,7 +82,11 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def route(
-        self, scores: Tensor, routing: Routing, correction: Tensor | None = None
+        self,
+        scores: Tensor,
+        routing: Routing,
+        correction: Tensor | None = None,
+        gains: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def experts(

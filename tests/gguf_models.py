@@ -36,6 +36,7 @@ ARCHITECTURES = {  # by model_type
     "gemma": ARCH.GEMMA,
     "gemma2": ARCH.GEMMA2,
     "gemma3_text": ARCH.GEMMA3,
+    "gemma4_text": ARCH.GEMMA4,
     "gpt_neox": ARCH.GPTNEOX,
     "cohere2": ARCH.COHERE2,
     "exaone4": ARCH.EXAONE4,
@@ -52,10 +53,13 @@ ARCHITECTURES = {  # by model_type
     "dots1": ARCH.DOTS1,
     "minimax_m2": ARCH.MINIMAXM2,
     "ernie4_5_moe": ARCH.ERNIE4_5_MOE,
+    "hunyuan_v1_dense": ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": ARCH.HUNYUAN_MOE,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), ARCH.DEEPSEEK2),
 }
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
+_LESS_ONE = ("gemma", "gemma2", "gemma3_text")
 _SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
@@ -73,6 +77,7 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "n_routed_experts": "expert_count",
     "moe_num_experts": "expert_count",
     "moe_k": "expert_used_count",
+    "moe_topk": "expert_used_count",
     "routed_scaling_factor": "expert_weights_scale",
     "first_k_dense_replace": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
@@ -124,6 +129,7 @@ class GGUFModel:
         )
         for name, values in _renamed(config, load_file(directory / "model.safetensors")):
             mapped = names.get_name(name, _SUFFIXES) or plain.get_name(name, _SUFFIXES)
+            mapped = name if name.startswith("blk.") else mapped
             assert mapped is not None, name
             found.tensors[mapped] = values
         found.tensors |= _rope_tensors(config)
@@ -199,10 +205,12 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.scaling.type"] = rope["rope_type"]
     if rope["rope_type"] != "llama3":
         found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
-    if model_type == "gemma3_text":
+    if model_type in ("gemma3_text", "gemma4_text"):
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
-    if model_type in ("gpt_oss", "minimax_m2", "llama4_text"):
+    if model_type == "gemma4_text":
+        found |= _gemma4(config, slides)
+    if model_type in ("gpt_oss", "minimax_m2", "llama4_text", "hunyuan_v1_moe"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if model_type == "llama4_text":
         found["feed_forward_length"] = config["intermediate_size_mlp"]
@@ -214,6 +222,22 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type in _SIGMOID:
         found["expert_gating_func"] = 2
         found |= {"expert_weights_norm": config["norm_topk_prob"]} if "n_group" in config else {}
+    return found
+
+
+def _gemma4(config: Mapping[str, Any], slides: list[bool]) -> dict[str, Any]:
+    """Lengths of heads without a window are the plain ones."""
+    full = config["per_layer_config"][str(slides.index(False))]
+    heads = config["num_key_value_heads"], full.get("num_key_value_heads")
+    found: dict[str, Any] = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
+    for key in ("attention.key_length", "attention.value_length"):
+        found |= {key: full["head_dim"], f"{key}_swa": config["head_dim"]}
+    found["rope.dimension_count"] = full["head_dim"]
+    found["rope.dimension_count_swa"] = config["head_dim"]
+    if heads[1] is not None:
+        found["attention.head_count_kv"] = [heads[0] if x else heads[1] for x in slides]
+    if config["enable_moe_block"]:
+        found["expert_used_count"] = config["top_k_experts"]
     return found
 
 
@@ -248,6 +272,14 @@ def _renamed(
             stem = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
             for which, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield stem.format(which), part
+        elif name.endswith("layer_scalar"):
+            yield f"{name}.weight", values
+        elif name.endswith(("router.scale", "router.per_expert_scale")):  # not in its map
+            layer = name.split(".")[2]
+            of = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            yield f"blk.{layer}.{of}.scale", values
+        elif model_type == "gemma4_text" and ".experts." in name:
+            yield f"{name}.weight", values
         elif ".mlp.experts." in name:
             yield from _gpt_oss_experts(name, values)
         elif name.endswith("experts.gate_up_proj"):
@@ -265,7 +297,7 @@ def _renamed(
         elif "query_key_value" in name:
             heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             yield name, heads.swapaxes(0, 1).reshape(values.shape)
-        elif model_type.startswith("gemma") and name.endswith("norm.weight"):
+        elif model_type in _LESS_ONE and name.endswith("norm.weight"):
             yield name, values + 1
         elif model_type in _PERMUTED and (x := re.search(r"\.([qk])_proj\.", name)):
             heads = config["num_attention_heads" if x[1] == "q" else "num_key_value_heads"]
@@ -301,6 +333,11 @@ def _gpt_oss_experts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
 def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
     """Divisors of frequencies: of Phi-3, and those of Llama 3.1 as its formula gives them."""
     rope = config["rope_parameters"]
+    if "full_attention" in rope and rope["full_attention"]["rope_type"] == "proportional":
+        full = next(x["head_dim"] for x in config["per_layer_config"].values())
+        turned = int(full * rope["full_attention"]["partial_rotary_factor"]) // 2
+        factors = [1.0] * turned + [1e30] * (full // 2 - turned)
+        return {"rope_freqs.weight": np.array(factors, np.float32)}
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"], np.float32)

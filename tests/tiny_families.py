@@ -397,4 +397,61 @@ FAMILIES |= {
         "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
     },
 }
+FAMILIES |= {
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 1.0,
+            "alpha": 50.0,
+        },
+    },
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 6,
+        "moe_topk": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "sliding_window": 6,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+FAMILIES |= {
+    "gemma4": _GEMMA4,
+    "gemma4-moe": {
+        **_GEMMA4,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": False,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+}
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]

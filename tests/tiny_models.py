@@ -49,10 +49,10 @@ def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(mean=float("norm" in name), std=0.1)
+            parameter.normal_(mean=float("norm" in name or "scale" in name), std=0.1)
         for name, buffer in model.named_buffers():
-            if "correction" in name:
-                buffer.normal_(std=0.1)
+            if "correction" in name or "scalar" in name:
+                buffer.normal_(mean=float("scalar" in name), std=0.1)
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(directory)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 class Norm(NamedTuple):
@@ -24,7 +24,7 @@ class Ending(NamedTuple):
     activation: one of ACTIVATIONS, or none. Where it is `gated`, rows of W alternate 16 of gate
     and 16 of up, and z becomes activation(gate) * up, [M, N / 2]. Then z becomes
     scale * sigmoid(score) * post_norm(z), and soft_cap * tanh(z / soft_cap) where that is not 0.
-    The residual is added, and sum_norm is of the sum.
+    The residual is added, the sum is multiplied by sum_scale, and sum_norm is of that.
     """
 
     activation: str = ""
@@ -34,6 +34,7 @@ class Ending(NamedTuple):
     score: Tensor | None = None  # [M, 1]
     soft_cap: float = 0.0
     sum_norm: Norm | None = None
+    sum_scale: float = 1.0
 
     @property
     def by_element(self) -> Ending:

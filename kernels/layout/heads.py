@@ -43,7 +43,8 @@ class HeadShape:
     has before it. latent: 0, or V of a token are so many channels of its key (`latent_values`), and
     have no columns of their own; RoPE rotates the key's other channels, i of those in its lower
     half with i of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that
-    with one KV head.
+    with one KV head. norm_last: norms of query and key heads come after RoPE. value_norm: each
+    value head has an RMSNorm without weights.
     """
 
     heads: int
@@ -56,6 +57,8 @@ class HeadShape:
     latent: int = 0
     query_scale: QueryScale | None = None
     chunked: bool = False
+    norm_last: bool = False
+    value_norm: bool = False
 
     @property
     def reach(self) -> int:

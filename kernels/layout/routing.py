@@ -19,7 +19,8 @@ class Routing:
     `top_groups` are chosen from: whose `group_best` best shares have the largest sums, 2 (arXiv
     2412.19437) or 1 (arXiv 2405.04434). A correction of each expert is added to its share when
     groups and experts are chosen, and not to its weight. normalized: weights are divided by their
-    sum. scale: they are multiplied by it in the end. Raises OpError for groups that there are not.
+    sum. scale: they are multiplied by it in the end, and by gains of each expert, if there are
+    any. Raises OpError for groups that there are not.
     """
 
     top_k: int

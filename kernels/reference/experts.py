@@ -25,11 +25,14 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 
 def route(
-    scores: Tensor, routing: Routing, correction: Tensor | None = None
+    scores: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    gains: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Experts of each token, int64 [M, top_k], best first, and their weights, float32 [M, top_k].
 
-    scores: [M, E], of a router. correction: [E]. `Routing` says what becomes of them.
+    scores: [M, E], of a router. correction, gains: [E]. `Routing` says what becomes of them.
     """
     shares = scores.float()
     if routing.shares == "all":
@@ -49,6 +52,8 @@ def route(
         weights = weights.softmax(-1)
     if routing.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + NEVER_ZERO)
+    if gains is not None:
+        weights = weights * gains.float()[ids]
     return ids, weights * routing.scale if routing.scale != 1 else weights
 
 

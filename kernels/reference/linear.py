@@ -23,9 +23,14 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
 
 
 def activated(name: str, z: Tensor) -> Tensor:
-    """An activation of `ending.ACTIVATIONS`; "gelu" is by erf, "gelu_tanh" its approximation."""
+    """An activation of `ending.ACTIVATIONS`.
+
+    "gelu" is by erf, "gelu_tanh" its approximation; "relu2" is the square of "relu".
+    """
     if name in ("silu", "relu"):
         return F.silu(z) if name == "silu" else F.relu(z)
+    if name == "relu2":
+        return F.relu(z).square()
     return F.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
@@ -52,4 +57,6 @@ def ended(z: Tensor, end: Ending, residual: Tensor | None = None) -> Tensor:
         z = end.soft_cap * torch.tanh(z / end.soft_cap)
     if residual is not None:
         z = z + residual
+    if end.sum_scale != 1:
+        z = z * end.sum_scale
     return z if end.sum_norm is None else normalized(z, end.sum_norm)

@@ -76,10 +76,11 @@ def norm(
     *,
     scale: float = 1.0,
     residual: Tensor | None = None,
+    sum_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return scale * norm(x) + residual for rows of x [M, K]."""
-    y = ended(x, Ending(post_norm=by, scale=scale), residual)
+    """Return sum_scale * (scale * norm(x) + residual) for rows of x [M, K]."""
+    y = ended(x, Ending(post_norm=by, scale=scale, sum_scale=sum_scale), residual)
     return y if out is None else out.copy_(y)
 
 
@@ -107,13 +108,15 @@ def attention(
         qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
     query, key, value = _split(heads, shape)
-    if q_norm is not None:
-        query = rms_norm(query, q_norm, shape.norm_eps)
-    if k_norm is not None:
-        key = rms_norm(key, k_norm, shape.norm_eps)
+    if not shape.norm_last:
+        query, key = _normed(query, q_norm, shape), _normed(key, k_norm, shape)
     if rotary is not None:
         query, key = (_turned(x, shape, ragged, rotary) for x in (query, key))
         value = latent_values(key, shape.latent) if shape.latent else value
+    if shape.norm_last:
+        query, key = _normed(query, q_norm, shape), _normed(key, k_norm, shape)
+    if shape.value_norm:
+        value = _normed(value, value.new_ones(shape.head_dim), shape)
     if shape.query_scale is not None:
         query = query * shape.query_scale.of(ragged.positions)[:, None, None].to(query.dtype)
     if out is None:
@@ -129,6 +132,10 @@ def attention(
         )
         out[rows] = found.flatten(1)
     return out
+
+
+def _normed(x: Tensor, weight: Tensor | None, shape: HeadShape) -> Tensor:
+    return x if weight is None else rms_norm(x, weight, shape.norm_eps)
 
 
 def _split(heads: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:

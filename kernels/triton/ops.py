@@ -106,11 +106,15 @@ def norm(
     *,
     scale: float = 1.0,
     residual: Tensor | None = None,
+    sum_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return scale * norm(x) + residual, each step in the dtype of x; out is not x."""
+    """Return sum_scale * (scale * norm(x) + residual), each step in the dtype of x.
+
+    out is not x.
+    """
     with torch.cuda.device_of(x):
-        y = _ended(x, Ending(post_norm=by, scale=scale), residual)
+        y = _ended(x, Ending(post_norm=by, scale=scale, sum_scale=sum_scale), residual)
         return y if out is None else out.copy_(y)
 
 
@@ -172,7 +176,7 @@ def attention(
             if cache.values_rotated:
                 value = rotate_values(value)
             query, key = (
-                _turned(_normed(x, norm, shape.norm_eps), step.positions, rotary)
+                _prepared(x, norm, shape, step.positions, rotary)
                 for x, norm in ((query, q_norm), (key, k_norm))
             )
             if shape.query_scale is not None:
@@ -269,6 +273,19 @@ def _pack(new: NewTokens, cache: DeviceLayerCache, start: Tensor) -> None:
     if step.max_new_blocks:
         blocks = NewBlocks(cache.pool, before, step.after, step.max_new_blocks, start)
         pack_blocks(new.key, new.value, cache, blocks)
+
+
+def _prepared(
+    heads: Tensor,
+    norm: Tensor | None,
+    shape: HeadShape,
+    positions: Tensor,
+    tables: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Queries or keys, normed and turned."""
+    if shape.norm_last:
+        return _normed(_turned(heads, positions, tables), norm, shape.norm_eps)
+    return _turned(_normed(heads, norm, shape.norm_eps), positions, tables)
 
 
 def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:

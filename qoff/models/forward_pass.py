@@ -204,7 +204,8 @@ def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:
 
 def _extra_width(spec: DecoderSpec) -> int:
     """Floats of a token that a layer allocates: rows before their norm, sums not yet complete."""
-    return spec.hidden_size * (spec.parallel + (spec.post_norm or spec.norm_after_add))
+    beside = spec.experts is not None and spec.experts.beside  # inputs of a router, two outputs
+    return spec.hidden_size * (spec.parallel + (spec.post_norm or spec.norm_after_add) + 3 * beside)
 
 
 def _experts_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:

@@ -16,6 +16,8 @@ Whatever a family calls its tensors, weights are stored under Llama's names, wit
 
     input_layernorm, post_attention_layernorm      the norms before attention and MLP
     self_attn.post_norm, mlp.post_norm             those after them
+    mlp.dense_norm, mlp.mixture_norm               those after MLP and experts side by side
+    mlp.routed_norm, mlp.routing_norm              those before experts, and before their router
 
 Fused biases have the rows of their matrix in the same order. Queries and keys of families that
 rotate neighbouring channels have their rows in the order of halves. Norms that families store less
@@ -49,6 +51,10 @@ Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 POSITIONS = "embed_positions"  # of layer 0
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
 CORRECTION = "mlp.router.correction"  # of what experts are chosen by
+GAINS = "mlp.router.gains"  # of their weights
+ROUTED_NORM, ROUTING_NORM = "mlp.routed_norm", "mlp.routing_norm"  # of experts beside an MLP
+DENSE_NORM, MIXTURE_NORM = "mlp.dense_norm", "mlp.mixture_norm"
+LAYER_SCALE = "layer_scale"
 
 Order = Callable[[Tensor], Tensor]
 
@@ -161,7 +167,9 @@ class _Layer:
 
     def __init__(self, spec: DecoderSpec, layer: int, names: TensorNames) -> None:
         self._spec, self._layer, self._names = spec, layer, names
-        sizes = {"head_dim": spec.head_dim, "intermediate_size": spec.intermediate_size}
+        kv_heads, self._dim = spec.heads(layer)
+        self._q, self._kv = spec.num_heads * self._dim, kv_heads * self._dim
+        sizes = {"head_dim": self._dim, "intermediate_size": spec.intermediate_size}
         if spec.latent is not None:
             sizes["q_lora_rank"] = spec.latent.query_latent
         if spec.experts is not None:
@@ -178,6 +186,8 @@ class _Layer:
         attention = [*self._norms(), *self._attention()]
         if experts is not None and spec.has_experts(self._layer):
             rest = list(self._mixture(experts))
+            if experts.beside:
+                rest += self._mlp("mlp", spec.intermediate_size, spec.mlp_bias)
             # What lies at the end stays in memory first: experts come before the other matrices.
             matrices = rest + attention
         else:
@@ -206,14 +216,20 @@ class _Layer:
         biased = spec.norm == "layer" and spec.norm_bias
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
-        if spec.qk_norm in ("head", "all"):
-            for x, rows in (("q", spec.q_rows), ("k", spec.kv_rows)):
-                each = spec.head_dim if spec.qk_norm == "head" else rows
+        if spec.qk_norm in ("head", "rotated", "all"):
+            for x, rows in (("q", self._q), ("k", self._kv)):
+                each = rows if spec.qk_norm == "all" else self._dim
                 yield self._vector(f"self_attn.{x}_norm", each)
         if spec.latent is not None:
             yield self._vector(KV_NORM, spec.latent.latent)
             if spec.latent.query_latent:
                 yield self._vector(Q_NORM, spec.latent.query_latent)
+        if spec.layer_scale:
+            yield self._bare(LAYER_SCALE, 1)
+
+    def _bare(self, name: str, rows: int) -> Weight:
+        """A vector whose name in the source has no last part of its own."""
+        return Weight(name, (Part(self._source(name, ""), rows),))
 
     def _attention(self) -> Iterator[Weight]:
         spec, o = self._spec, "self_attn.o_proj"
@@ -221,7 +237,8 @@ class _Layer:
         yield from _linear(QKV, parts, spec.hidden_size, spec.qkv_bias)
         if spec.latent is not None:
             yield from self._expanding(spec.latent)
-        yield from _linear(o, (self._part(o, spec.hidden_size),), spec.o_columns, spec.o_bias)
+        columns = self._q if spec.latent is None else spec.o_columns
+        yield from _linear(o, (self._part(o, spec.hidden_size),), columns, spec.o_bias)
         if spec.sinks:
             yield self._vector("self_attn", spec.num_heads, "sinks")
         if spec.learned_positions and self._layer == 0:
@@ -230,19 +247,20 @@ class _Layer:
 
     def _qkv(self) -> tuple[Part, ...]:
         spec, names = self._spec, self._names
-        q, kv = spec.q_rows, spec.kv_rows
+        q, kv, dim = self._q, self._kv, self._dim
         if names.fused_qkv == "heads":
-            return (self._part(QKV, 3 * q, _from_heads(spec.num_heads, spec.head_dim)),)
+            return (self._part(QKV, 3 * q, _from_heads(spec.num_heads, dim)),)
         rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
         pairs = rope.dim if names.rope_pairs and rope is not None else 0
         if names.fused_qkv == "rows":
-            order = _unpaired(0, spec.head_dim, pairs, q + kv) if pairs else _in_order
-            return (self._part(QKV, q + 2 * kv, order, spec.head_dim if pairs else ROW_BLOCK),)
+            order = _unpaired(0, dim, pairs, q + kv) if pairs else _in_order
+            return (self._part(QKV, q + 2 * kv, order, dim if pairs else ROW_BLOCK),)
+        full = spec.full_heads if spec.sliding_window[self._layer] is None else None
+        values = "k" if full is not None and full.values_are_keys else "v"
         parts, first = [], 0
-        for x, rows in (("q", q), ("k", kv), ("v", kv)):
-            turned = pairs if x != "v" else 0
-            order = _unpaired(first, spec.head_dim, turned, rows) if turned else _after(first)
-            unit = spec.head_dim if turned else ROW_BLOCK
+        for x, rows, turned in (("q", q, pairs), ("k", kv, pairs), (values, kv, 0)):
+            order = _unpaired(first, dim, turned, rows) if turned else _after(first)
+            unit = dim if turned else ROW_BLOCK
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
         return tuple(parts)
@@ -299,6 +317,12 @@ class _Layer:
             source, count = self._source(CORRECTION, ""), experts.count
             flat = count if self._names.correction_in_row else None
             yield Weight(CORRECTION, (Part(source, count, flat=flat),))
+        if experts.gains:
+            yield self._bare(GAINS, experts.count)
+        if experts.beside:
+            yield self._bare(f"{ROUTING_NORM}.weight", hidden)
+            for module in (ROUTED_NORM, DENSE_NORM, MIXTURE_NORM):
+                yield self._vector(module, hidden)
         if self._names.stacked_experts:
             yield from self._stacked(experts)
         else:
@@ -329,7 +353,7 @@ class _Layer:
         fused = "gate_up_proj"
         if self._names.stacked_experts == "columns":
             return (self._stacked_part(fused, 2 * inner, from_pairs, 2 * ROW_BLOCK),)
-        if self._names.stacked_experts in ("halves", "column-halves"):
+        if "halves" in self._names.stacked_experts:
             return (self._stacked_part(fused, 2 * inner, from_halves(inner)),)
         orders = {"gate_proj": partial(_in_turn, part=0), "up_proj": partial(_in_turn, part=1)}
         return tuple(self._stacked_part(name, inner, order) for name, order in orders.items())
@@ -338,7 +362,8 @@ class _Layer:
         self, name: str, rows: int, order: Order = _in_order, unit: int = ROW_BLOCK
     ) -> Part:
         transposed = self._names.stacked_experts in ("columns", "column-halves")
-        source = self._source(f"mlp.experts.{name}", "" if transposed else "weight")
+        bare = transposed or self._names.stacked_experts == "bare-halves"
+        source = self._source(f"mlp.experts.{name}", "" if bare else "weight")
         return Part(source, rows, order, unit, transposed=transposed)
 
 

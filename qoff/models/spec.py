@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.ending import ACTIVATIONS
 from qoff.kernels.layout.heads import QueryScale
 
 from .families import read_spec
-from .spec_parts import ExpertsSpec, LatentSpec, RopeSpec, unsupported
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+from .spec_parts import ExpertsSpec, HeadsSpec, LatentSpec, RopeSpec, unsupported
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,11 @@ class DecoderSpec:
     final_norm: bool = True
     parallel: bool = False
     # RMSNorm before RoPE: of each query and key head ("unweighted": without weights, in layers that
-    # rotate), or of all queries and of all keys of a token.
-    qk_norm: Literal["none", "head", "unweighted", "all"] = "none"
+    # rotate; "rotated": after it), or of all queries and of all keys of a token.
+    qk_norm: Literal["none", "head", "unweighted", "rotated", "all"] = "none"
+    value_norm: bool = False  # RMSNorm without weights of each value head
     local_rope: RopeSpec | None = None  # of layers with a sliding window, where it differs
+    full_heads: HeadsSpec | None = None  # head_dim and num_kv_heads are of windows then
     learned_positions: int = 0  # rows of a table of which one is added to each embedding
     position_offset: int = 0  # the row of position 0
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
@@ -64,6 +65,7 @@ class DecoderSpec:
     sinks: bool = False  # each head has a score for a key without a value
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
+    layer_scale: bool = False  # what a layer returns is multiplied by a number of its own
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     tie_word_embeddings: bool = False
@@ -74,15 +76,16 @@ class DecoderSpec:
         for field, key in _SIZES.items():
             if type(size := getattr(self, field)) is not int or size < 1:
                 raise unsupported(key, size, "a whole number above 0")
-        if self.num_heads % self.num_kv_heads:
-            raise unsupported(
-                "num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_heads} heads"
-            )
-        if self.head_dim % 2:
-            raise unsupported("head_dim", self.head_dim, "an even number")
-        for rope in (self.rope, self.local_rope):
-            if rope is not None and rope.dim > self.head_dim:
-                raise unsupported("partial_rotary_factor", rope.dim, f"up to {self.head_dim}")
+        for kv_heads, head_dim in self._heads:
+            if self.num_heads % kv_heads:
+                raise unsupported(
+                    "num_key_value_heads", kv_heads, f"a divisor of {self.num_heads} heads"
+                )
+            if head_dim % 2:
+                raise unsupported("head_dim", head_dim, "an even number")
+        for rope, dim in ((self.rope, self._heads[-1][1]), (self.local_rope, self.head_dim)):
+            if rope is not None and rope.dim > dim:
+                raise unsupported("partial_rotary_factor", rope.dim, f"up to {dim}")
         if self.activation not in ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, ", ".join(ACTIVATIONS))
         for key, per_layer in (
@@ -100,14 +103,24 @@ class DecoderSpec:
                 raise unsupported("sliding_window", window, "null or a whole number above 0")
 
     @property
+    def _heads(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and channels of a head, of each kind of layer; those without a window last."""
+        own, full = (self.num_kv_heads, self.head_dim), self.full_heads
+        return (own,) if full is None else (own, (full.kv_heads, full.head_dim))
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """KV heads, and channels of a head."""
+        return self._heads[0 if self.sliding_window[layer] is not None else -1]
+
+    @property
     def q_rows(self) -> int:
-        """Outputs of the query projection."""
-        return self.num_heads * self.head_dim
+        """Outputs of the query projection; where layers differ, the most, as of the following."""
+        return max(self.num_heads * dim for _, dim in self._heads)
 
     @property
     def kv_rows(self) -> int:
         """Outputs of the key projection, and of the value projection."""
-        return self.num_kv_heads * self.head_dim
+        return max(kv_heads * dim for kv_heads, dim in self._heads)
 
     @property
     def rope_head_dim(self) -> int:
@@ -118,7 +131,7 @@ class DecoderSpec:
     def qkv_rows(self) -> int:
         """Outputs of the first projection: queries, keys, values, or what these come of."""
         if self.latent is None:
-            return self.q_rows + 2 * self.kv_rows
+            return max((self.num_heads + 2 * kv_heads) * dim for kv_heads, dim in self._heads)
         first = self.latent.query_latent or self.q_rows
         return first + self.latent.latent + self.latent.rope_dim
 

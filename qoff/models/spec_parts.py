@@ -11,7 +11,7 @@ from qoff.kernels.layout.routing import Routing
 from qoff.schema import is_number, shown
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,33 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class HeadsSpec:
+    """Heads of layers without a sliding window, where others have others.
+
+    values_are_keys: V comes of the matrix of keys; what is done to either differs.
+    """
+
+    head_dim: int
+    kv_heads: int
+    values_are_keys: bool = False
+
+    def __post_init__(self) -> None:
+        for key, size in (
+            ("global_head_dim", self.head_dim),
+            ("num_global_key_value_heads", self.kv_heads),
+        ):
+            if type(size) is not int or size < 1:
+                raise unsupported(key, size, "a whole number above 0")
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of experts in place of the MLP, in some layers.
 
     A linear router scores all experts for each token; the `top_k` best of them compute, and their
-    outputs are added up, weighted as `Routing` has it.
+    outputs are added up, weighted as `Routing` has it. beside: layers have their MLP, too. Router,
+    experts and MLP are given the hidden states with a norm each, that of the router divided by the
+    root of the hidden size; the outputs of MLP and experts are normalized, added, and normalized.
     """
 
     count: int
@@ -69,6 +91,8 @@ class ExpertsSpec:
     scale: float = 1.0
     group_best: int = 2
     correction: bool = False  # of the shares as experts are chosen
+    gains: bool = False  # weights are multiplied by a number of each expert
+    beside: bool = False
     weighs_input: bool = False  # weights multiply inputs of experts in place of outputs
     activation: str = "silu"
     router_bias: bool = False
@@ -77,7 +101,11 @@ class ExpertsSpec:
     shared_gate: bool = False  # its output is scaled by the sigmoid of a score
 
     def __post_init__(self) -> None:
-        for key, size in (("num_experts", self.count), ("num_experts_per_tok", self.top_k)):
+        for key, size in (
+            ("num_experts", self.count),
+            ("num_experts_per_tok", self.top_k),
+            ("moe_intermediate_size", self.intermediate_size),
+        ):
             if type(size) is not int:
                 raise unsupported(key, size, "a whole number above 0")
         if not 1 <= self.top_k <= self.count:

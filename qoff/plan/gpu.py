@@ -22,7 +22,7 @@ from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
-from qoff.models.native.decoder import NO_LATENT_ON_GPU, embedded_bytes, logits_bytes
+from qoff.models.native.decoder import check_on_gpu, embedded_bytes, logits_bytes
 from qoff.models.native.layer import layer_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import packed_bytes
@@ -61,8 +61,7 @@ def memory_on_gpu(
     are recorded, 0 for none; recordings have working space of their own. Working space is the sum
     of what each module says that it allocates at most, in the step of a pass that takes most.
     """
-    if any(shape.latent for shape in shapes):
-        raise ArgumentError(NO_LATENT_ON_GPU)
+    check_on_gpu(shapes)
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)

@@ -124,25 +124,30 @@ class ModelSizes:
     @property
     def layer_columns(self) -> int:
         """Multiplications of one token by the matrices of all layers, without chosen experts'."""
-        spec = self.spec
-        attention = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
-        if spec.latent is not None:
-            attention += spec.latent.query_latent * spec.q_rows
-            attention += spec.latent.shape(spec.num_heads).rows * spec.latent.latent
-        layers = range(spec.num_layers)
-        return attention * spec.num_layers + sum(self._mlp_columns(layer) for layer in layers)
+        layers = range(self.spec.num_layers)
+        return sum(self._attention_columns(each) + self._mlp_columns(each) for each in layers)
 
     @property
     def last_columns(self) -> int:
         """The part of `layer_columns` in the last layer behind attention: for rows of logits."""
+        spec, last = self.spec, self.spec.num_layers - 1
+        attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
+        return spec.hidden_size * attended + self._mlp_columns(last)
+
+    def _attention_columns(self, layer: int) -> int:
         spec = self.spec
-        return spec.hidden_size * spec.o_columns + self._mlp_columns(spec.num_layers - 1)
+        if spec.latent is not None:
+            columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
+            columns += spec.latent.query_latent * spec.q_rows
+            return columns + spec.latent.shape(spec.num_heads).rows * spec.latent.latent
+        kv_heads, dim = spec.heads(layer)
+        return spec.hidden_size * 2 * (spec.num_heads + kv_heads) * dim
 
     def _mlp_columns(self, layer: int) -> int:
         spec, each = self.spec, 3 if self.spec.gated else 2
         inner = spec.intermediate_size
         if spec.experts is not None and spec.has_experts(layer):
-            inner = spec.experts.shared_size
+            inner = spec.intermediate_size * spec.experts.beside + spec.experts.shared_size
         return each * spec.hidden_size * inner
 
     @property

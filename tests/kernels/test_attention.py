@@ -26,6 +26,7 @@ SHAPES = [
     HeadShape(4, 2, 32, 0.4, query_scale=QueryScale(0.5, 6, ahead=1)),
     HeadShape(8, 2, 64, 0.1, window=37, chunked=True),
     HeadShape(2, 2, 128, 0.1, window=600, chunked=True),
+    HeadShape(4, 2, 32, 1.0, norm_eps=1e-5, norm_last=True, value_norm=True),
 ]
 SUNK, PARTLY = SHAPES[5], SHAPES[3]  # with sinks; with channels that do not rotate
 CHUNKED = SHAPES[8]

@@ -300,9 +300,9 @@ ROUTINGS = [
 @pytest.mark.parametrize("count", [12, 60])
 def test_routes_are_those_of_the_reference(routing: Routing, corrected: bool, count: int) -> None:
     scores = torch.randn(7, 100)[:, :count]
-    correction = torch.randn(count) if corrected else None
-    expected = reference_ops.route(scores, routing, correction)
-    ids, weights = route(scores, routing, correction)
+    vectors = (torch.randn(count) if corrected else None, torch.rand(count) if corrected else None)
+    expected = reference_ops.route(scores, routing, *vectors)
+    ids, weights = route(scores, routing, *vectors)
     assert torch.equal(ids, expected[0])
     assert_close(weights, expected[1], tolerance=RELATIVE_RMS[torch.float32])
 

@@ -83,8 +83,9 @@ def test_activations(activation: str, gated: bool) -> None:
         Ending(scale=0.4, soft_cap=2.0),
         Ending("gelu", score=torch.randn(5, 1)),
         Ending("relu", scale=-3.0),
+        Ending("relu2"),
     ],
-    ids=["soft cap", "score", "scale"],
+    ids=["soft cap", "score", "scale", "square"],
 )
 def test_scale_score_and_soft_cap_come_before_the_residual(n: int, end: Ending) -> None:
     weight, x, residual = random_weight(n, 64), torch.randn(5, 64), torch.randn(5, n)
@@ -96,13 +97,16 @@ def test_scale_score_and_soft_cap_come_before_the_residual(n: int, end: Ending) 
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("n", [96, 2048])
 @pytest.mark.parametrize(
-    "which", [{"post_norm": False, "scale": 0.3}, {"post_norm": True}, {"sum_norm": True}], ids=str
+    "which",
+    [{"post_norm": False, "scale": 0.3, "sum_scale": 0.7}, {"post_norm": True}, {"sum_norm": True}],
+    ids=str,
 )
 def test_norms_of_whole_rows(n: int, tokens: int, which: dict) -> None:
     """In the same job, or behind tiles of rows: the bits are the same."""
     name, centered = next(iter(which.items()))
-    norm, scale = _norm(n, centered=centered), which.get("scale", 1.0)
-    end = Ending(scale=scale)._replace(**{name: norm})
+    norm = _norm(n, centered=centered)
+    scales = {key: which.get(key, 1.0) for key in ("scale", "sum_scale")}
+    end = Ending(**scales)._replace(**{name: norm})
     weight, x, residual = random_weight(n, 64), torch.randn(tokens, 64), torch.randn(tokens, n)
     expected = reference_ops.w4_linear(x.double(), weight, residual=residual.double(), end=end)
     tiles = w4_linear(x, weight, residual=residual if end.sum_norm else None, end=end.by_element)
@@ -110,7 +114,7 @@ def test_norms_of_whole_rows(n: int, tokens: int, which: dict) -> None:
     w4_linear(x, weight, residual=hidden, end=end, out=hidden)
     assert relative_rms(hidden, expected) < INT16_ACTIVATIONS
     added = residual if end.post_norm else None
-    assert torch.equal(cpu.norm(tiles, norm, scale=scale, residual=added), hidden)
+    assert torch.equal(cpu.norm(tiles, norm, residual=added, **scales), hidden)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
@@ -199,6 +203,7 @@ def test_no_tokens() -> None:
         ({"end": Ending(post_norm=_norm(48), soft_cap=2.0)}, "nor the last two a norm"),
         ({"end": Ending(post_norm=_norm(48), sum_norm=_norm(48))}, "not two"),
         ({"end": Ending(sum_norm=_norm(40))}, "norm must be"),
+        ({"end": Ending(sum_scale=2.0)}, "scaled behind a norm only"),
         ({"activation_bits": 4}, "8 or 16"),
         ({"weight": random_weight(48, 64, packing="split32")}, "rows16"),
     ],

@@ -276,10 +276,10 @@ def test_other_uses_are_refused() -> None:
             triton_ops.attention(qkv.to(DEVICE), SHAPE, opened, ragged)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (1, 1)], ids=str)
-def test_the_reference_is_met_with_norms_and_rotation(heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("heads", "last"), [((4, 2), False), ((4, 2), True), ((1, 1), False)])
+def test_the_reference_is_met_with_norms_and_rotation(heads: tuple[int, int], last: bool) -> None:
     """One attention op, Qwen3's norms included, against `reference_ops` on an unpacked cache."""
-    shape = HeadShape(*heads, 64, 0.125, norm_eps=1e-6)
+    shape = HeadShape(*heads, 64, 0.125, norm_eps=1e-6, norm_last=last)
     cache = DeviceCache([shape], FORMS[:1], 2, device=DEVICE)
     plain = PlainCache([shape], 2)
     norms = {"q_norm": torch.rand(64) + 0.5, "k_norm": torch.rand(64) + 0.5}

@@ -48,6 +48,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
 }

@@ -13,7 +13,7 @@ from . import fields as f
 
 @inner
 def _normalize(x, count, norm, eps):
-    """RMSNorm of `count` numbers in place: those of a head, or of all heads."""
+    """RMSNorm of `count` numbers in place: those of a head, or of all heads; norm 0: no weights."""
     total = simd.splat_f32(np.float32(0.0))
     for i in range(0, 4 * count, 64):
         v = simd.load_f32(x + i)
@@ -21,7 +21,9 @@ def _normalize(x, count, norm, eps):
     factor = np.float32(1.0) / np.sqrt(simd.sum_f32(total) / np.float32(count) + eps)
     for i in range(0, 4 * count, 64):
         v = simd.mul(simd.load_f32(x + i), simd.splat_f32(factor))
-        simd.store_f32(x + i, simd.mul(v, simd.load_f32(norm + i)))
+        if norm != 0:
+            v = simd.mul(v, simd.load_f32(norm + i))
+        simd.store_f32(x + i, v)
 
 
 @inner
@@ -75,7 +77,7 @@ def _append_token(args, token):
     cos = simd.peek_i64(args + f.COS)
     pairs = simd.peek_i64(args + f.PAIRS)
     angles = position * pairs * 4
-    whole_norms = simd.peek_i64(args + f.WHOLE_NORMS)
+    whole_norms, last = simd.peek_i64(args + f.WHOLE_NORMS), simd.peek_i64(args + f.NORM_LAST)
     latent, width = simd.peek_i64(args + f.LATENT), simd.peek_i64(args + f.VALUE_DIM)
     apart = pairs if latent == 0 else dim // 2
     for head in range(kv_heads):  # a key goes to as many lines as it has channels
@@ -88,11 +90,14 @@ def _append_token(args, token):
     for head in range(heads + kv_heads):
         x = row + 4 * dim * head
         norm = simd.peek_i64(args + f.Q_NORM) if head < heads else simd.peek_i64(args + f.K_NORM)
-        if norm != 0 and whole_norms == 0:
+        of_head = norm != 0 and whole_norms == 0
+        if of_head and last == 0:
             _normalize(x, dim, norm, eps)
         if cos != 0:
             turned = x + 2 * latent
             _rotate_head(turned, pairs, apart, cos + angles, simd.peek_i64(args + f.SIN) + angles)
+        if of_head and last != 0:
+            _normalize(x, dim, norm, eps)
     every = simd.peek_i64(args + f.QUERY_EVERY)
     ahead = position + simd.peek_i64(args + f.QUERY_AHEAD)
     if every != 0 and ahead >= every:  # log 1 before
@@ -101,6 +106,8 @@ def _append_token(args, token):
         to = 4 * (slot * kv_heads + head) * capacity
         key = row + 4 * dim * (heads + head)
         value = row + 4 * dim * (heads + kv_heads + head)
+        if simd.peek_i64(args + f.VALUE_NORM) != 0:
+            _normalize(value, dim, 0, eps)
         keys = simd.peek_i64(args + f.KEYS) + to * dim + 4 * (place // 16 * 16 * dim + place % 16)
         values = simd.peek_i64(args + f.VALUES) + to * width + 4 * place * width
         for i in range(dim):

@@ -139,7 +139,8 @@ def attention(
             shape.reach, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
             pool.workspace(scratch), width, shape.value_dim, shape.latent,
             0 if by is None else by.every, 0 if by is None else by.ahead,
-            0.0 if by is None else by.beta, shape.norm_eps, shape.scale, shape.soft_cap,
+            shape.norm_last, shape.value_norm, 0.0 if by is None else by.beta, shape.norm_eps,
+            shape.scale, shape.soft_cap,
         )  # fmt: skip
         for first in range(0, tokens, together):
             if first:

@@ -12,6 +12,7 @@ from qoff.kernels.layout.qexperts import ACTIVATIONS as GATES
 # By name, from 1 on; 0 is none.
 NUMBERS = {name: i + 1 for i, name in enumerate(dict.fromkeys((*ACTIVATIONS, *GATES)))}
 _SILU, _GELU, _RELU = NUMBERS["silu"], NUMBERS["gelu"], NUMBERS["relu"]
+_RELU2 = NUMBERS["relu2"]
 CLAMPED_SWIGLU = NUMBERS["clamped_swiglu"]
 
 
@@ -50,8 +51,9 @@ def activated(kind, x):
         return simd.div(x, simd.add(one, simd.exp(negative)))
     if kind == _GELU:
         return _gelu(x)
-    if kind == _RELU:
-        return simd.maximum(simd.splat_f32(np.float32(0.0)), x)
+    if kind in (_RELU, _RELU2):
+        x = simd.maximum(simd.splat_f32(np.float32(0.0)), x)
+        return simd.mul(x, x) if kind == _RELU2 else x
     one = simd.splat_f32(np.float32(1.0))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
     square = simd.mul_add(simd.mul(x, x), simd.splat_f32(np.float32(0.044715)), one)
     return simd.mul(x, sigmoid(simd.mul(x, square), np.float32(1.5957691216057308)))

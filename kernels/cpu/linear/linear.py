@@ -129,6 +129,8 @@ def _set_end(
     late = end.score is not None or end.soft_cap
     if (special and end.gated) or (end.post_norm and late):
         fail(_OP, "scale, score and soft cap do not follow a gate, nor the last two a norm")
+    if end.sum_scale != 1 and end.post_norm is None:
+        fail(_OP, "a sum is scaled behind a norm only")
     if of_tiles.score is not None:
         check_rows(_OP, "score", of_tiles.score, len(out), 1)
         if not of_tiles.score.is_contiguous():
@@ -142,6 +144,6 @@ def _set_end(
         fail(_OP, "there is one norm of whole rows, not two")
     a.row_norms = True
     into = torch.empty(out.shape)
-    last = (end.scale, residual) if end.post_norm else (1.0, None)
-    set_rows(_OP, a.rows, into, by, *last, out)
+    scales = (end.scale, end.sum_scale) if end.post_norm else (1.0, 1.0)
+    set_rows(_OP, a.rows, into, by, scales, residual if end.post_norm else None, out)
     return into, None if end.post_norm else residual

@@ -18,10 +18,11 @@ def norm(
     *,
     scale: float = 1.0,
     residual: Tensor | None = None,
+    sum_scale: float = 1.0,
     out: Tensor | None = None,
     pool: Pool | None = None,
 ) -> Tensor:
-    """Return scale * norm(x) + residual, each row by itself.
+    """Return sum_scale * (scale * norm(x) + residual), each row by itself.
 
     x, residual, out: float32 [M, K], rows contiguous, K a multiple of 16; out may be the residual,
     but not x. Raises OpError.
@@ -30,7 +31,7 @@ def norm(
     if out is None:
         out = torch.empty(x.shape)
     a = RowsArguments()
-    set_rows("norm", a, x, by, scale, residual, out)
+    set_rows("norm", a, x, by, (scale, sum_scale), residual, out)
     if len(x):
         pool.run(norm_job.address, a)
     return out
@@ -53,11 +54,11 @@ def set_rows(
     a: RowsArguments,
     x: Tensor,
     by: Norm,
-    scale: float,
+    scales: tuple[float, float],
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Fill the arguments of scale * norm(x) + residual."""
+    """Fill the arguments of a norm, scaled, and a residual, the sum scaled."""
     if x.dim() != 2 or x.shape[1] % 16:
         fail(op, f"norms are of rows of a multiple of 16 numbers, not of {list(x.shape)}")
     tokens, k = x.shape
@@ -70,4 +71,5 @@ def set_rows(
     a.x, a.x_stride, a.tokens, a.k = x.data_ptr(), 4 * x.stride(0), tokens, k
     a.residual = address(residual)
     a.residual_stride = 0 if residual is None else 4 * residual.stride(0)
-    a.out, a.out_stride, a.scale = out.data_ptr(), 4 * out.stride(0), scale
+    a.out, a.out_stride = out.data_ptr(), 4 * out.stride(0)
+    a.scale, a.sum_scale = scales

@@ -19,17 +19,20 @@ class NormArguments(ctypes.Structure):
 
 
 class RowsArguments(ctypes.Structure):
-    """out = scale * norm(x) + residual: addresses, strides in bytes, sizes."""
+    """out = sum_scale * (scale * norm(x) + residual): addresses, strides in bytes, sizes."""
 
     _fields_ = (
         ("norm", NormArguments),
         *int64s("x", "x_stride", "tokens", "k", "residual", "residual_stride", "out", "out_stride"),
         ("scale", ctypes.c_float),
+        ("sum_scale", ctypes.c_float),
     )
 
 
 WEIGHT, BIAS, CENTERED, EPS = offsets(NormArguments)
-NORM, X, X_STRIDE, M, K, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, SCALE = offsets(RowsArguments)
+(NORM, X, X_STRIDE, M, K, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, SCALE, SUM_SCALE) = offsets(
+    RowsArguments
+)
 LONG = 2048  # numbers of a row that are worth splitting between threads
 
 
@@ -80,6 +83,7 @@ def norm_all(pool, phase, threads, args):
     """All rows; long ones are split when there are few. What a part writes, no other reads."""
     tokens, k = simd.peek_i64(args + M), simd.peek_i64(args + K)
     residual, scale = simd.peek_i64(args + RESIDUAL), simd.splat_f32(simd.peek_f32(args + SCALE))
+    last = simd.splat_f32(simd.peek_f32(args + SUM_SCALE))
     parts = threads if tokens < 2 * threads and k >= LONG else 1
     item = take(pool, phase)
     while item < tokens * parts:
@@ -93,7 +97,7 @@ def norm_all(pool, phase, threads, args):
             v = simd.mul(_normalized(args + NORM, x, 64 * i, mean, factor), scale)
             if residual != 0:
                 v = simd.add(v, simd.load_f32(plus + 64 * i))
-            simd.store_f32(out + 64 * i, v)
+            simd.store_f32(out + 64 * i, simd.mul(v, last))
         item = take(pool, phase)
 
 

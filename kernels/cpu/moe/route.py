@@ -23,21 +23,21 @@ _SHARES = {"all": _OF_ALL, "topk": _OF_CHOSEN, "sigmoid": _SIGMOID}
 class RouteArguments(ctypes.Structure):
     """Addresses, a stride in bytes, sizes, what scores become, and a factor.
 
-    correction: 0 for none. scratch: of each thread, float32 [2, E], for what each expert's score
-    becomes, and for that as experts are chosen by it; 0 where both are the scores.
+    correction, gains: 0 for none. scratch: of each thread, float32 [2, E], for what each expert's
+    score becomes, and for that as experts are chosen by it; 0 where both are the scores.
     """
 
     _fields_ = (
         *int64s("scores", "stride", "tokens", "experts", "top_k", "ids", "weights"),
         *int64s("kind", "normalized", "groups", "top_groups", "correction", "scratch"),
-        *int64s("group_best"),
+        *int64s("group_best", "gains"),
         ("scale", ctypes.c_float),
     )
 
 
 (
     SCORES, STRIDE, M, EXPERTS, TOP_K, IDS, WEIGHTS,
-    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SCRATCH, GROUP_BEST, SCALE,
+    KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SCRATCH, GROUP_BEST, GAINS, SCALE,
 ) = offsets(RouteArguments)  # fmt: skip
 
 
@@ -158,9 +158,11 @@ def _route_token(args, token, scratch):
         simd.poke_i64(ids + 8 * t, number)
         simd.poke_f32(weights + 4 * t, weight)
     total = _divisor(args, scores, total, largest, judged)
-    scale = simd.peek_f32(args + SCALE)
+    scale, gains = simd.peek_f32(args + SCALE), simd.peek_i64(args + GAINS)
     for t in range(top_k):
         weight = simd.peek_f32(weights + 4 * t) / total
+        if gains != 0:
+            weight *= simd.peek_f32(gains + 4 * simd.peek_i64(ids + 8 * t))
         simd.poke_f32(weights + 4 * t, weight * scale)
 
 
@@ -177,19 +179,23 @@ def route_job(pool, thread, threads, args):
 
 
 def route(
-    scores: Tensor, routing: Routing, correction: Tensor | None = None
+    scores: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    gains: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Experts of each token, int64 [M, top_k], best first, and their weights, float32 [M, top_k].
 
     scores: float32 [M, E], rows contiguous; of equal ones the first expert's is the better.
-    correction: float32 [E]. The weights are as in `reference.experts.route`; NaN where any score of
-    the token is NaN or infinite. Raises OpError.
+    correction, gains: float32 [E]. The weights are as in `reference.experts.route`; NaN where any
+    score of the token is NaN or infinite. Raises OpError.
     """
     tokens, experts = scores.shape
     check_rows("route", "scores", scores, tokens, experts)
     routing.check(experts)
-    if correction is not None:
-        check_dense("route", "correction", correction, (experts,))
+    for name, vector in (("correction", correction), ("gains", gains)):
+        if vector is not None:
+            check_dense("route", name, vector, (experts,))
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int64)
     weights = torch.empty(tokens, routing.top_k)
     if not tokens:
@@ -202,7 +208,7 @@ def route(
             scores.data_ptr(), 4 * scores.stride(0), tokens, experts, routing.top_k,
             ids.data_ptr(), weights.data_ptr(), _SHARES[routing.shares], routing.normalized,
             routing.groups, routing.top_groups, address(correction),
-            scratch, routing.group_best, routing.scale,
+            scratch, routing.group_best, address(gains), routing.scale,
         )  # fmt: skip
         pool.run(route_job.address, arguments)
     return ids, weights

@@ -194,13 +194,13 @@ def decode_attention(
         raise OpError(f"q has a row for each of {rows} sequences, not {len(q)}")
     outputs = (shape.heads, form.head_dim)
     turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
+    norms = (None, None) if new is None else (new.q_norm, new.k_norm)
     flags = (
         sinks is not None,
         step.resident_from is not None,
         new is not None,
         turned,
-        new is not None and new.q_norm is not None,
-        new is not None and new.k_norm is not None,
+        *(0 if by is None else 1 + shape.norm_last for by in norms),
         value_run(form.head_dim) if new is not None and new.rotated else 1,
     )
     kernel, split, most_parts = _bound(q.device, q.dtype, form, shape, sequences, flags, config)
@@ -270,14 +270,14 @@ def _bound(
     form: KVFormat,
     shape: HeadShape,
     sequences: int,
-    flags: tuple[bool, bool, bool, int, bool, bool, int],
+    flags: tuple[int, ...],
     config: DecodeConfig | None,
 ) -> tuple[BoundKernel, Split, int]:
     """The kernel for all that does not change from step to step, how blocks are cut, and the most
     parts.
 
-    flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and of keys,
-    channels of V that are rotated together.
+    flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and of keys
+    (see `load_new`), channels of V that are rotated together.
     """
     (window, windowed), group = window_constants(shape), shape.heads // shape.kv_heads
     columns = _columns(group)

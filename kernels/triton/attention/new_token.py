@@ -24,8 +24,8 @@ class NewTokens(NamedTuple):
     """Keys and values of the new tokens of a decode step, and what is done to keys and queries.
 
     tables: cos and sin of RoPE, float32 [positions, R / 2]. q_norm, k_norm: weights [D] of an RMS
-    norm before it, any float dtype. rotated: V of the cache is (`rotation.rotate_values`), and
-    neither these values nor the results of attention are.
+    norm before or after it, any float dtype. rotated: V of the cache is
+    (`rotation.rotate_values`), and neither these values nor the results of attention are.
     """
 
     key: Tensor  # [M, kv_heads, D], in the dtype of the ring; its rows may lie apart
@@ -40,6 +40,22 @@ class NewTokens(NamedTuple):
 def _normed(x, channel, live, weight, inverse):
     gain = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32)
     return (x.to(tl.float32) * inverse[None, :] * gain[:, None]).to(x.dtype)
+
+
+@triton.jit
+def _inverse(x0, x1, x2, x3, eps, HEAD_DIM: tl.constexpr):
+    f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    squares = tl.sum(f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3, axis=0)
+    return tl.rsqrt(squares / HEAD_DIM + eps)
+
+
+@triton.jit
+def _normed_planes(x0, x1, x2, x3, channel, live, weight, inverse, HALF: tl.constexpr):
+    x0 = _normed(x0, channel, live, weight, inverse)
+    x1 = _normed(x1, channel + 1, live, weight, inverse)
+    x2 = _normed(x2, channel + HALF, live, weight, inverse)
+    x3 = _normed(x3, channel + HALF + 1, live, weight, inverse)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -73,7 +89,8 @@ def load_new(
 ):  # fmt: skip
     """Four planes [PAIRS, COLUMNS] of heads of a token at `position`, normed and turned.
 
-    TURNED: pairs of channels that are turned, i with i + TURNED.
+    TURNED: pairs of channels that are turned, i with i + TURNED. NORM: 0 for none, 1 for one before
+    they are, 2 for one after that.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     channel = 2 * tl.arange(0, PAIRS)
@@ -81,14 +98,10 @@ def load_new(
     mask = live[:, None] & present[None, :]
     x0, x1, x2, x3 = load_queries(source + channel[:, None], mask, HALF)
     inverse = tl.zeros([source.shape[1]], tl.float32)
-    if NORM:
-        f0, f1, f2, f3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-        squares = tl.sum(f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3, axis=0)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)
-        x0 = _normed(x0, channel, live, weight, inverse)
-        x1 = _normed(x1, channel + 1, live, weight, inverse)
-        x2 = _normed(x2, channel + HALF, live, weight, inverse)
-        x3 = _normed(x3, channel + HALF + 1, live, weight, inverse)
+    FIRST: tl.constexpr = NORM == 1
+    if FIRST:
+        inverse = _inverse(x0, x1, x2, x3, eps, HEAD_DIM)
+        x0, x1, x2, x3 = _normed_planes(x0, x1, x2, x3, channel, live, weight, inverse, HALF)
     if TURNED == HALF:
         angle = position.to(tl.int64) * TURNED + channel
         c0 = tl.load(cos + angle, mask=live, other=0.0)[:, None]
@@ -100,20 +113,23 @@ def load_new(
     elif TURNED > 0:
         x0 = _turned_plane(
             x0, channel, source, live, present, position, cos, sin, weight, inverse,
-            TURNED, NORM,
+            TURNED, FIRST,
         )  # fmt: skip
         x1 = _turned_plane(
             x1, channel + 1, source, live, present, position, cos, sin, weight, inverse,
-            TURNED, NORM,
+            TURNED, FIRST,
         )  # fmt: skip
         x2 = _turned_plane(
             x2, channel + HALF, source, live, present, position, cos, sin, weight, inverse,
-            TURNED, NORM,
+            TURNED, FIRST,
         )  # fmt: skip
         x3 = _turned_plane(
             x3, channel + HALF + 1, source, live, present, position, cos, sin, weight, inverse,
-            TURNED, NORM,
+            TURNED, FIRST,
         )  # fmt: skip
+    if NORM == 2:
+        inverse = _inverse(x0, x1, x2, x3, eps, HEAD_DIM)
+        x0, x1, x2, x3 = _normed_planes(x0, x1, x2, x3, channel, live, weight, inverse, HALF)
     return x0, x1, x2, x3
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from qoff.memory import EXPERTS, ChosenExperts, Unit, Weights, WeightStore
 from qoff.memory.experts import ExpertWave
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
-from qoff.models import names
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
 from qoff.models.native.experts import Experts
@@ -90,14 +89,19 @@ class SimulatedLayer(Layer):
         self._simulated, self._router, self._bits = ops, router, bits
 
     def _streamed_experts(
-        self, layer: int, experts: Experts, weights: Weights, run: ForwardPass, parts: list[slice]
+        self,
+        layer: int,
+        experts: Experts,
+        weights: Weights,
+        run: ForwardPass,
+        parts: list[slice],
+        into: Tensor | None,
     ) -> Generator[Unit, Weights, list[Tensor]]:
         """As a layer's, whose pairs of tokens and experts are as many for each expert."""
-        norm, inputs = self._norm_before(weights, "mlp"), list[Tensor]()
-        assert norm is not None
+        inputs = list[Tensor]()
         for part in parts:
-            inputs.append(self._ops.norm(run.input[part], norm))
-            scores = yield from self._exact_linear(run, weights, names.ROUTER, inputs[-1])
+            x, scores = yield from self._routed(run, weights, part)
+            inputs.append(x)
             self._ops.route(scores, experts.spec.routing)
         numbers = set(self._router.choose(layer, run).tolist())
         pairs = run.ragged.tokens * experts.spec.top_k / len(numbers)  # of an expert

@@ -77,6 +77,7 @@ class SimulatedOps:
         *,
         scale: float = 1.0,
         residual: Tensor | None = None,
+        sum_scale: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor:
         self._machine.compute(self._device.call_s)
@@ -87,7 +88,7 @@ class SimulatedOps:
         return x.new_empty(len(x), rows.stop - rows.start)
 
     def route(
-        self, scores: Tensor, routing: Routing, correction: Tensor | None = None
+        self, scores: Tensor, routing: Routing, *vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         self._machine.compute(self._device.call_s)
         order = torch.rand(scores.shape, generator=self._random).argsort(dim=1)

@@ -9,7 +9,7 @@ from typing import Any
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
-from . import corrected, experts, gemma, latent, layer_norm, llama, with_vision
+from . import corrected, experts, gemma, hunyuan, latent, layer_norm, llama, with_vision
 from .config_fields import as_transformers_5, check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
@@ -19,6 +19,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **gemma.FAMILIES,
         **layer_norm.FAMILIES,
         **experts.FAMILIES,
+        **hunyuan.FAMILIES,
         **corrected.FAMILIES,
         **latent.FAMILIES,
     }

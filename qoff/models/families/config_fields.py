@@ -37,7 +37,7 @@ FIELDS: Fields = {
     "intermediate_size": _SIZE,
     "intermediate_size_mlp": _SIZE,
     "ffn_dim": _SIZE,
-    "moe_intermediate_size": _SIZE,
+    "moe_intermediate_size": nothing_or(_SIZE),
     "shared_expert_intermediate_size": whole(0),
     "word_embed_proj_dim": nothing_or(_SIZE),
     "num_hidden_layers": _COUNT,
@@ -47,7 +47,9 @@ FIELDS: Fields = {
     "max_position_embeddings": _SIZE,
     "original_max_position_embeddings": nothing_or(_SIZE),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), _EXPERTS),
-    **dict.fromkeys(("n_routed_experts", "moe_num_experts", "moe_k"), _EXPERTS),
+    **dict.fromkeys(("n_routed_experts", "moe_num_experts", "moe_k", "top_k_experts"), _EXPERTS),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), nothing_or(_SIZE)),
+    **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), nothing_or(whole(0))),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), _EXPERTS),
     **dict.fromkeys(("n_group", "topk_group"), nothing_or(_COUNT)),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), nothing_or(whole(0))),
@@ -96,6 +98,8 @@ FIELDS: Fields = {
         (
             "attention_bias",
             "attention_out_bias",
+            "attention_k_eq_v",
+            "enable_moe_block",
             "use_qk_norm",
             "mlp_bias",
             "qkv_bias",
@@ -144,7 +148,7 @@ def check_counts(config: Mapping[str, Any], prefix: str = "", layers: int = _MAN
     """
     for name, value in config.items():
         most = _MANY if "expert" in str(name) or "block" in str(name) else 1 << 53
-        if "layer" in str(name):
+        if "layer" in str(name) and "per_layer" not in str(name):
             most = min(layers, _MANY)
         if type(value) is int and abs(value) > most:
             raise unsupported(f"{prefix}{name}", value, f"up to {most}, as this model has tensors")

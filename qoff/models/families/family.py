@@ -38,7 +38,8 @@ class TensorNames:
     after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
     stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
     gate and up in turn; "column-halves": the same, gate before up; "rows": [experts, rows,
-    columns], gate and up apart; "halves": the same, gate above up.
+    columns], gate and up apart; "halves": the same, gate above up; "bare-halves": the same under
+    a name without ".weight".
     rope_pairs: neighbouring channels of queries and keys turn together.
     correction_in_row: the correction of a router is stored as [1, experts].
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
@@ -54,7 +55,7 @@ class TensorNames:
     head: str = "lm_head.weight"
     fused_qkv: Literal["", "rows", "heads"] = ""
     fused_gate_up: bool = False
-    stacked_experts: Literal["", "columns", "column-halves", "rows", "halves"] = ""
+    stacked_experts: Literal["", "columns", "column-halves", "rows", "halves", "bare-halves"] = ""
     rope_pairs: bool = False
     correction_in_row: bool = False
     norm_offset: float = 0.0
@@ -81,13 +82,15 @@ class Family:
     transformers' config object.
 
     converted: the config of the checkpoint that a model becomes, and what its tensors are called;
-    None: its own config, and `names`.
+    None: its own config, and `names`. runs: whether the native decoder runs models of a config at
+    all; others go through transformers' modules.
     """
 
     models: str
     fields: Callable[[Any], Fields]
     names: TensorNames = TensorNames()  # frozen
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
+    runs: Callable[[Config], bool] = lambda config: True
 
 
 def full_config(config: Mapping[str, Any]) -> Any:
@@ -126,7 +129,7 @@ def common_fields(config: Any) -> Fields:
         "intermediate_size": getattr(config, "intermediate_size", 0),
         "num_layers": layers,
         "num_heads": config.num_attention_heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "num_kv_heads": for_all(config, "num_key_value_heads", config.num_attention_heads),
         "head_dim": head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "norm_eps": getattr(config, "rms_norm_eps", 0.0),
@@ -140,8 +143,13 @@ def common_fields(config: Any) -> Fields:
 
 def head_dim_of(config: Any) -> int:
     """Channels of a head, where a config does not say so those of the hidden states' share."""
-    own = getattr(config, "head_dim", None)
+    own = for_all(config, "head_dim", None)
     return int(own or config.hidden_size // config.num_attention_heads)
+
+
+def for_all(config: Any, key: str, default: Any) -> Any:
+    """What a config says of all layers, where it has other values for some, too."""
+    return vars(config)[key] if key in vars(config) else getattr(config, key, default)
 
 
 def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
@@ -162,7 +170,8 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
         if not is_number(value) or not value > 0:
             raise unsupported(f"rope_parameters.{key}", value, "a number above 0")
     rope.pop("type", None)
-    return RopeSpec(str(kind), float(theta), int(head_dim * part), tuple(sorted(rope.items())))
+    dim = head_dim if kind == "proportional" else int(head_dim * part)
+    return RopeSpec(str(kind), float(theta), dim, tuple(sorted(rope.items())))
 
 
 def query_scale(config: Any) -> tuple[Fields, dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from qoff.models.spec_parts import unsupported
+from qoff.models.spec_parts import ExpertsSpec, HeadsSpec, unsupported
 
 from .family import (
     Family,
@@ -12,6 +13,7 @@ from .family import (
     TensorNames,
     activation,
     biases,
+    for_all,
     positive,
     rope_of,
     windows,
@@ -59,14 +61,85 @@ def _gemma3(config: Any) -> Fields:
     }
 
 
+def _gemma4(config: Any) -> Fields:
+    """Layers without a window have larger heads; values are normalized, scores are not scaled.
+
+    Experts, where there are any, are beside the MLP.
+    """
+    if not runs_gemma4(vars(config)):
+        raise unsupported("hidden_size_per_layer_input, num_kv_shared_layers", "more", "0")
+    full, sliding = (_heads(config, kind) for kind in ("full_attention", "sliding_attention"))
+    ropes, layers = config.rope_parameters, config.num_hidden_layers
+    fields = {
+        **_gemma(config),
+        "num_kv_heads": sliding.kv_heads,
+        "head_dim": sliding.head_dim,
+        "full_heads": full,
+        "post_norm": True,
+        "qk_norm": "head",
+        "value_norm": True,
+        "attention_scale": 1.0,
+        "layer_scale": True,
+        "logit_soft_cap": config.final_logit_softcapping or 0.0,
+        "sliding_window": windows(config),
+        "rope": rope_of(config, ropes["full_attention"], full.head_dim),
+        "local_rope": rope_of(config, ropes["sliding_attention"], sliding.head_dim),
+        "rope_layers": (True,) * layers,
+    }
+    if config.enable_moe_block:
+        fields["experts"] = ExpertsSpec(
+            count=config.num_experts,
+            top_k=config.top_k_experts,
+            intermediate_size=config.moe_intermediate_size,
+            layers=(True,) * layers,
+            gains=True,
+            beside=True,
+            activation=fields["activation"],
+        )
+    return fields
+
+
+def _heads(config: Any, kind: str) -> HeadsSpec:
+    """Heads of layers of a kind, which transformers has layer by layer."""
+    layers = [i for i, x in enumerate(config.layer_types) if x == kind]
+    own = config.per_layer_config
+    found = {(own[i].head_dim, own[i].num_key_value_heads) for i in layers}
+    if len(found) > 1:
+        raise unsupported("per_layer_config", sorted(found), "one size of heads for each kind")
+    sizes = tuple(for_all(config, key, None) for key in ("head_dim", "num_key_value_heads"))
+    dim, kv_heads = found.pop() if found else sizes
+    return HeadsSpec(dim, kv_heads, bool(config.attention_k_eq_v) and kind == "full_attention")
+
+
+def runs_gemma4(config: Mapping[str, Any]) -> bool:
+    """Whether a Gemma 4 has no embeddings of its layers, and no layers with others' keys."""
+    layers = config.get("hidden_size_per_layer_input", 256)
+    return not layers and not config.get("num_kv_shared_layers", 0)
+
+
 _SANDWICH = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "self_attn.post_norm": "post_attention_layernorm",
     "mlp.post_norm": "post_feedforward_layernorm",
 }
 _NAMES = TensorNames(norm_offset=1.0, modules=_SANDWICH)
+GEMMA4_NAMES = TensorNames(
+    modules={
+        **_SANDWICH,
+        "mlp.router": "router.proj",
+        "mlp.router.gains": "router.per_expert_scale",
+        "mlp.experts": "experts",
+        "mlp.routing_norm.weight": "router.scale",
+        "mlp.routed_norm": "pre_feedforward_layernorm_2",
+        "mlp.dense_norm": "post_feedforward_layernorm_1",
+        "mlp.mixture_norm": "post_feedforward_layernorm_2",
+        "layer_scale": "layer_scalar",
+    },
+    stacked_experts="bare-halves",
+)
 FAMILIES = {
     "gemma": Family("Gemma 1", _gemma, TensorNames(norm_offset=1.0)),
     "gemma2": Family("Gemma 2", _gemma2, _NAMES),
     "gemma3_text": Family("Gemma 3 1B", _gemma3, _NAMES),
+    "gemma4_text": Family("Gemma 4 31B, 26B-A4B", _gemma4, GEMMA4_NAMES, runs=runs_gemma4),
 }

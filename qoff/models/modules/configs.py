@@ -21,7 +21,8 @@ REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
 
 def is_native(config: Mapping[str, Any]) -> bool:
     """Whether qoff's own decoder runs models of this `config.json`."""
-    return str(config.get("model_type")) in {*FAMILIES, *SOURCES}
+    family = {**FAMILIES, **SOURCES}.get(str(config.get("model_type")))
+    return family is not None and family.runs(config)
 
 
 def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> None:

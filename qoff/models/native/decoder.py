@@ -45,35 +45,43 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
     return tuple(
         HeadShape(
             spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim if latent is None else latent.shape(spec.num_heads).head_dim,
-            spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            kv_heads,
+            dim if latent is None else latent.shape(spec.num_heads).head_dim,
+            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             window,
             spec.norm_eps,
             spec.attention_soft_cap,
             0 if latent is None else latent.latent,
             spec.query_scale_of(layer),
             spec.chunked,
+            spec.qk_norm == "rotated",
+            spec.value_norm,
         )
         for layer, window in enumerate(spec.sliding_window)
+        for kv_heads, dim in [spec.heads(layer)]
     )
 
 
-NO_LATENT_ON_GPU = (
-    "latent attention (DeepSeek V2 and V3 and models like them) has no kernel for a GPU yet; use "
-    "device='cpu'"
-)
+def check_on_gpu(shapes: Sequence[HeadShape]) -> None:
+    """Raise ArgumentError for attention that no kernel for a GPU computes."""
+    kind = None
+    if any(shape.latent for shape in shapes):
+        kind = "latent attention (DeepSeek V2 and V3 and models like them)"
+    elif any(shape.value_norm for shape in shapes):
+        kind = "attention with values that are normalized (Gemma 4)"
+    if kind is not None:
+        raise ArgumentError(f"{kind} has no kernel for a GPU yet; use device='cpu'")
 
 
 def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -> None:
     """Refuse caches that cannot be made.
 
     on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
-    ArgumentError for bits of a layer there is not, and on a GPU for latent attention, without `kv`
-    or for attention to some of the tokens.
+    ArgumentError for bits of a layer there is not, and on a GPU what `check_on_gpu` does, and for
+    no `kv` and attention to some of the tokens.
     """
-    if on_device and any(shape.latent for shape in shapes):
-        raise ArgumentError(NO_LATENT_ON_GPU)
+    if on_device:
+        check_on_gpu(shapes)
     if kv is not None:
         kv.forms(shapes)
     if not on_device:

@@ -15,7 +15,7 @@ from qoff.kernels.upload import on_device
 from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights
 from qoff.memory.experts import ExpertWave
 from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass
-from qoff.models.names import CORRECTION
+from qoff.models.names import CORRECTION, GAINS
 from qoff.models.spec_parts import ExpertsSpec
 
 from .linear import Steps, vector, wait_for
@@ -53,7 +53,8 @@ class Experts:
 
     def route(self, scores: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Experts of each token, [M, T], and their weights."""
-        return self._ops.route(scores, self._routing, vector(weights, CORRECTION))
+        vectors = (vector(weights, name) for name in (CORRECTION, GAINS))
+        return self._ops.route(scores, self._routing, *vectors)
 
     def choice(self, x: Tensor, scores: Tensor, weights: Weights, part: slice) -> Choice:
         """What the router chose for tokens whose experts come one by one."""
@@ -68,8 +69,11 @@ class Experts:
         run: ForwardPass,
         choices: list[Choice],
         guesses: tuple[Expert, ...],
+        into: Tensor | None = None,
     ) -> Steps:
         """hidden += the outputs of experts that come in waves, as `compute` would have it.
+
+        into: in place of the hidden states, [M, hidden_size].
 
         What a pair of a token and an expert gives is kept until all have come and summed in the
         router's order, so that it does not matter in which waves they came.
@@ -82,11 +86,12 @@ class Experts:
             biases = self._biases_of(wave, weights)
             mlp = self._mlp(wave.gate_up, wave.down, *biases)
             for choice in choices:
-                self._compute_wave(choice, wave, mlp, run.input[choice.part])
+                sums = run.input if into is None else into
+                self._compute_wave(choice, wave, mlp, sums[choice.part])
             left = [number for number in left if number not in wave.numbers]
         for choice in choices:
             if choice.weighted is not None:
-                hidden = run.input[choice.part]
+                hidden = (run.input if into is None else into)[choice.part]
                 self._ops.add_experts(choice.weighted, residual=hidden, out=hidden)
         return run.input
 

@@ -93,21 +93,23 @@ class Layer:
         assert cached is not None
         assert workspace is not None
         norm = self._norm_before(weights, "self_attn")
+        shape = self._shapes[layer]
         if self._latent is None:
-            qkv = yield from self._linear(run, weights, names.QKV, out=workspace.qkv, norm=norm)
+            out = columns(workspace.qkv, shape.qkv_width)
+            qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
         else:
             qkv = yield from self._latent.queries(run, weights, norm)
         q_norm, k_norm = self._head_norms(layer, weights)
         attended = self._ops.attention(
             qkv,
-            self._shapes[layer],
+            shape,
             cached.open(layer),
             run.ragged,
             rotary=run.rotary[layer],
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=vector(weights, "self_attn.sinks"),
-            out=workspace.attended,
+            out=columns(workspace.attended, shape.out_width),
         )
         cached.close(layer)
         if keep is not None:
@@ -116,11 +118,11 @@ class Layer:
         if self._latent is not None:
             attended = self._latent.values(run, weights, attended)
         aside = torch.empty_like(run.input) if self._spec.parallel else None
-        out: Rows = "hidden" if aside is None else aside
+        into: Rows = "hidden" if aside is None else aside
         end, name = self._ending(weights, "self_attn"), "self_attn.o_proj"
         return (
             yield from self._linear(
-                run, weights, name, attended, residual="hidden", out=out, end=end
+                run, weights, name, attended, residual="hidden", out=into, end=end
             )
         )
 
@@ -181,18 +183,18 @@ class Layer:
         count, module = len(run.input), "mlp.shared_expert"
         step = self._together(count, weights)
         parts = [slice(first, min(first + step, count)) for first in range(0, count, step)]
-        norm = self._norm_before(weights, "mlp")
-        assert norm is not None
+        into = torch.zeros_like(run.input) if experts.spec.beside else None
         inputs: list[Tensor] = []
         if EXPERTS in weights:
-            inputs = yield from self._streamed_experts(layer, experts, weights, run, parts)
+            inputs = yield from self._streamed_experts(layer, experts, weights, run, parts, into)
         for i, part in enumerate(parts):
             if inputs:
                 x = inputs[i]
             else:
-                x = self._ops.norm(run.input[part], norm)  # read by several matrices
-                scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
-                experts.compute(x, scores, weights, run.input[part])
+                x, scores = yield from self._routed(run, weights, part)
+                experts.compute(x, scores, weights, (run.input if into is None else into)[part])
+            if into is not None:
+                yield from self._beside(run, weights, part, into[part])
             if not experts.spec.shared_size:
                 continue
             score = None
@@ -205,19 +207,71 @@ class Layer:
             )  # fmt: skip
         return run.input
 
-    def _streamed_experts(
-        self, layer: int, experts: Experts, weights: Weights, run: ForwardPass, parts: list[slice]
-    ) -> Generator[Unit, Weights, list[Tensor]]:
-        """hidden += the outputs of experts that come as they are chosen; returns their inputs."""
-        norm, choices = self._norm_before(weights, "mlp"), list[Choice]()
+    def _routed(
+        self, run: ForwardPass, weights: Weights, part: slice
+    ) -> Generator[Unit, Weights, tuple[Tensor, Tensor]]:
+        """What experts of some tokens are given, and their router's scores."""
+        x, routing = self._routing_inputs(weights, run.input[part])
+        scores = yield from self._exact_linear(run, weights, names.ROUTER, routing)
+        return x, scores
+
+    def _routing_inputs(self, weights: Weights, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What experts are given, which several matrices read, and their router."""
+        spec, ops = self._spec, self._exact_ops
+        assert spec.experts is not None
+        beside = spec.experts.beside
+        norm = norm_of(spec, weights, names.ROUTED_NORM if beside else _NORMS["mlp"])
         assert norm is not None
+        x = ops.norm(hidden, norm)
+        if not beside:
+            return x, x
+        norm = norm_of(spec, weights, names.ROUTING_NORM)
+        assert norm is not None
+        return x, ops.norm(hidden, norm, scale=spec.hidden_size**-0.5)
+
+    def _beside(self, run: ForwardPass, weights: Weights, part: slice, experts: Tensor) -> Steps:
+        """hidden += norm(norm(MLP) + norm(experts)); experts: what those of some tokens gave."""
+        spec, ops = self._spec, self._ops
+        norms = (names.DENSE_NORM, names.MIXTURE_NORM, "mlp.post_norm")
+        dense, mixture, both = (norm_of(spec, weights, name) for name in norms)
+        assert mixture is not None
+        assert both is not None
+        norm = self._norm_before(weights, "mlp")
+        inner = yield from self._inner(weights, run, "mlp", "hidden", norm, part)
+        sums = yield from self._linear(
+            run, weights, "mlp.down_proj", inner, end=Ending(post_norm=dense), part=part
+        )
+        ops.norm(experts, mixture, residual=sums, out=sums)
+        hidden = run.input[part]
+        return ops.norm(
+            sums, both, residual=hidden, sum_scale=self._layer_scale(weights), out=hidden
+        )
+
+    def _layer_scale(self, weights: Weights) -> float:
+        """What the layer's output is multiplied by."""
+        scale = vector(weights, names.LAYER_SCALE)
+        return 1.0 if scale is None else float(scale)
+
+    def _streamed_experts(
+        self,
+        layer: int,
+        experts: Experts,
+        weights: Weights,
+        run: ForwardPass,
+        parts: list[slice],
+        into: Tensor | None,
+    ) -> Generator[Unit, Weights, list[Tensor]]:
+        """hidden += the outputs of experts that come as they are chosen; returns their inputs.
+
+        into: in place of the hidden states.
+        """
+        choices = list[Choice]()
         for part in parts:
-            x = self._ops.norm(run.input[part], norm)
-            scores = yield from self._exact_linear(run, weights, names.ROUTER, x)
+            x, scores = yield from self._routed(run, weights, part)
             choices.append(experts.choice(x, scores, weights, part))
         streamed = cast(StreamedExperts, weights[EXPERTS])
         guesses = self._guesses(experts, streamed, run.input[parts[-1]])
-        yield from experts.in_waves(layer, weights, run, choices, guesses)
+        yield from experts.in_waves(layer, weights, run, choices, guesses, into)
         return [choice.x for choice in choices]
 
     def _guesses(
@@ -225,12 +279,11 @@ class Layer:
     ) -> tuple[Expert, ...]:
         """The next layer's experts as its router would choose them now, the likeliest first."""
         given = streamed.guessing
-        norm, router = norm_of(self._spec, given, _NORMS["mlp"]), given.get(names.ROUTER)
-        if streamed.following is None or norm is None or not isinstance(router, QTensor):
+        router = given.get(names.ROUTER)
+        if streamed.following is None or not isinstance(router, QTensor):
             return ()
-        ops = self._exact_ops
-        bias = vector(given, f"{names.ROUTER}.bias")
-        scores = ops.w4_linear(ops.norm(hidden, norm), router, bias=bias)
+        x = self._routing_inputs(given, hidden)[1]
+        scores = self._exact_ops.w4_linear(x, router, bias=vector(given, f"{names.ROUTER}.bias"))
         ids, votes = experts.route(scores, given)[0].cpu().unique(return_counts=True)
         order = votes.argsort(descending=True, stable=True)
         return tuple(Expert(streamed.following, number) for number in ids[order].tolist())
@@ -244,11 +297,20 @@ class Layer:
         spec = self._spec
         if not (spec.post_norm or spec.norm_after_add) and spec.residual_scale == 1:
             return PLAIN
+        last = spec.layer_scale and module == "mlp"
         return Ending(
             post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
             scale=spec.residual_scale,
             sum_norm=norm_of(spec, weights, _NORMS[module]) if spec.norm_after_add else None,
+            sum_scale=self._layer_scale(weights) if last else 1.0,
         )
+
+
+def columns(memory: Tensor | None, width: int) -> Tensor | None:
+    """Working space of rows of at least this width as rows of it, one after the other."""
+    if memory is None or memory.shape[1] == width:
+        return memory
+    return memory.flatten()[: len(memory) * width].view(len(memory), width)
 
 
 def layer_bytes(

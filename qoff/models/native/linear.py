@@ -127,8 +127,17 @@ class Linear:
         there = _there(run, out, part)
         if of_rows is None:
             return cast(Tensor, whole if there is None else there)
-        scale, added = (end.scale, _there(run, residual, part)) if end.post_norm else (1.0, None)
-        return self._ops.norm(cast(Tensor, whole), of_rows, scale=scale, residual=added, out=there)
+        whole = cast(Tensor, whole)
+        if end.post_norm is None:
+            return self._ops.norm(whole, of_rows, out=there)
+        return self._ops.norm(
+            whole,
+            of_rows,
+            scale=end.scale,
+            residual=_there(run, residual, part),
+            sum_scale=end.sum_scale,
+            out=there,
+        )
 
 
 def _there(run: ForwardPass, rows: Rows | None, part: slice) -> Tensor | None:

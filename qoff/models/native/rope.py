@@ -25,10 +25,11 @@ def inverse_frequencies(spec: DecoderSpec, rope: RopeSpec) -> tuple[Tensor, floa
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    head_dim = rope.dim if rope.kind == "proportional" else spec.rope_head_dim
     config = LlamaConfig(
-        hidden_size=spec.num_heads * spec.rope_head_dim,
+        hidden_size=spec.num_heads * head_dim,
         num_attention_heads=spec.num_heads,
-        head_dim=spec.rope_head_dim,
+        head_dim=head_dim,
         max_position_embeddings=spec.max_position_embeddings,
         rope_parameters=rope.parameters(),
     )

@@ -14,6 +14,7 @@ from qoff.models.families.family import TensorNames
 
 from . import gguf_dense as dense
 from . import gguf_experts as experts
+from . import gguf_gemma as gemma4
 from . import gguf_latent as latent
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
@@ -148,6 +149,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", dense.gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", dense.gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", dense.gemma3),
+    "gemma4": Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        gemma4.gemma4,
+        modules=gemma4.MODULES,
+        base=gemma4.base,
+    ),
     "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", dense.gpt_neox, partial=True),
     "command-r": Architecture(
         "cohere", "CohereForCausalLM", dense.cohere, rope_pairs=True, modules=_ONE_NORM
@@ -176,6 +184,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", experts.ernie4_5_moe, rope_pairs=True
     ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", dense.qwen),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", experts.hunyuan_moe),
     "llama4": Architecture("llama4_text", "Llama4ForCausalLM", experts.llama4, rope_pairs=True),
     "gpt-oss": Architecture(
         "gpt_oss", "GptOssForCausalLM", experts.gpt_oss, modules=_NORM_BEHIND_ATTENTION

@@ -39,6 +39,7 @@ def mistral3(metadata: Metadata, config: Config) -> Config:
 
 
 def qwen(metadata: Metadata, config: Config) -> Config:
+    """Qwen, and Hunyuan, whose RoPE is stored with its stretched base."""
     return dense(metadata)
 
 
@@ -79,7 +80,7 @@ def gemma(metadata: Metadata, config: Config) -> Config:
 def gemma2(metadata: Metadata, config: Config) -> Config:
     return {
         **gemma(metadata, config),
-        **windows(metadata, config, 2, 4096),
+        **windows(metadata, metadata.layers, 2, 4096),
         "query_pre_attn_scalar": _query_scalar(config, 46),
         "attn_logit_softcapping": metadata.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0),
@@ -91,7 +92,7 @@ def gemma3(metadata: Metadata, config: Config) -> Config:
     local = float(metadata.get("rope.freq_base_swa", 10000.0))
     return {
         **gemma(metadata, config),
-        **windows(metadata, config, 6, 0),
+        **windows(metadata, metadata.layers, 6, 0),
         "query_pre_attn_scalar": _query_scalar(config, 62),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
@@ -136,7 +137,7 @@ def cohere(metadata: Metadata, config: Config) -> Config:
 
 def cohere2(metadata: Metadata, config: Config) -> Config:
     """Three layers in four have the window, which no key says."""
-    return {**_cohere(metadata), **windows(metadata, config, 4, 4096)}
+    return {**_cohere(metadata), **windows(metadata, metadata.layers, 4, 4096)}
 
 
 def _cohere(metadata: Metadata) -> Config:
@@ -149,7 +150,7 @@ def _cohere(metadata: Metadata) -> Config:
 
 def exaone4(metadata: Metadata, config: Config) -> Config:
     """Only the 32B has windows, in three layers of four; llama.cpp knows it by its 64 layers."""
-    found = windows(metadata, config, 4, 4096 if config["num_hidden_layers"] == 64 else 0)
+    found = windows(metadata, metadata.layers, 4, 4096 if config["num_hidden_layers"] == 64 else 0)
     return {**dense(metadata), "sliding_window": None, **found}
 
 

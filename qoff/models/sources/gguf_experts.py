@@ -172,6 +172,19 @@ def llama4(metadata: Metadata, config: Config) -> Config:
     }
 
 
+def hunyuan_moe(metadata: Metadata, config: Config) -> Config:
+    """Experts, and that for all tokens, are as large as an MLP would be."""
+    experts, inner = _experts(metadata, "num_experts"), config["intermediate_size"]
+    metadata.only(_INNER, inner)
+    metadata.only("expert_shared_feed_forward_length", inner)
+    return {
+        **rms(metadata),
+        "num_experts": experts["num_experts"],
+        "moe_topk": experts["num_experts_per_tok"],
+        "attention_bias": attention_bias(metadata),
+    }
+
+
 def gpt_oss(metadata: Metadata, config: Config) -> Config:
     """Its YaRN does not round the channels between which it changes, which no key says."""
     rope = config["rope_parameters"]
@@ -179,7 +192,7 @@ def gpt_oss(metadata: Metadata, config: Config) -> Config:
     return {
         **rms(metadata),
         **_experts(metadata, "num_local_experts"),
-        **windows(metadata, config, 2, 128),
+        **windows(metadata, metadata.layers, 2, 128),
         "intermediate_size": metadata.need(_INNER),
         "attention_bias": attention_bias(metadata),
         "rope_parameters": rope | yarn,

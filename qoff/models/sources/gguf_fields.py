@@ -13,8 +13,14 @@ Config = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def common(metadata: Metadata, partial: bool = False, head_dim: int | None = None) -> Config:
-    """What all have. partial: a part of each head may turn. head_dim: where no key has it."""
+def common(
+    metadata: Metadata,
+    partial: bool = False,
+    head_dim: int | None = None,
+    rope: Config | None = None,
+    kv_heads: int | None = None,
+) -> Config:
+    """What all have. partial: a part of each head may turn. Others: where no key has them."""
     hidden, heads = metadata.need("embedding_length"), metadata.need("attention.head_count")
     if head_dim is None:
         head_dim = int(metadata.get("attention.key_length", hidden // heads))
@@ -24,11 +30,11 @@ def common(metadata: Metadata, partial: bool = False, head_dim: int | None = Non
         "intermediate_size": metadata.need("feed_forward_length"),
         "num_hidden_layers": metadata.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or metadata.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.need("context_length"),
         "vocab_size": metadata.shape(EMBEDDING)[0],
-        "rope_parameters": rope_parameters(metadata, head_dim, partial),
+        "rope_parameters": rope or rope_parameters(metadata, head_dim, partial),
         "tie_word_embeddings": not metadata.has(HEAD),
         "bos_token_id": metadata.token("bos"),
         "eos_token_id": metadata.token("eos"),
@@ -55,9 +61,8 @@ def has_bias(metadata: Metadata, module: str) -> bool:
     return metadata.has(f"blk.0.{module}.bias")
 
 
-def windows(metadata: Metadata, config: Config, period: int, default: int) -> Config:
+def windows(metadata: Metadata, layers: int, period: int, default: int) -> Config:
     """The sliding window, and in which layers it is: by their pattern, in all but every n-th."""
-    layers = config["num_hidden_layers"]
     window = metadata.get("attention.sliding_window", default)
     pattern = metadata.get("attention.sliding_window_pattern", period)
     if not isinstance(pattern, int):

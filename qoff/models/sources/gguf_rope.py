@@ -12,12 +12,12 @@ from qoff.errors import FormatError, UnsupportedModelError
 
 from .gguf_metadata import Metadata
 
-_LLAMA3, _LONG, _SHORT = (
+LLAMA3, _LONG, _SHORT = (
     "rope_freqs.weight",
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
-TENSORS = (_LLAMA3, _LONG, _SHORT)
+TENSORS = (LLAMA3, _LONG, _SHORT)
 # Llama 3.1 and later store the divisors of their frequencies; these are the constants behind them.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 _FACTOR = "rope.scaling.factor"
@@ -45,7 +45,7 @@ def rope_parameters(metadata: Metadata, head_dim: int, partial: bool = False) ->
     if _LONG in metadata.tensors or _SHORT in metadata.tensors:
         return rope | _long(metadata, dim)
     scaled = rope | _scaling(metadata)
-    if _LLAMA3 in metadata.tensors:
+    if LLAMA3 in metadata.tensors:
         return rope | _llama3(metadata, dim, float(str(rope["rope_theta"])))
     return scaled
 
@@ -88,7 +88,7 @@ def _llama3(metadata: Metadata, dim: int, theta: float) -> dict[str, Any]:
 
     Raises UnsupportedModelError if they are not those of transformers' kind "llama3".
     """
-    factors = torch.tensor(_factors(metadata, _LLAMA3, dim), dtype=torch.float64)
+    factors = torch.tensor(_factors(metadata, LLAMA3, dim), dtype=torch.float64)
     factor = float(factors.max())
     if bool((factors == 1).all()):
         return {}
@@ -114,7 +114,7 @@ def _llama3(metadata: Metadata, dim: int, theta: float) -> dict[str, Any]:
             "original_max_position_embeddings": step,
         }
     raise UnsupportedModelError(
-        f"{metadata.path}: {_LLAMA3} does not hold the factors of rope_type 'llama3'; "
+        f"{metadata.path}: {LLAMA3} does not hold the factors of rope_type 'llama3'; "
         "convert the model's safetensors checkpoint instead"
     )
 

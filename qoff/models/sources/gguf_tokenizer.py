@@ -8,7 +8,7 @@ kind is built as the model's own `tokenizer.json` has it, and others are refused
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +34,7 @@ _JOINED = (_NORMAL, _USER_DEFINED, _UNUSED)  # what text is made of; not what st
 _LONGEST = 2048  # characters of a token: all ways to cut one in two are tried
 _SPACE = "\u2581"  # what stands for a space
 _INSTEAD = "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
-_SENTENCEPIECE = "llama"  # a value of tokenizer.ggml.model
+_SENTENCEPIECE, _GEMMA4 = "llama", "gemma4"  # values of tokenizer.ggml.model
 _STAY = ("<unk>", "<s>", "<|endoftext|>")  # in Phi-3 the space after these is text
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -95,8 +95,12 @@ def _backend(
         raise FormatError(
             f"GGUF key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
-    sentencepiece = begins = metadata.get("tokenizer.ggml.model") == _SENTENCEPIECE
-    if sentencepiece:
+    model = metadata.get("tokenizer.ggml.model")
+    sentencepiece = begins = model in (_SENTENCEPIECE, _GEMMA4)
+    if model == _GEMMA4:
+        merges = _given_merges(metadata, set(tokens))
+        backend = _with_bytes(metadata, tokens, types, merges, prefixed=False)
+    elif sentencepiece:
         backend = _sentencepiece(metadata, tokens, types)
     else:
         kind = _kind(metadata)
@@ -132,21 +136,10 @@ def _around(tokens: Sequence[str], begin: int | None, end: int | None) -> proces
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: Kind) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = []
-    for pair in _required(metadata, "merges"):
-        left, separator, right = pair.partition(" ")
-        if not (left and separator and right):
-            raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
-        if not (left in vocab and right in vocab and left + right in vocab):
-            raise FormatError(
-                f"GGUF key tokenizer.ggml.merges joins {left!r} and {right!r}, "
-                "but these or what they make are not in tokenizer.ggml.tokens"
-            )
-        merges.append((left, right))
     backend = Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=merges,
+            merges=_given_merges(metadata, vocab),
             continuing_subword_prefix="",
             end_of_word_suffix="",
             ignore_merges=kind.ignore_merges,
@@ -156,6 +149,22 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kind: Kind) -> T
     backend.pre_tokenizer = kind.pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _given_merges(metadata: Mapping[str, Any], tokens: Container[str]) -> list[tuple[str, str]]:
+    """The merges that a file has."""
+    merges = []
+    for pair in _required(metadata, "merges"):
+        left, separator, right = pair.partition(" ")
+        if not (left and separator and right):
+            raise FormatError(f"GGUF key tokenizer.ggml.merges holds {pair!r}; expected two tokens")
+        if not (left in tokens and right in tokens and left + right in tokens):
+            raise FormatError(
+                f"GGUF key tokenizer.ggml.merges joins {left!r} and {right!r}, "
+                "but these or what they make are not in tokenizer.ggml.tokens"
+            )
+        merges.append((left, right))
+    return merges
 
 
 def _sentencepiece(
@@ -182,18 +191,32 @@ def _sentencepiece(
                 f"GGUF key tokenizer.ggml.{key} asks for a normalization that is not supported. "
                 f"{_INSTEAD}"
             )
+    return _with_bytes(metadata, tokens, types, _merges(tokens, scores, types), prefixed=True)
+
+
+def _with_bytes(
+    metadata: Mapping[str, Any],
+    tokens: Sequence[str],
+    types: Sequence[int],
+    merges: list[tuple[str, str]],
+    prefixed: bool,
+) -> Tokenizer:
+    """Byte-pair encoding of characters, of which unknown ones become their bytes.
+
+    prefixed: whether a space comes before each text, where no key says so.
+    """
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     backend = Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=_merges(tokens, scores, types),
+            merges=merges,
             unk_token=tokens[unknown],
             fuse_unk=True,
             byte_fallback=_BYTE in types,
         )
     )
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", prefixed))
     spaces = normalizers.Replace(" ", _SPACE)
     begun = [normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces]
     backend.normalizer = normalizers.Sequence(begun)
@@ -238,8 +261,8 @@ def _kind(metadata: Mapping[str, Any]) -> Kind:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise UnsupportedModelError(
-            f"GGUF key tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE) and "
-            f"{_SENTENCEPIECE!r} (SentencePiece's BPE). {_INSTEAD}"
+            f"GGUF key tokenizer.ggml.model is {model!r}; supported: 'gpt2' (byte-level BPE), "
+            f"{_SENTENCEPIECE!r} (SentencePiece's BPE) and {_GEMMA4!r}. {_INSTEAD}"
         )
     name = metadata.get("tokenizer.ggml.pre")
     kind = KINDS.get(str(name))

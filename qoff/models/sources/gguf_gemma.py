@@ -1,0 +1,117 @@
+"""Gemma 4 in GGUF: heads differ between kinds of layers, and in one kind a part of each turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qoff.errors import FormatError, UnsupportedModelError
+
+from .gguf_fields import FULL, SLIDING, Config, attention_bias, common, rms, windows
+from .gguf_metadata import Metadata
+from .gguf_rope import LLAMA3
+
+MODULES = {
+    "mlp.routing_norm.weight": "ffn_gate_inp.scale",
+    "mlp.router.gains": "ffn_down_exps.scale",
+    "mlp.routed_norm": "pre_ffw_norm_2",
+    "mlp.dense_norm": "post_ffw_norm_1",
+    "mlp.mixture_norm": "post_ffw_norm_2",
+    "layer_scale": "layer_output_scale.weight",
+}
+_KV_HEADS = "attention.head_count_kv"
+_STAYS = 1e29  # a frequency divided by more
+
+
+def base(metadata: Metadata) -> Config:
+    """What all architectures have; lengths of heads are those of layers without a window."""
+    for key in ("attention.shared_kv_layers", "embedding_length_per_layer_input"):
+        metadata.only(key, 0)
+    full = metadata.need("attention.key_length")
+    local = metadata.get("attention.key_length_swa", full)
+    for key, size in (("attention.value_length", full), ("attention.value_length_swa", local)):
+        metadata.only(key, size)
+    metadata.only("rope.dimension_count", full)
+    metadata.only("rope.dimension_count_swa", local)
+    kinds = windows(metadata, metadata.layers, 6, 0)["layer_types"]
+    slides = [kind == SLIDING for kind in kinds]
+    heads, full_heads = _kv_heads(metadata, slides)
+    return {
+        **common(metadata, head_dim=local, rope=_ropes(metadata, full), kv_heads=heads),
+        "global_head_dim": full,
+        "num_global_key_value_heads": full_heads,
+    }
+
+
+def gemma4(metadata: Metadata, config: Config) -> Config:
+    """Without embeddings of its layers. V are K where no layer without a window has a matrix."""
+    found = windows(metadata, metadata.layers, 6, 0)
+    full = [i for i, kind in enumerate(found["layer_types"]) if kind == FULL]
+    experts: Config = {"enable_moe_block": False}
+    if metadata.get("expert_count", 0):
+        experts = {
+            "enable_moe_block": True,
+            "num_experts": metadata.need("expert_count"),
+            "top_k_experts": metadata.need("expert_used_count"),
+            "moe_intermediate_size": metadata.need("expert_feed_forward_length"),
+        }
+    return {
+        **rms(metadata),
+        **found,
+        **experts,
+        "attention_bias": attention_bias(metadata),
+        "attention_k_eq_v": not any(metadata.has(f"blk.{i}.attn_v.weight") for i in full),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    }
+
+
+def _kv_heads(metadata: Metadata, slides: list[bool]) -> tuple[int, int]:
+    """KV heads of layers with a window, and of those without: one number, or one for each layer."""
+    key = f"{metadata.architecture}.{_KV_HEADS}"
+    found = metadata.values.get(key)
+    if not isinstance(found, np.ndarray):
+        count = metadata.need(_KV_HEADS)
+        return count, count
+    counts = [int(x) for x in found.tolist()]
+    if len(counts) != len(slides):
+        raise FormatError(
+            f"{metadata.path}: {key} has {len(counts)} entries for {len(slides)} layers"
+        )
+    kinds = [
+        {n for n, x in zip(counts, slides, strict=True) if x == kind} for kind in (True, False)
+    ]
+    if any(len(kind) > 1 for kind in kinds):
+        raise UnsupportedModelError(
+            f"{metadata.path}: {key} is {counts}; supported: the same in all layers with a window, "
+            "and in all without"
+        )
+    local, full = (next(iter(kind), counts[0]) for kind in kinds)
+    return local, full
+
+
+def _ropes(metadata: Metadata, full: int) -> dict[str, Any]:
+    """Frequencies that are divided by 1 rotate; others are divided by so much that they do not."""
+    factors = metadata.vector(LLAMA3)
+    turned = sum(factor == 1 for factor in factors)
+    stays = all(factor == 1 for factor in factors[:turned]) and min(
+        factors[turned:], default=_STAYS
+    )
+    if len(factors) != full // 2 or stays < _STAYS:
+        found = sorted(set(factors))[:4]
+        raise UnsupportedModelError(
+            f"{metadata.path}: tensor {LLAMA3} has {len(factors)} numbers, {found} among them; "
+            f"supported: {full // 2}, some of 1 and the others of 1e30"
+        )
+    local = float(metadata.get("rope.freq_base_swa", 10000.0))
+    return {
+        FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 2 * turned / full,
+            "rope_theta": float(metadata.get("rope.freq_base", 1000000.0)),
+        },
+        SLIDING: {"rope_type": "default", "rope_theta": local},
+    }
