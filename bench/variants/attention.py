@@ -72,7 +72,7 @@ def _append(kind: str, dtype: str, form: KVFormat, pairs: int) -> Variant:
     k = empty(DTYPES[dtype], 7, _KV_HEADS, form.head_dim)
     table = empty(torch.float32, 9, pairs)
     tables = (table, table) if pairs else None
-    launch = partial(kv_append, k, k, _cache(form, dtype, 5, new=2), tables)
+    launch = partial(kv_append, k, k, cache_of(form, dtype, 5, new=2), tables)
     name = f"{kind}-{dtype}-{_kind(form)}-turned{2 * pairs}"
     return Variant("kv_append", name, f"{kind}_kernel", launch)
 
@@ -82,7 +82,7 @@ def _merged(capability: int) -> Iterator[Variant]:
     types = ("fp32", *float_types(capability))
     sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
     sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
-    sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32)]
+    sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32), (512, 16)]
     for i, (head_dim, tile) in enumerate(sizes):
         dtype = types[i // 2 % len(types)]
         parts = tile - (tile > 2)  # no multiple of 16
@@ -161,7 +161,7 @@ def _attention(
     )
     decode = kind == "decode"
     tokens = _SEQUENCES if decode else rows
-    cache = _cache(form, dtype, tokens, older=extras)
+    cache = cache_of(form, dtype, tokens, older=extras)
     q = empty(DTYPES[dtype], tokens, shape.heads, form.head_dim)
     k = empty(DTYPES[dtype], tokens, _KV_HEADS, form.head_dim)
     sinks = empty(torch.float32, shape.heads) if extras else None
@@ -195,7 +195,7 @@ def _traits(kind: str, capability: int, form: KVFormat, rows: int) -> frozenset[
     return frozenset(traits | ({TENSOR_CORES} if capability >= 80 else set()))
 
 
-def _cache(
+def cache_of(
     form: KVFormat, dtype: str, rows: int, new: int = 0, older: bool = False
 ) -> DeviceLayerCache:
     """A pass of `rows` tokens of each sequence that completes `new` blocks."""
@@ -216,9 +216,10 @@ def _cache(
         max_new_blocks=new,
         resident_from=ints(_SEQUENCES) if older else None,
     )
-    recent = empty(DTYPES[dtype], _SEQUENCES, BLOCK_TOKENS, _KV_HEADS, form.head_dim)
-    pool = empty(torch.uint8, 9, _KV_HEADS, form.nbytes)
-    return DeviceLayerCache(form, pool, recent, recent, step)
+    heads = 1 if form.latent else _KV_HEADS
+    recent = empty(DTYPES[dtype], _SEQUENCES, BLOCK_TOKENS, heads, form.head_dim)
+    pool = empty(torch.uint8, 9, heads, form.nbytes)
+    return DeviceLayerCache(form, pool, recent, recent[..., : form.own_value_dim], step)
 
 
 def _kind(form: KVFormat) -> str:

@@ -82,18 +82,19 @@ class DeviceLayerCache:
     form: KVFormat
     pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes]
     recent_k: Tensor  # float16 or bfloat16 [S, W, kv_heads, D]
-    recent_v: Tensor
+    recent_v: Tensor  # the same, of a latent form without channels
     step: PassTables
     # The tokens before `resident_from`, in host memory; rows are in the order of the slots.
     offloaded: tuple[PackedTokens, ...] = ()
     write_back: Tensor | None = None  # like pool: where new blocks go that will be in host memory
-    values_rotated: bool = False  # V in blocks and in the ring: `rotation.rotate_values`
+    values_rotated: bool = False  # V of its own in blocks and ring: `rotation.rotate_values`
 
     def __post_init__(self) -> None:
         recent, device = self.recent_k, self.step.start.device
         ring = (len(self.step.start), "W", "kv_heads", self.form.head_dim)
         require("recent_k", recent, FLOATS, ring, device)
-        require("recent_v", self.recent_v, (recent.dtype,), recent.shape, device)
+        values = (*recent.shape[:3], self.form.own_value_dim)
+        require("recent_v", self.recent_v, (recent.dtype,), values, device)
         if recent.shape[1] < BLOCK_TOKENS:
             raise OpError(f"a ring has {BLOCK_TOKENS} slots or more, not {recent.shape[1]}")
         records = ("blocks", recent.shape[2], self.form.nbytes)
@@ -116,6 +117,10 @@ class DeviceLayerCache:
 
     def check_fresh(self, key: Tensor, value: Tensor) -> None:
         """Raise OpError unless new keys and values are [T, kv_heads, D] like those of the rings."""
-        dtype, device = (self.recent_k.dtype,), self.recent_k.device
-        require("k", key, dtype, ("T", *self.recent_k.shape[2:]), device, rows_apart=True)
-        require("v", value, dtype, key.shape, device, rows_apart=True)
+        self.check_keys(key)
+        require("v", value, (key.dtype,), key.shape, key.device, rows_apart=True)
+
+    def check_keys(self, key: Tensor) -> None:
+        """Raise OpError unless new keys are [T, kv_heads, D] like those of the ring."""
+        ring = self.recent_k
+        require("k", key, (ring.dtype,), ("T", *ring.shape[2:]), ring.device, rows_apart=True)

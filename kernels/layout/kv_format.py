@@ -81,6 +81,11 @@ class KVFormat:
         return self.latent or self.head_dim
 
     @property
+    def own_value_dim(self) -> int:
+        """Channels of V that are not those of K."""
+        return 0 if self.latent else self.head_dim
+
+    @property
     def half(self) -> int:
         """Channels of one nibble plane."""
         return self.head_dim // 2

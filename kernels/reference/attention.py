@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.heads import HeadShape, first_seen
+from qoff.kernels.layout.heads import HeadShape, first_seen, latent_values
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 
 from .kv_blocks import dequantize_blocks
@@ -76,12 +76,12 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of new tokens: output [T, Hq, D] and log-sum-exp float32 [T, Hq].
 
-    q [T, Hq, D], k and v [T, kv_heads, D] (turned by RoPE): rows row_start[s]..row_start[s+1]-1 of
-    the pass are the tokens of sequence s at positions start[s] on. Older tokens are in blocks
-    (positions below packed[s]) or in the ring (packed[s]..start[s]-1). The rest is as in
-    `decode_attention`.
+    q [T, Hq, D], k [T, kv_heads, D] (both turned by RoPE) and v [T, kv_heads, value_dim]: rows
+    row_start[s]..row_start[s+1]-1 of the pass are the tokens of sequence s at positions start[s]
+    on. Older tokens are in blocks (positions below packed[s]) or in the ring
+    (packed[s]..start[s]-1). The rest is as in `decode_attention`.
     """
-    outs = torch.zeros_like(q)
+    outs = q.new_zeros(*q.shape[:2], cache.form.value_dim)
     lses = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     row_start = cache.step.row_start.tolist()
     for s, first in enumerate(cache.step.start.tolist()):
@@ -103,9 +103,12 @@ def _cached(s: int, end: int, cache: DeviceLayerCache) -> tuple[int, Tensor, Ten
     blocks = step.table[s, first // BLOCK_TOKENS : compressed // BLOCK_TOKENS].long()
     packed = dequantize_blocks(cache.pool[blocks], cache.form)  # [blocks, kv_heads, 64, D] each
     slots = torch.arange(compressed, end, device=cache.pool.device) % cache.recent_k.shape[1]
+    recent_k = cache.recent_k[s, slots]
+    latent = cache.form.latent
+    recent_v = latent_values(recent_k, latent) if latent else cache.recent_v[s, slots]
     k, v = (
-        torch.cat((x.transpose(0, 1).flatten(1, 2), ring[s, slots].transpose(0, 1).to(x.dtype)), 1)
-        for x, ring in zip(packed, (cache.recent_k, cache.recent_v), strict=True)
+        torch.cat((x.transpose(0, 1).flatten(1, 2), recent.transpose(0, 1).to(x.dtype)), 1)
+        for x, recent in zip(packed, (recent_k, recent_v), strict=True)
     )
     return first, k, v
 

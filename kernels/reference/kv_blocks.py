@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.heads import latent_values
+from qoff.kernels.layout.heads import latent_heads, latent_values, rope_channels
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, CLIPPED, KVFormat
 
 from .elementwise import rope
@@ -142,12 +142,12 @@ def append(
 ) -> None:
     """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
 
-    k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of the pass of sequence s at
-    positions start[s] on. tables: cos and sin [P, R/2] as for `elementwise.rope`, or None for keys
-    that are turned already. Tokens packed[s]..after[s]-1, whole blocks, go into the pool where the
-    table says: those from start[s] on from k and v, older ones from the ring, which holds position
-    p in slot p % W. Then tokens from after[s] on go into the ring. K is rounded to its dtype before
-    it is packed.
+    k, v: [T, kv_heads, D], of a latent form v without channels; rows row_start[s]..row_start[s+1]-1
+    of the pass are of sequence s at positions start[s] on. tables: cos and sin [P, R/2] as for
+    `elementwise.rope`, or None for keys that are turned already. Tokens packed[s]..after[s]-1,
+    whole blocks, go into the pool where the table says: those from start[s] on from k and v, older
+    ones from the ring, which holds position p in slot p % W. Then tokens from after[s] on go into
+    the ring. K is rounded to its dtype before it is packed.
     """
     step, form, recent_k, recent_v = cache.step, cache.form, cache.recent_k, cache.recent_v
     window = recent_k.shape[1]
@@ -158,7 +158,7 @@ def append(
         positions = torch.arange(first, first + stop - row, device=k.device)
         key, value = k[row:stop], v[row:stop]
         if tables is not None:
-            key = rope(key, positions, *tables)
+            key = rope_keys(key, positions, form.latent, *tables)
         if new > old:
             slots = torch.arange(old, min(first, new), device=k.device) % window
             done = max(new - first, 0)
@@ -174,6 +174,14 @@ def append(
         kept = positions >= new
         recent_k[s, positions[kept] % window] = key[kept].to(recent_k.dtype)
         recent_v[s, positions[kept] % window] = value[kept].to(recent_v.dtype)
+
+
+def rope_keys(x: Tensor, positions: Tensor, latent: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys [T, H, D] rotated, of latent ones those channels that are."""
+    if not latent:
+        return rope(x, positions, cos, sin)
+    rotated = rope(rope_channels(x, latent), positions, cos, sin)
+    return latent_heads(latent_values(x, latent), rotated)
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,8 @@ from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import (
     KEYS_PER_VECTOR,
     HeadShape,
-    latent_heads,
     latent_values,
     read_keys,
-    rope_channels,
 )
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -21,9 +19,9 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.layout.rotation import rotate_values
 
 from .attention import attend
-from .elementwise import rms_norm, rope
+from .elementwise import rms_norm
 from .experts import add_experts, experts, route
-from .kv_blocks import dequantize_blocks
+from .kv_blocks import dequantize_blocks, rope_keys
 from .latent import absorb, expand
 from .linear import ended, normalized
 from .low_rank import low_rank
@@ -111,7 +109,7 @@ def attention(
     if not shape.norm_last:
         query, key = _normed(query, q_norm, shape), _normed(key, k_norm, shape)
     if rotary is not None:
-        query, key = (_turned(x, shape, ragged, rotary) for x in (query, key))
+        query, key = (rope_keys(x, ragged.positions, shape.latent, *rotary) for x in (query, key))
         value = latent_values(key, shape.latent) if shape.latent else value
     if shape.norm_last:
         query, key = _normed(query, q_norm, shape), _normed(key, k_norm, shape)
@@ -145,13 +143,6 @@ def _split(heads: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor, Tensor]:
         return query, key, latent_values(key, shape.latent)
     query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     return query, key, value
-
-
-def _turned(x: Tensor, shape: HeadShape, ragged: Ragged, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    if not shape.latent:
-        return rope(x, ragged.positions, *rotary)
-    turned = rope(rope_channels(x, shape.latent), ragged.positions, *rotary)
-    return latent_heads(latent_values(x, shape.latent), turned)
 
 
 def norm_all_heads(

@@ -21,18 +21,19 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
 from qoff.kernels.reference.experts import route
-from qoff.kernels.reference.latent import absorb, expand
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.reference.low_rank import low_rank
 from qoff.kernels.reference.ops import norm_all_heads
 
-from .attention.append import NewBlocks, pack_blocks, write_recent
+from .attention.append import new_blocks, pack_blocks, write_recent
 from .attention.decode import decode_attention, decode_bytes
 from .attention.new_token import NewTokens
 from .attention.offloaded import OffloadedAttention, joined_bytes
 from .attention.prefill import prefill_attention, prefill_bytes
 from .elementwise.rms_norm import rms_norm
 from .elementwise.rope import rope
+from .latent.op import attend_to_latents, latents_bytes
+from .latent.products import absorb, expand
 from .linear import linear
 from .linear.product import Epilogue
 from .moe.experts import add_experts, experts
@@ -150,52 +151,62 @@ def attention(
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
     qkv: float16 or bfloat16 [M, (heads + 2 kv_heads) * head_dim], the rows of `ragged`, for which
-    the cache was opened. rotary: cos and sin, float32 [positions, R / 2], on the device. q_norm,
-    k_norm: [head_dim], any float dtype, or of all heads (see the reference). sinks: float32
-    [heads], scores of a key without a value. out: contiguous. Returns [M, heads * head_dim] in the
-    dtype of qkv; with blocks in host memory, it returns when the CPU has attended to them. Raises
-    OpError.
+    the cache was opened; with latents [M, (heads + 1) * head_dim], and written over. rotary: cos
+    and sin, float32 [positions, R / 2], on the device. q_norm, k_norm: [head_dim], any float dtype,
+    or of all heads (see the reference). sinks: float32 [heads], scores of a key without a value.
+    out: contiguous. Returns [M, heads * value_dim] in the dtype of qkv; with blocks in host memory,
+    it returns when the CPU has attended to them. Raises OpError.
     """
     require("qkv", qkv, (cache.recent_k.dtype,), ("M", shape.qkv_width), cache.recent_k.device)
     step, tokens = cache.step, qkv.shape[0]
     if step.positions.shape[0] != tokens:
         raise OpError(f"{tokens} rows, but the cache was opened for {len(step.positions)}")
     if out is not None:
-        width = shape.heads * shape.head_dim
-        require("out", out, (qkv.dtype,), (len(qkv), width), qkv.device)
+        require("out", out, (qkv.dtype,), (len(qkv), shape.out_width), qkv.device)
     with torch.cuda.device_of(qkv):
         if shape.norms_all(q_norm, k_norm):
             qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
         rows = qkv if step.order is None else qkv[step.order]
-        heads = rows.view(rows.shape[0], -1, shape.head_dim)
-        query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        if step.max_rows == 1 and not cache.offloaded:  # all else is done where it attends
-            new = NewTokens(key, value, rotary, q_norm, k_norm, cache.values_rotated)
-            attended = _decode(query, new, shape, cache, sinks)[0]
+        if shape.latent:
+            attended = attend_to_latents(rows, shape, cache, rotary, sinks).flatten(1)
         else:
-            if cache.values_rotated:
-                value = rotate_values(value)
-            query, key = (
-                _prepared(x, norm, shape, step.positions, rotary)
-                for x, norm in ((query, q_norm), (key, k_norm))
-            )
-            if shape.query_scale is not None:
-                query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
-            offloaded = (
-                OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
-            )
-            new = NewTokens(key, value)
-            attend = _decode if step.max_rows == 1 else _prefill
-            attended, lse = attend(query, new, shape, cache, sinks)
-            attended = attended if offloaded is None else offloaded.join(attended, lse)
-            if cache.values_rotated:
-                attended = rotate_values(attended, back=True)
-        attended = attended.flatten(1)
+            norms = (q_norm, k_norm)
+            attended = _attend_to_heads(rows, shape, cache, rotary, norms, sinks).flatten(1)
         if step.order is not None:
             out = torch.empty_like(attended) if out is None else out
             out[step.order] = attended
             return out
         return attended if out is None else out.copy_(attended)
+
+
+def _attend_to_heads(
+    rows: Tensor,
+    shape: HeadShape,
+    cache: DeviceLayerCache,
+    rotary: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor | None, Tensor | None],
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of the rows of a pass to keys and values, [M, heads, head_dim]."""
+    step = cache.step
+    heads = rows.view(rows.shape[0], -1, shape.head_dim)
+    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if step.max_rows == 1 and not cache.offloaded:  # all else is done where it attends
+        new = NewTokens(key, value, rotary, *norms, cache.values_rotated)
+        return _decode(query, new, shape, cache, sinks)[0]
+    if cache.values_rotated:
+        value = rotate_values(value)
+    query, key = (
+        _prepared(x, norm, shape, step.positions, rotary)
+        for x, norm in zip((query, key), norms, strict=True)
+    )
+    if shape.query_scale is not None:
+        query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
+    offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
+    attend = _decode if step.max_rows == 1 else _prefill
+    attended, lse = attend(query, NewTokens(key, value), shape, cache, sinks)
+    attended = attended if offloaded is None else offloaded.join(attended, lse)
+    return rotate_values(attended, back=True) if cache.values_rotated else attended
 
 
 def attention_bytes(
@@ -215,6 +226,9 @@ def attention_bytes(
     For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
     offloaded: some are attended on the CPU. values_rotated: the cache's V are.
     """
+    joined = joined_bytes(tokens, shape, dtype) if offloaded else 0
+    if shape.latent:
+        return joined + latents_bytes(tokens, blocks, shape, form, dtype, device, offloaded)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
     values = tokens * (queries + 2 * keys + 3 * (queries + keys))
@@ -228,7 +242,6 @@ def attention_bytes(
         decode_bytes(sequences, *both, blocks, form, dtype, device),
         prefill_bytes(tokens, *both, sequences, blocks, form, dtype, device),
     )
-    joined = joined_bytes(tokens, shape, dtype) if offloaded else 0
     return values * dtype.itemsize + work + joined
 
 
@@ -260,18 +273,8 @@ def _prefill(
 
 
 def _pack(new: NewTokens, cache: DeviceLayerCache, start: Tensor) -> None:
-    """Pack the blocks that become complete: first those for host memory, then those for the GPU.
-
-    start: int32 [S], where the tokens begin that are not in the ring.
-    """
-    step, before = cache.step, cache.step.packed
-    if cache.write_back is not None and step.offloaded_until is not None:
-        until, most = step.offloaded_until, step.max_offloaded_blocks
-        blocks = NewBlocks(cache.write_back, before, until, most, start)
-        pack_blocks(new.key, new.value, cache, blocks)
-        before = until
-    if step.max_new_blocks:
-        blocks = NewBlocks(cache.pool, before, step.after, step.max_new_blocks, start)
+    """Pack the blocks that become complete; start: see `new_blocks`."""
+    for blocks in new_blocks(cache, start):
         pack_blocks(new.key, new.value, cache, blocks)
 
 

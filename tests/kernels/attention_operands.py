@@ -49,7 +49,8 @@ def random_cache(
         recent[1, s, slots] = torch.randn(tokens, kv_heads, form.head_dim).to(dtype)
     old = [b * BLOCK_TOKENS + t for b, t in sizes]
     step = random_pass(old, [b * BLOCK_TOKENS for b in blocks], table, rows)
-    return DeviceLayerCache(form, pool, recent[0], recent[1], step)
+    values = recent[1, ..., : form.own_value_dim].contiguous()
+    return DeviceLayerCache(form, pool, recent[0], values, step)
 
 
 def random_pass(

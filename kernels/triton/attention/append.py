@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def pack_kernel(
         k_high = tl.where(keep, k_high, load_half(recent_k + at, old, HALF, HALF, PADDED))
     physical = tl.load(block_table + sequence * table_stride + block).to(tl.int64)
     record = pool + (physical * kv_heads + head) * NBYTES
-    pack_channels(record, k_low, k_high, block == 0, HALF, PADDED, K_BITS)
+    pack_channels(record, k_low, k_high, block == 0, 0, HALF, PADDED, K_BITS)
     pack_tokens(record + V_CODES, v_low, v_high, HALF, PADDED, V_BITS, PARTS)
 
 
@@ -126,6 +127,20 @@ class NewBlocks(NamedTuple):
     after: Tensor  # int32 [S]
     most: int
     start: Tensor  # int32 [S], where the tokens begin that are not in the ring
+
+
+def new_blocks(cache: DeviceLayerCache, start: Tensor) -> Iterator[NewBlocks]:
+    """The blocks that a pass completes: first those for host memory, then those for the GPU.
+
+    start: int32 [S], where the tokens begin that are not in the ring.
+    """
+    step, before = cache.step, cache.step.packed
+    if cache.write_back is not None and step.offloaded_until is not None:
+        until = step.offloaded_until
+        yield NewBlocks(cache.write_back, before, until, step.max_offloaded_blocks, start)
+        before = until
+    if step.max_new_blocks:
+        yield NewBlocks(cache.pool, before, step.after, step.max_new_blocks, start)
 
 
 def pack_blocks(

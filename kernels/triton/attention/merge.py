@@ -120,7 +120,8 @@ def _bound(
     config: MergeConfig | None,
 ) -> tuple[BoundKernel, int]:
     """The kernel, and the rows of a program: heads of a token."""
-    together = min(32, next_power_of_2(most_parts))
+    # At most 32 values a thread of eight warps.
+    together = min(32, next_power_of_2(most_parts), max(1, 8192 // next_power_of_2(head_dim)))
     config = config or _configured(device, dtype, head_dim, together)
     kernel = BoundKernel(
         merge_kernel,

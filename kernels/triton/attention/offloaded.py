@@ -71,7 +71,7 @@ class OffloadedAttention:
 
 def joined_bytes(tokens: int, shape: HeadShape, dtype: torch.dtype) -> int:
     """Bytes of the GPU that `join` allocates: both parts one behind the other, and their merge."""
-    return 3 * merge_bytes(tokens, shape.heads, shape.head_dim, dtype.itemsize)
+    return 3 * merge_bytes(tokens, shape.heads, shape.value_dim, dtype.itemsize)
 
 
 def host_bytes(tokens: int, shape: HeadShape, dtype: torch.dtype) -> int:

@@ -93,16 +93,18 @@ def pack_channels(
     low,
     high,
     opening,
+    first,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """Write 64 tokens with a scale and a minimum per channel: codes, scales, minima at `record`.
 
-    `opening`: whether the first is the sequence's first, which is then kept to float16.
+    `opening`: whether the first is the sequence's first, which is then kept to float16. first: the
+    first channel of either half that low and high have.
     """
     low, high = low.to(tl.float32), high.to(tl.float32)
-    channel = tl.arange(0, PADDED)
+    channel = first + tl.arange(0, PADDED)
     params = (record + 64 * 2 * HALF * BITS // 8).to(tl.pointer_type(tl.float16)) + channel
     # One reduction for all four vectors: largest values and largest negated values of both halves.
     extremes = tl.join(tl.join(low, -low), tl.join(high, -high))
@@ -127,7 +129,7 @@ def pack_channels(
     high_base, high_inverse = _parameters(params + HALF, high_step, high_least, there, 2 * HALF)
     low = _levels(low, low_base[None, :], low_inverse[None, :], BITS)
     high = _levels(high, high_base[None, :], high_inverse[None, :], BITS)
-    _store_codes(record, low, high, HALF, PADDED, BITS)
+    _store_codes(record, low, high, first, HALF, PADDED, BITS)
 
 
 @triton.jit
@@ -166,7 +168,7 @@ def pack_tokens(
         high_base, high_inverse = _parameters(params + 64, high_step, high_min, there, 128)
     low = _levels(low, low_base[:, None], low_inverse[:, None], BITS)
     high = _levels(high, high_base[:, None], high_inverse[:, None], BITS)
-    _store_codes(record, low, high, HALF, PADDED, BITS)
+    _store_codes(record, low, high, 0, HALF, PADDED, BITS)
 
 
 @triton.jit
@@ -230,10 +232,13 @@ def _levels(values, base, inverse, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(record, low, high, HALF: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+def _store_codes(
+    record, low, high, first, HALF: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
     """Write codes in runs of 8 channels, the number that a thread has loaded."""
     token = tl.arange(0, 64)[:, None, None]
-    channel = (8 * tl.arange(0, PADDED // 8)[:, None] + tl.arange(0, 8)[None, :])[None, :, :]
+    channel = 8 * tl.arange(0, PADDED // 8)[:, None] + tl.arange(0, 8)[None, :]
+    channel = (first + channel)[None, :, :]
     mask = (token >= 0) & (channel < HALF)
     if BITS == 4:
         both = tl.reshape((low | (high << 4)).to(tl.uint8), (64, PADDED // 8, 8))

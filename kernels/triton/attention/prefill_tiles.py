@@ -105,19 +105,26 @@ def attend(
     s = dot16(q_high, tl.trans(k_high), s, ASM)
     if SOFT_CAP:
         s = cap_scores(s * scale, soft_cap)
-    if MASK:
-        s = tl.where(seen, s, -float("inf"))
     # The scale is positive: it is applied together with the subtraction of the maximum.
     factor = 1.0 if SOFT_CAP else scale
+    p, fade, top, total = weights(s, seen, factor, top, total, MASK)
+    p = p.to(v_low.dtype)
+    low = dot16(p, v_low, low * fade[:, None], ASM)
+    high = dot16(p, v_high, high * fade[:, None], ASM)
+    return low, high, top, total
+
+
+@triton.jit
+def weights(s, seen, factor, top, total, MASK: tl.constexpr):
+    """Weights of keys with scores `factor` times s, the factor of what was summed up before, and
+    the new maximum and sum."""
+    if MASK:
+        s = tl.where(seen, s, -float("inf"))
     new_top = tl.maximum(top, tl.max(s, 1) * factor)
     base = tl.where(new_top == -float("inf"), 0.0, new_top) if MASK else new_top
     p = tl.exp2(s * factor - base[:, None])
     fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(p, 1)
-    p = p.to(v_low.dtype)
-    low = dot16(p, v_low, low * fade[:, None], ASM)
-    high = dot16(p, v_high, high * fade[:, None], ASM)
-    return low, high, new_top, total
+    return p, fade, new_top, total * fade + tl.sum(p, 1)
 
 
 @triton.jit

@@ -83,7 +83,10 @@ class DeviceCache(SlotCache):
         self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
         self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
-        self.recent_v = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
+        self.recent_v = [
+            torch.empty(*ring[:3], form.own_value_dim, dtype=dtype, device=device)
+            for ring, form in zip(rings, self.forms, strict=True)
+        ]
         # What kernels are told of every cache like this one.
         self.kind = repr((rings, self.forms, [*stores], dtype, values_rotated))
 
@@ -103,7 +106,11 @@ class DeviceCache(SlotCache):
         shapes: Sequence[HeadShape], sequences: int, window: int, dtype: torch.dtype
     ) -> int:
         """Bytes of the rings of a cache."""
-        values = sum(2 * shape.kv_heads * shape.head_dim for shape in shapes)
+        own = (1 if shape.latent else 2 for shape in shapes)
+        values = sum(
+            count * shape.kv_heads * shape.head_dim
+            for count, shape in zip(own, shapes, strict=True)
+        )
         return sequences * (window + BLOCK_TOKENS) * values * dtype.itemsize
 
     @property
@@ -153,6 +160,7 @@ class DeviceCache(SlotCache):
             number, inner = self.place[layer]
             block = self.groups[number].blocks[slot][place]
             k, v = dequantize_blocks(self.stores[number].read(inner, block), form)
+            v = v[..., : form.own_value_dim]
             for ring, x in ((self.recent_k[layer], k), (self.recent_v[layer], v)):
                 ring[slot, places] = x[:, :tokens].transpose(0, 1).to(ring.dtype)
 
@@ -299,7 +307,7 @@ class DeviceCachePass(SlotPass):
                 step,
                 packed,
                 written,
-                cache.values_rotated,
+                cache.values_rotated and not store.forms[layer].latent,
             )
         return self._opened[layer]
 

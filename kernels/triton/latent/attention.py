@@ -1,0 +1,286 @@
+"""Attention of queries that absorbed their head's keys to a cache of latents, on a GPU.
+
+All heads have the one KV head, so a tile of queries is heads of a token and of the next ones,
+wherever tokens are new: decode and prefill are one kernel. A latent is dequantized once and is key
+and value. Few tiles with many blocks are cut into runs of blocks, one program each, and what is
+not packed, one more; `merge` joins them (flash-decoding).
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.triton.attention.kv_tiles import LN2, LOG2E, TOKENS
+from qoff.kernels.triton.attention.merge import join, merge_bytes
+from qoff.kernels.triton.attention.prefill_tiles import weights
+from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.bound import BoundKernel
+from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
+from qoff.kernels.triton.linear.nibbles import dot16, use_asm
+
+from .tiles import attend_dense, load_packed_part, packed_scores
+
+KEYS = 32  # of a tile that is not packed
+_ROWS_MAX = 64  # of a tile of queries
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """`rows` queries of a tile, heads times positions, and how blocks are cut into runs."""
+
+    rows: int
+    num_warps: int
+    chunk: int = 64  # channels of either half whose products are summed at a time
+    programs: int = 1  # per processor, at most, of few tiles
+    min_blocks: int = 4  # in a run
+
+
+@triton.jit(do_not_specialize=["run", "max_blocks", "tokens"])
+def latent_attention_kernel(
+    q,  # [tokens, Hq, D], turned by RoPE
+    k,  # [tokens, D]
+    row_start, start, pool, block_table, compressed, recent, resident_from,
+    outs,  # [parts, tokens, Hq, latent]
+    lses,
+    scale,  # softmax scale * log2(e)
+    ring,  # W
+    q_stride, k_stride,
+    run,  # blocks in a run
+    max_blocks,
+    tokens,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, LATENT: tl.constexpr,
+    PAD: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr, K_SCALE: tl.constexpr,
+    NBYTES: tl.constexpr, KEYS: tl.constexpr, RING_HAS_NEW: tl.constexpr, SPLIT: tl.constexpr,
+    RESIDENT_FROM: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries against a run of blocks, or (the first) what is not packed; or all.
+
+    RING_HAS_NEW: `start` is the length of a sequence with its one new token, which is in the ring.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    EACH: tl.constexpr = LATENT // 2
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    part = tl.program_id(1)
+    s = tl.program_id(2)
+    first_row = tl.load(row_start + s)
+    begin = tl.load(start + s)
+    count = tl.minimum(begin, 1) if RING_HAS_NEW else tl.load(row_start + s + 1) - first_row
+    if tile * ROWS >= count * HEADS:
+        return
+    in_blocks = tl.load(compressed + s)
+    index = tile * ROWS + tl.arange(0, ROWS)
+    row = index // HEADS
+    head = index % HEADS
+    inside = row < count
+    place = (first_row + row).to(tl.int64)
+    queries = q + place * q_stride + head * HEAD_DIM
+    low = tl.zeros([ROWS, PAD], tl.float32)
+    high = tl.zeros([ROWS, PAD], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    first_block = 0
+    if RESIDENT_FROM:
+        first_block = tl.load(resident_from + s) // TOKENS
+    stop = in_blocks // TOKENS
+    if SPLIT:
+        first_block += (part - 1) * run
+        stop = tl.minimum(first_block + run, stop)
+        stop = tl.where(part == 0, first_block, stop)
+    table = block_table + s.to(tl.int64) * max_blocks
+    block = tl.load(table + first_block, mask=first_block < stop, other=0)
+    for b in tl.range(first_block, stop, num_stages=1):
+        record = pool + block.to(tl.int64) * NBYTES
+        block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
+        score = packed_scores(queries, inside, record, HALF, CHUNK, BITS, K_SCALE, ASM)
+        v_low, v_high = load_packed_part(
+            record, 0, EACH, PAD, HALF, BITS, K_SCALE, PAD == EACH, ASM
+        )
+        p, fade, top, total = weights(score, inside[:, None], scale, top, total, False)
+        p = p.to(tl.float16)
+        low = dot16(p, v_low, low * fade[:, None], ASM)
+        high = dot16(p, v_high, high * fade[:, None], ASM)
+
+    if not SPLIT or part == 0:
+        low, high, top, total = attend_dense(
+            queries, inside, recent + s.to(tl.int64) * ring * HEAD_DIM, HEAD_DIM,
+            in_blocks, begin, ring, 0, begin + row, scale, low, high, top, total,
+            EACH, PAD, HALF, CHUNK, KEYS, True, ASM,
+        )  # fmt: skip
+        if not RING_HAS_NEW:
+            end = tl.minimum(begin + count, begin + (tile * ROWS + ROWS - 1) // HEADS + 1)
+            low, high, top, total = attend_dense(
+                queries, inside, k + first_row.to(tl.int64) * k_stride, k_stride,
+                begin, end, 1, begin, begin + row, scale, low, high, top, total,
+                EACH, PAD, HALF, CHUNK, KEYS, False, ASM,
+            )  # fmt: skip
+    safe = tl.where(total == 0, 1.0, total)
+    lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
+    target = (part * tokens + place) * HEADS + head
+    tl.store(lses + target, lse, mask=inside)
+    inverse = (1.0 / safe)[:, None]
+    channel = tl.arange(0, PAD)[None, :]
+    mask = inside[:, None] & (channel < EACH)
+    at = outs + target[:, None] * LATENT + channel
+    DTYPE: tl.constexpr = outs.dtype.element_ty
+    tl.store(at, (low * inverse).to(DTYPE), mask=mask)
+    tl.store(at + EACH, (high * inverse).to(DTYPE), mask=mask)
+
+
+def latent_attention(
+    q: Tensor,
+    k: Tensor,
+    cache: DeviceLayerCache,
+    shape: HeadShape,
+    config: LatentConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, Hq, latent] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
+
+    q: [T, Hq, D], k: [T, 1, D], both turned by RoPE, in the dtype of the ring; their rows, which
+    may lie apart, are those of the pass. In a pass of one token a sequence at most its key is in
+    the ring already, and k is not read. Otherwise meaning and arguments are those of
+    `reference.attention.prefill_attention`, without sinks, windows and soft caps. Raises OpError.
+    """
+    cache.check_queries(q, shape, None)
+    cache.check_keys(k)
+    step, form = cache.step, cache.form
+    if not form.latent or form.latent != shape.latent or shape.reach or shape.soft_cap:
+        raise OpError(f"attention to latents has neither window nor soft cap: {shape}, {form}")
+    tokens, heads = len(step.positions), shape.heads
+    if len(q) != tokens or len(k) != tokens:
+        raise OpError(f"{len(q)} queries and {len(k)} keys of a pass of {tokens} rows")
+    decodes, sequences = step.max_rows <= 1, len(step.start)
+    blocks = step.max_packed // BLOCK_TOKENS
+    queries = max(1, step.max_rows) * heads
+    kernels, config, processors = _bound(
+        *(q.device, q.dtype, form, heads, min(queries, _ROWS_MAX)),
+        *(decodes, step.resident_from is not None, config),
+    )
+    tiles = cdiv(queries, config.rows)
+    programs, most = tiles * sequences, processors * config.programs
+    parts, run = cut(programs, blocks, processors, config)
+    outs = q.new_empty(parts, tokens, heads, form.latent)
+    lses = q.new_empty(parts, tokens, heads, dtype=torch.float32)
+    if tokens:
+        kernels[programs < most](  # the same for any number of blocks
+            (tiles, parts, sequences),
+            q, k, step.row_start, step.length if decodes else step.start, cache.pool, step.table,
+            step.packed, cache.recent_k, step.resident_from, outs, lses, shape.scale * LOG2E.value,
+            cache.recent_k.shape[1], q.stride(0), k.stride(0), run, step.table.stride(0), tokens,
+        )  # fmt: skip
+    if parts == 1:
+        return outs[0], lses[0]
+    return join(outs, lses, 1 + most // max(1, programs))
+
+
+def cut(programs: int, blocks: int, processors: int, config: LatentConfig) -> tuple[int, int]:
+    """Into how many parts attention is cut, what is not packed being one, and blocks of a run.
+
+    programs: without cutting. blocks: of the longest sequence.
+    """
+    most = processors * config.programs
+    if not blocks or programs >= most:
+        return 1, blocks
+    run = max(config.min_blocks, cdiv(blocks, most // max(1, programs)))
+    return 1 + cdiv(blocks, run), run
+
+
+@cache
+def _bound(
+    device: torch.device,
+    dtype: torch.dtype,
+    form: KVFormat,
+    heads: int,
+    queries: int,
+    decodes: bool,
+    resident_from: bool,
+    config: LatentConfig | None,
+) -> tuple[tuple[BoundKernel, BoundKernel], LatentConfig, int]:
+    """The kernel that does all and the one that does a part, their tiles, and processors.
+
+    queries: heads times new tokens of a sequence, or `_ROWS_MAX` for more. decodes: one each.
+    """
+    gpu = Gpu.of(device)
+    config = config or _configured(device, dtype, form, queries)
+    kernels = [
+        BoundKernel(
+            latent_attention_kernel,
+            HEADS=heads,
+            ROWS=config.rows,
+            HEAD_DIM=form.head_dim,
+            LATENT=form.latent,
+            PAD=max(16, next_power_of_2(form.latent // 2)),
+            CHUNK=config.chunk,
+            BITS=form.k_bits,
+            K_SCALE=form.k_scale,
+            NBYTES=form.nbytes,
+            KEYS=KEYS,
+            RING_HAS_NEW=decodes,
+            SPLIT=split,
+            RESIDENT_FROM=resident_from,
+            ASM=use_asm(),
+            num_warps=config.num_warps,
+            num_stages=1,
+        )
+        for split in (False, True)
+    ]
+    return (kernels[0], kernels[1]), config, gpu.processors
+
+
+@cache
+def _configured(
+    device: torch.device, dtype: torch.dtype, form: KVFormat, queries: int
+) -> LatentConfig:
+    config = heuristic(Gpu.of(device).capability, queries, form.k_bits)
+    entry = tuned.lookup("latent_attention", device, tuned_key(dtype, form, config))
+    return LatentConfig(**entry) if entry else config
+
+
+def tuned_key(dtype: torch.dtype, form: KVFormat, config: LatentConfig) -> str:
+    """What is measured in place of the heuristic `config`."""
+    return f"{str(dtype)[6:]}-{form.head_dim}-{form.latent}-{form.k_bits}-{config.rows}"
+
+
+def heuristic(capability: int, queries: int, bits: int) -> LatentConfig:
+    """As large a tile as registers and shared memory of the architecture hold.
+
+    queries: heads times tokens of a sequence, at most.
+    """
+    rows = max(16, min(_ROWS_MAX, next_power_of_2(queries)))
+    if capability < 80:  # no tensor cores in Triton there: products take many registers
+        return LatentConfig(16, num_warps=8)
+    if capability == 90:
+        return LatentConfig(rows, num_warps=8, chunk=32)
+    # On 10.0 sums of 64 rows go to tensor memory, which is too small for them.
+    rows = min(32 if bits == 4 else 16, rows)
+    return LatentConfig(rows, num_warps=8, chunk=32 if capability == 100 else 64)
+
+
+def latent_attention_bytes(
+    tokens: int, heads: int, blocks: int, form: KVFormat, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The most bytes `latent_attention` allocates for up to `blocks` blocks of each sequence.
+
+    Its results, or those of each part of fewer queries than occupy all processors, and their merge.
+    """
+    partial = 0
+    for queries in (16, 32, _ROWS_MAX):
+        config = _configured(device, dtype, form, queries)
+        most = Gpu.of(device).processors * config.programs
+        parts = 1 + min(cdiv(blocks, config.min_blocks), most)
+        # Cut in n parts besides the first, n times the tiles is `most` at most.
+        partial = max(partial, min(parts * tokens * heads, 2 * most * config.rows))
+    return (tokens * heads + partial) * merge_bytes(1, 1, form.latent, dtype.itemsize)

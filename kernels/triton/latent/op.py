@@ -1,0 +1,67 @@
+"""Attention of a layer with latents: new keys turned and kept, queries attending."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.triton.attention.append import new_blocks
+from qoff.kernels.triton.attention.offloaded import OffloadedAttention
+
+from .append import pack_latents, turn, write_latents
+from .attention import latent_attention, latent_attention_bytes
+
+
+def attend_to_latents(
+    rows: Tensor,
+    shape: HeadShape,
+    cache: DeviceLayerCache,
+    rotary: tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What `ops.attention` does with the rows of a pass, which are turned in place.
+
+    rows: [M, (heads + 1) * head_dim]. Returns [M, heads, latent]. Raises OpError.
+    """
+    if sinks is not None:
+        raise OpError("attention to latents has no sinks on a GPU")
+    step = cache.step
+    vectors = rows.view(len(rows), -1, shape.head_dim)
+    query, key = vectors.split([shape.heads, 1], dim=1)
+    if shape.query_scale is not None:
+        query.mul_(shape.query_scale.of(step.positions)[:, None, None].to(query.dtype))
+    decodes = step.max_rows <= 1
+    turn(vectors, cache, rotary, to_ring=decodes)
+    offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
+    attended, lse = latent_attention(query, key, cache, shape)
+    for blocks in new_blocks(cache, step.length if decodes else step.start):
+        pack_latents(key, cache, blocks)
+    if not decodes:
+        write_latents(key, cache)
+    return attended if offloaded is None else offloaded.join(attended, lse)
+
+
+def latents_bytes(
+    tokens: int,
+    blocks: int,
+    shape: HeadShape,
+    form: KVFormat,
+    dtype: torch.dtype,
+    device: torch.device,
+    offloaded: bool,
+) -> int:
+    """The most bytes that attention to latents allocates beside what the CPU finds.
+
+    For up to `tokens` tokens of sequences of up to `blocks` blocks each. offloaded: some are
+    attended on the CPU.
+    """
+    # Rows in the order of the slots, and results in that of the batch.
+    values = tokens * (shape.qkv_width + shape.out_width)
+    if offloaded:  # queries, contiguous, on the way to the CPU
+        values += tokens * shape.heads * shape.head_dim
+    work = latent_attention_bytes(tokens, shape.heads, blocks, form, dtype, device)
+    return values * dtype.itemsize + work

@@ -1,0 +1,112 @@
+"""Tiles of latent keys inside Triton kernels, in 16 bits, and what queries make of them.
+
+Either half of a key's channels has half of the latent, then half of the channels that RoPE rotates
+(`layout.kv_format`): a key is four tiles, those two of both halves.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qoff.kernels.triton.attention.kv_tiles import TOKENS, load_code_rows, load_where
+from qoff.kernels.triton.attention.prefill_tiles import exact_planes, weights
+from qoff.kernels.triton.linear.nibbles import dot16
+
+
+@triton.jit
+def load_part(
+    rows, inside, first, COUNT: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """SIZE channels from `first` on of both halves of the vectors at pointers rows [N].
+
+    Two tiles [N, SIZE]; 0 where not inside, and from channel COUNT on.
+    """
+    channel = first + tl.arange(0, SIZE)
+    at = rows[:, None] + channel[None, :]
+    mask = inside[:, None] & (channel < COUNT)[None, :]
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_packed_part(
+    record, first, COUNT: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    BITS: tl.constexpr, K_SCALE: tl.constexpr, ALL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The same of the 64 keys of a packed block, in float16. ALL: no channel is from COUNT on."""
+    WIDTH: tl.constexpr = 2 * HALF if BITS == 8 else HALF
+    channel = first + tl.arange(0, SIZE)
+    inside = channel < COUNT
+    column = channel[None, :]
+    a = load_code_rows(record, column, inside[None, :], WIDTH, BITS, ALL)
+    b = a
+    if BITS == 8:
+        b = load_code_rows(record + HALF, column, inside[None, :], WIDTH, BITS, ALL)
+    low, high = exact_planes(a, b, BITS, ASM)
+    params = (record + K_SCALE).to(tl.pointer_type(tl.float16)) + channel
+    low = low * load_where(params, inside, ALL)[None, :]
+    low += load_where(params + 2 * HALF, inside, ALL)[None, :]
+    high = high * load_where(params + HALF, inside, ALL)[None, :]
+    high += load_where(params + 3 * HALF, inside, ALL)[None, :]
+    return low, high
+
+
+@triton.jit
+def packed_scores(
+    queries, inside, record, HALF: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
+    K_SCALE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Products [rows, 64] of the queries at pointers `queries` with the keys of a packed block.
+
+    Some channels at a time: operands of all of them are more than registers hold.
+    """
+    s = tl.zeros([queries.shape[0], TOKENS], tl.float32)
+    for first in tl.range(0, HALF, CHUNK, num_stages=1):
+        q_low, q_high = load_part(queries, inside, first, HALF, CHUNK, HALF)
+        k_low, k_high = load_packed_part(
+            record, first, HALF, CHUNK, HALF, BITS, K_SCALE, HALF % CHUNK == 0, ASM
+        )
+        s = dot16(q_low.to(tl.float16), tl.trans(k_low), s, ASM)
+        s = dot16(q_high.to(tl.float16), tl.trans(k_high), s, ASM)
+    return s
+
+
+@triton.jit
+def _dense_scores(
+    queries, inside, keys, there, HALF: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr
+):
+    """The same with the keys at pointers `keys`."""
+    s = tl.zeros([queries.shape[0], keys.shape[0]], tl.float32)
+    for first in tl.range(0, HALF, CHUNK, num_stages=1):
+        q_low, q_high = load_part(queries, inside, first, HALF, CHUNK, HALF)
+        k_low, k_high = load_part(keys, there, first, HALF, CHUNK, HALF)
+        s = dot16(q_low, tl.trans(k_low), s, ASM)
+        s = dot16(q_high, tl.trans(k_high), s, ASM)
+    return s
+
+
+@triton.jit
+def attend_dense(
+    queries, inside, keys, stride, first, end, modulus, shift, position, scale,
+    low, high, top, total,
+    EACH: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys that are not packed, at positions first..end-1.
+
+    The row of a position is its remainder by `modulus` in a ring, or its distance from `shift`.
+    """
+    for base in tl.range(first, end, KEYS, num_stages=1):
+        key = base + tl.arange(0, KEYS)
+        there = key < end
+        row = (key % modulus if RING else key - shift).to(tl.int64)
+        score = _dense_scores(queries, inside, keys + row * stride, there, HALF, CHUNK, ASM)
+        seen = there[None, :] & (key[None, :] <= position[:, None])
+        v_low, v_high = load_part(keys + row * stride, there, 0, EACH, PAD, HALF)
+        p, fade, top, total = weights(score, seen, scale, top, total, True)
+        p = p.to(v_low.dtype)
+        low = dot16(p, v_low, low * fade[:, None], ASM)
+        high = dot16(p, v_high, high * fade[:, None], ASM)
+    return low, high, top, total
