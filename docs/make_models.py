@@ -30,10 +30,10 @@ _REST = """
 Weights in FP8, in which DeepSeek V3, R1, Kimi K2 and MiniMax M2 are published, are read as they are
 ([formats.md](formats.md)).
 
-Models with latent attention run on a CPU only; a GPU is refused. Their KV cache keeps of a token
-what the heads' keys and values come of, and the part of the keys that RoPE rotates: 324 bytes a
-layer of DeepSeek V2 and V3, packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)). Keys
-and values are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
+The KV cache of models with latent attention keeps of a token what the heads' keys and values come
+of, and the part of the keys that RoPE rotates: 324 bytes a layer of DeepSeek V2 and V3, packed to 4
+bits ([kv-layout.md](kv-layout.md#latent-records)), on a CPU and on a GPU. Keys and values are the
+same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
 ## Other architectures
 

@@ -97,9 +97,12 @@ def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) 
     assert taken <= counted <= 2 * taken
 
 
-@pytest.mark.parametrize("cpu_attention", ["always", "never"])
+@pytest.mark.parametrize(
+    ("cpu_attention", "family"),
+    [("always", "llama"), ("never", "llama"), ("always", "deepseek-v3")],
+)
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
-    cpu_attention: Any, tmp_path: Path
+    cpu_attention: Any, family: str, tmp_path: Path
 ) -> None:
     """As if no op freed anything before its end; without what cuBLAS takes."""
     triton_ops = triton_module("ops")
@@ -110,7 +113,9 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     placement = KVPlacement(0.3, 0.7)
     plan = replace(PLAN, kv_placement=placement, cpu_attention=cpu_attention)
     sizes = {"intermediate_size": 32, "vocab_size": 64}
-    counted, taken = counted_and_taken(tmp_path, plan, "llama", sizes, triton_ops)
+    if family == "deepseek-v3":
+        sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
+    counted, taken = counted_and_taken(tmp_path, plan, family, sizes, triton_ops)
     assert taken <= counted - CUBLAS_BYTES <= 4 * taken
 
 

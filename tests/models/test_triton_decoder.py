@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 2,
         "attention_chunk_size": 40,
     },
+    "deepseek-v3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
     "opt": {"hidden_size": 64, "ffn_dim": 32, "max_position_embeddings": 192},
 }

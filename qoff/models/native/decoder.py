@@ -64,13 +64,11 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
 
 def check_on_gpu(shapes: Sequence[HeadShape]) -> None:
     """Raise ArgumentError for attention that no kernel for a GPU computes."""
-    kind = None
-    if any(shape.latent for shape in shapes):
-        kind = "latent attention (DeepSeek V2 and V3 and models like them)"
-    elif any(shape.value_norm for shape in shapes):
-        kind = "attention with values that are normalized (Gemma 4)"
-    if kind is not None:
-        raise ArgumentError(f"{kind} has no kernel for a GPU yet; use device='cpu'")
+    if any(shape.value_norm for shape in shapes):
+        raise ArgumentError(
+            "attention with values that are normalized (Gemma 4) has no kernel for a GPU yet; use "
+            "device='cpu'"
+        )
 
 
 def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -> None:

@@ -341,6 +341,11 @@ def layer_bytes(
 
     attention = linear(tokens, spec.qkv_rows, hidden) + attention_bytes
     attention += linear(tokens, hidden, spec.o_columns) + normed + aside
+    if spec.latent is not None:  # queries and keys, and values of heads
+        attention += tokens * (spec.attention_width + spec.o_columns) * item
+        attention += tokens * spec.latent.query_latent * item
+        if spec.latent.query_latent:
+            attention += linear(tokens, spec.q_rows, spec.latent.query_latent)
     if spec.qk_norm == "all":
         attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
