@@ -81,4 +81,5 @@ def random_cache(
         max_rows=max(counts),
         max_packed=BLOCK_TOKENS * max(blocks),
     )
-    return DeviceLayerCache(form, pool, recent[0], recent[1], step)
+    values = recent[1, ..., : form.own_value_dim].contiguous()
+    return DeviceLayerCache(form, pool, recent[0], values, step)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from bench.gpu import ops
 from bench.gpu.case import Call
 from bench.gpu.child import Emit
 from bench.gpu.model_shapes import ModelShape
@@ -32,6 +33,7 @@ from qoff.kernels.triton.attention import merge as merge_module
 from qoff.kernels.triton.attention.decode import DecodeConfig
 from qoff.kernels.triton.attention.merge import MergeConfig, merge
 from qoff.kernels.triton.attention.prefill import PrefillConfig, prefill_attention
+from qoff.kernels.triton.latent import attention as latent
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.linear import dequantize as dequantize_module
 from qoff.kernels.triton.linear import linear
@@ -163,6 +165,8 @@ def searches(op: str, models: Sequence[ModelShape], capability: int = 90) -> Ite
             yield from _merge(models, dtype)
         if op == "dequantize":
             yield _dequantize(*matrices[0], dtype)
+        if op == "latent_attention":
+            yield from ops.module(op).searches(dtype, capability)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -301,6 +305,8 @@ CHOOSERS = (
     decode._configured,
     decode._bound,
     prefill._configured,
+    latent._configured,
+    latent._bound,
     merge_module._configured,
     merge_module._bound,
 )

@@ -47,12 +47,39 @@ _MIXTRAL = _LLAMA | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 102400,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 MODELS: Mapping[str, Config] = MappingProxyType(
     {
         "llama-8b": _LLAMA,
         "opt-30b": _opt(7168, 48, 56),
         "opt-6.7b": _opt(4096, 32, 32),
         "mixtral-8x7b": _MIXTRAL,
+        "deepseek-v2-lite": _DEEPSEEK,
     }
 )
 
@@ -129,6 +156,8 @@ ROWS: tuple[Row, ...] = (
     Row("mixtral-8x7b", "qoff", "16GB", 32, 1, _LONG),
     Row("mixtral-8x7b", "qoff", "8GB"),
     Row("mixtral-8x7b", "qoff", "", 32, 1, _LONG),
+    Row("deepseek-v2-lite", "qoff", "16GB", 32, 1, _LONG),
+    Row("deepseek-v2-lite", "qoff", "8GB"),
     Row("opt-30b", "flexgen", "16GB", 16, 2, flags=_30B_16, limit_s=240.0),
     Row("opt-30b", "accelerate", "16GB", cut=2, limit_s=240.0),
 )
@@ -142,6 +171,10 @@ def rehearsed() -> tuple[Mapping[str, Config], tuple[Row, ...]]:
         "llama-8b": _LLAMA | gated,
         "opt-30b": _opt(128, 6, 2) | tiny,
         "mixtral-8x7b": _MIXTRAL | gated,
+        "deepseek-v2-lite": _DEEPSEEK
+        | tiny
+        | {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 32}
+        | {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
     }
     size: dict[str, Any] = {"prompt": 96, "new": 4, "limit_s": 30.0}
     flags = _30B.replace("size 48", "size 2").replace("512", "96").replace("len 32", "len 4")
@@ -154,5 +187,6 @@ def rehearsed() -> tuple[Mapping[str, Config], tuple[Row, ...]]:
         Row("opt-30b", "qoff", "16GB", 2, 2, flags=flags, label="FlexGen's flags", **size),
         Row("opt-30b", "flexgen", "16GB", 2, 2, flags=flags, label="compressed", **size),
         Row("mixtral-8x7b", "qoff", "16GB", 2, 1, **size),
+        Row("deepseek-v2-lite", "qoff", "16GB", 2, 1, **size),
     )
     return models, rows
