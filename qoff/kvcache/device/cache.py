@@ -307,7 +307,7 @@ class DeviceCachePass(SlotPass):
                 step,
                 packed,
                 written,
-                cache.values_rotated and not store.forms[layer].latent,
+                cache.values_rotated and not cache.forms[layer].latent,
             )
         return self._opened[layer]
 
