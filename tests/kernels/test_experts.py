@@ -39,7 +39,7 @@ def random_mlp(count: int, hidden: int, inner: int, *options, activation="silu")
 
 
 @given(
-    count=st.integers(1, 64),
+    count=st.integers(1, 20),
     per_token=st.integers(1, 8),
     tokens=st.integers(1, 40),
     groups=st.tuples(st.integers(1, 3), st.integers(1, 3)),
