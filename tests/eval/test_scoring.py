@@ -1,12 +1,9 @@
-"""Scores against a plain loop, references on disk, and packed caches."""
+"""Scores against a plain loop, and of packed caches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import closing, suppress
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -14,59 +11,40 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from qoff.errors import ArgumentError, BudgetError, DiskReadError, FormatError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.eval.perplexity import models
 from qoff.eval.perplexity.metrics import Scores, summarize
 from qoff.eval.perplexity.models import (
     PIECE_TOKENS,
     open_runtime,
     opened_original,
-    stored_reference,
 )
-from qoff.eval.perplexity.records import Records
-from qoff.eval.perplexity.reference import Reference, Rows
+from qoff.eval.perplexity.reference import Rows
 from qoff.eval.perplexity.scoring import Original, Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import (
     LayerwiseSubject,
-    Predictions,
     QoffSubject,
     TransformersSubject,
 )
 from qoff.eval.perplexity.windows import cut
-from qoff.hf.load import load_tokenizer
 from qoff.kvcache import KVQuant
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
 from qoff.models.sources import open_source
 from tests.module_models import module_source
 from tests.tiny_families import VOCAB
-from tests.tiny_models import reference_model, save_gguf, tiny_checkpoint, tiny_model
+from tests.tiny_models import reference_model, save_gguf, tiny_model
 
-FAMILY, MIXTURE = "llama-head64", "qwen3-moe"
+from .conftest import FAMILY
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(base: Path) -> Path:
-    return tiny_checkpoint(base, FAMILY)
+MIXTURE = "qwen3-moe"
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Any:
     """transformers, with the dequantized weights of the checkpoint."""
     return reference_model(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def runtime(checkpoint: Path) -> Iterator[Runtime]:
-    with open_runtime(checkpoint) as runtime:
-        yield runtime
 
 
 def sample(tokens: int = 300, length: int = 100, seed: int = 0, **options: Any) -> Sample:
@@ -208,136 +186,6 @@ def test_beside_the_original_and_against_its_file_a_model_scores_alike(
     np.testing.assert_allclose(from_file.reference_nll, beside.reference_nll, atol=1e-4)
 
 
-class Killed(BaseException):
-    """What a test ends an evaluation with."""
-
-
-class Dying(QoffSubject):
-    """Dies at its piece number `left`; windows: how many were begun."""
-
-    left = windows = 0
-
-    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
-        Dying.windows += len(windows)
-        for found in super().predict(windows, place):
-            Dying.left -= 1
-            if not Dying.left:
-                raise Killed
-            yield found
-
-
-def test_an_evaluation_that_was_killed_goes_on_by_window(runtime: Runtime, tmp_path: Path) -> None:
-    text = sample(tokens=240, length=60)  # of two pieces each
-
-    def run(path: Path, left: int = 0, **says: object) -> Scores:
-        Dying.left, Dying.windows = left, 0
-        with closing(Records(path, {"of": "this", **says})) as journal:
-            return evaluate(Dying(runtime, "x", 32), text, journal=journal)
-
-    whole = run(tmp_path / "whole")
-    for left in (4, 2):
-        with pytest.raises(Killed):
-            run(tmp_path / "killed", left)
-    with (tmp_path / "killed").open("ab") as file:
-        file.write(b"torn")
-    again = run(tmp_path / "killed")
-    assert Dying.windows == 3
-    np.testing.assert_array_equal(again.nll, whole.nll)
-    with pytest.raises(ArgumentError, match="of was 'this', is 'that'"):
-        run(tmp_path / "killed", of="that")
-
-
-def test_a_reference_that_was_not_finished_goes_on_by_window(
-    runtime: Runtime, tmp_path: Path
-) -> None:
-    text, told = sample(tokens=240, length=60), list[tuple[int, int]]()
-    path, subject = tmp_path / "r", Dying(runtime, "x", 32)
-    for left, windows in ((4, 2), (0, 3), (0, 0)):
-        Dying.left, Dying.windows = left, 0
-        with suppress(Killed):
-            make_reference(subject, text, path, tell=lambda *x: told.append(x[:2])).close()
-        assert Dying.windows == windows
-        if left:
-            with closing(Reference(path)) as some, pytest.raises(ArgumentError, match="lacks 3 of"):
-                evaluate(subject, text, some)
-    assert told[-1] == (236, 236)
-    with closing(Reference(path)) as found:
-        scores = evaluate(subject, text, found)
-    assert scores.kl is not None
-    assert abs(scores.kl).max() < 1e-6
-
-
-def test_records_are_found_without_reading_them(tmp_path: Path) -> None:
-    path = tmp_path / "r"
-    with closing(Records(path, {"of": "this"})) as records:
-        for window in (4, 2):
-            records.append(window, {"x": np.arange(window)})
-    data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 255]))
-    with closing(Records(path)) as found:
-        assert found.windows == [4, 2]
-        assert found.read(4)["x"].tolist() == [0, 1, 2, 3]
-        with pytest.raises(FormatError, match="window 2 is damaged"):
-            found.read(2)
-    with closing(Records(path, {"of": "this", "more": None})) as found:  # cut where it is damaged
-        assert found.windows == [4]
-
-
-def test_a_file_without_windows_is_not_left(tmp_path: Path) -> None:
-    with closing(Records(tmp_path / "r", {"of": "this"})) as records:
-        records.agree({"more": 1})
-    assert not (tmp_path / "r").exists()
-
-
-class Broken(QoffSubject):
-    """Predicts what is not finite."""
-
-    def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
-        for found in super().predict(windows, place):
-            yield Predictions(found.window, found.place, found.logits * math.nan)
-
-
-def test_a_reference_that_is_not_finite_is_refused(runtime: Runtime, tmp_path: Path) -> None:
-    subject, broken, text = QoffSubject(runtime, "x"), Broken(runtime, "b"), sample()
-    with pytest.raises(ArgumentError, match="the reference b: predictions that are not finite"):
-        evaluate(subject, text, Original(broken))
-    with pytest.raises(ArgumentError, match="the reference b: predictions that are not finite"):
-        make_reference(broken, text, tmp_path / "r")
-
-
-def test_windows_that_alternate_are_read_from_a_reference_once(
-    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, subject, read = sample(), QoffSubject(runtime, "x", 32), list[int]()
-    stored = make_reference(subject, text, tmp_path / "r")
-    of = Records.read
-    monkeypatch.setattr(Records, "read", lambda self, i: read.append(i) or of(self, i))
-    evaluate(subject, text, stored, batch=2)
-    assert read == [0, 1, 2]
-
-
-def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    with (
-        closing(Records(tmp_path / "r", {})),
-        pytest.raises(ArgumentError, match="another process"),
-    ):
-        Records(tmp_path / "r", {})
-
-
-@pytest.mark.parametrize("damage", ["missing", "header", "row", "other"])
-def test_a_damaged_reference_is_refused(damage: str, runtime: Runtime, tmp_path: Path) -> None:
-    path, text = tmp_path / "r", sample(100, 100)
-    make_reference(QoffSubject(runtime, "x"), text, path).close()
-    data = bytearray(path.read_bytes())
-    path.unlink()
-    if damage != "missing":
-        data[0 if damage == "header" else len(data) // 2] ^= 255
-        path.write_bytes(data if damage != "other" else b"{}\n")
-    said = {"missing": "No such file", "row": "window 0 is damaged"}.get(damage, "remove it")
-    with pytest.raises((FormatError, ArgumentError, DiskReadError), match=said):
-        evaluate(QoffSubject(runtime, "x"), text, Reference(path))
-
-
 @pytest.mark.parametrize("family", [FAMILY, MIXTURE])
 def test_a_model_read_from_its_files_layer_by_layer_is_the_same(family: str, base: Path) -> None:
     source, text = tiny_model(base, family), sample(170, 60, stride=50)
@@ -389,44 +237,6 @@ def test_the_size_of_a_gguf_file_in_floats_is_in_its_header(tmp_path: Path) -> N
     assert models._float_bytes(path) == wanted
     (link := tmp_path / "link.gguf").symlink_to(path.rename(tmp_path / "blob"))
     assert [size for _, size, _ in models.model_stamps(link)] == [link.stat().st_size]
-
-
-def stored(source: Path, path: Path, **options: Any) -> Reference:
-    return stored_reference(source, sample(), load_tokenizer(source), path, **options)
-
-
-def test_a_file_beside_the_original_does_not_change_it(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = Path(copytree(tiny_model(base, FAMILY), tmp_path / "original"))
-    stored(source, path := source / "reference").close()
-    moved = source.rename(tmp_path / "elsewhere").rename(source)
-    monkeypatch.setattr(models, "opened_original", None)  # no model is loaded from here on
-    stored(moved, path).close()
-    with pytest.raises(ArgumentError, match="is of other tokens"):
-        stored_reference(source, sample(50, 50), load_tokenizer(source), path)
-    with (
-        closing(Records(busy := tmp_path / "busy", {})),
-        pytest.raises(ArgumentError, match="work"),
-    ):
-        stored(source, busy)
-    (source / "config.json").touch()
-    with pytest.raises(ArgumentError, match="the files of the reference model have changed"):
-        stored(source, path)
-
-
-def test_a_reference_of_something_else_is_refused(
-    runtime: Runtime, checkpoint: Path, tmp_path: Path
-) -> None:
-    subject = QoffSubject(runtime, "x")
-    reference = make_reference(subject, sample(), tmp_path / "r")
-    with pytest.raises(ArgumentError, match="other tokens"):
-        evaluate(subject, sample(seed=1), reference)
-    with pytest.raises(ArgumentError, match="other tokens"):
-        evaluate(subject, sample(length=50), reference)
-    subject.vocab_size += 1
-    with pytest.raises(ArgumentError, match="not the same model"):
-        evaluate(subject, sample(), reference)
 
 
 def test_a_packed_cache_costs_something_and_fewer_bits_more(

@@ -15,7 +15,7 @@ from qoff.eval.mixing.sensitivity import Sensitivities, Sensitivity
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
-from tests.models.test_convert_gguf import Model as GGUFModel
+from tests.models.gguf_model import Model as GGUFModel
 from tests.tiny_families import VOCAB
 from tests.tiny_models import save_model, tiny_model
 
