@@ -19,8 +19,8 @@ from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
 from qoff.quant import Format, QuantConfig, quantize
-from tests.models.test_convert_gguf import Model as GGUFModel
-from tests.models.test_convert_gguf import read_all
+from tests.models.gguf_model import Model as GGUFModel
+from tests.models.gguf_model import read_all
 from tests.module_models import module_source
 from tests.tiny_models import budgets, save_model, save_tokenizer, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
