@@ -1,9 +1,9 @@
 """Attention of queries that absorbed their head's keys to a cache of latents, on a GPU.
 
-All heads have the one KV head, so a tile of queries is heads of a token and of the next ones,
-wherever tokens are new: decode and prefill are one kernel. A latent is dequantized once and is key
-and value. Few tiles with many blocks are cut into runs of blocks, one program each, and what is
-not packed, one more; `merge` joins them (flash-decoding).
+All heads have the one KV head, so a tile of queries is heads of a token and of the next ones:
+decode and prefill are one kernel. A latent is key and value, and comes from memory once. Few tiles
+with many blocks are cut into runs of blocks, one program each, and what is not packed, one more;
+`merge` joins them (flash-decoding).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
