@@ -53,6 +53,8 @@ QUICK = {"num_hidden_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "
 _UNGATED = {"intermediate_size": 3456}  # two matrices as large as three of 2304
 _EXPERTS = {"intermediate_size": 1152, "num_local_experts": 8, "num_experts_per_tok": 2}
 _SMALL = {"num_experts_per_tok": 4, "moe_intermediate_size": 576}
+_LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
+           "linear_value_head_dim": 64}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                 "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
@@ -67,6 +69,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _SMALL | {"num_experts": 16},
     "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
     "granitemoe": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
+    "qwen3_next": _LINEAR | {"num_experts": 16, "num_experts_per_tok": 4,
+                  "moe_intermediate_size": 384, "shared_expert_intermediate_size": 768},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR | {"num_experts": 16, "num_experts_per_tok": 4,
+                  "moe_intermediate_size": 384, "shared_expert_intermediate_size": 768},
     **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _SMALL | {"n_routed_experts": 16,
                     "n_shared_experts": 1}),
     **dict.fromkeys(("exaone_moe", "hy_v3"), _SMALL | {"num_experts": 16}),
@@ -100,6 +107,8 @@ class Size:
 def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
     """Count a checkpoint. K and V are float32; of the embedding and positions only a row is read.
 
+    States are read and written, and take four multiply-adds an element.
+
     The head is multiplied with the last token of a prompt alone.
     """
     experts = spec.experts
@@ -113,7 +122,10 @@ def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
         if isinstance(entry, QuantEntry):
             macs += part * entry.shape[0] * entry.shape[1]
     macs -= spec.vocab_size * spec.hidden_size * (1 - 1 / lengths.prompt)
-    for window in spec.sliding_window:
+    for shape in spec.delta_shapes:
+        read_bytes += 2 * shape.state_bytes
+        macs += 4 * shape.value_heads * shape.key_dim * shape.value_dim
+    for window in (spec.sliding_window[layer] for layer in spec.attention_layers):
         longest = spec.max_position_embeddings if window is None else window
         read_bytes += 2 * 4 * spec.kv_rows * min(START + lengths.decode / 2, longest)
         macs += 2 * spec.q_rows * min(lengths.prompt / 2, longest)

@@ -90,7 +90,7 @@ def write_random_checkpoint(
                 drawn[prefix + weight.name] = torch.ones(weight.rows)
             else:
                 shape, bits = (weight.rows, weight.columns), head_bits if weight.sensitive else 4
-                bits = ROUTER_BITS if weight.routes else bits
+                bits = ROUTER_BITS if weight.exact else bits
                 form = packing if twin is None else twin.packing
                 drawn[prefix + weight.name] = random_matrix(shape, bits, generator, form)
                 if weight.name == EMBEDDING:

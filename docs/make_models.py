@@ -35,6 +35,14 @@ of, and the part of the keys that RoPE rotates: 324 bytes a layer of DeepSeek V2
 bits ([kv-layout.md](kv-layout.md#latent-records)), on a CPU and on a GPU. Keys and values are the
 same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
+Models with linear attention run on a CPU only, too. A layer with it keeps no K and V, but states of
+a fixed size for each sequence, float32 and on the device: 2.1 MiB of Qwen3-Next, as much as 3,900
+tokens of K and V packed to 4 bits in one of its other layers ("states" in a plan's memory). They
+sum up all tokens: sequences are copied and go on from any prompt, in pieces, too, but do not go
+back to an earlier token. So `draft_tokens`, `share_prefixes`, such a draft model and cropping a
+`QoffCache` are refused. Bits of `--kv` for single layers count the layers that attend. The matrix
+of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
+
 ## Other architectures
 
 Safetensors models of any other architecture that transformers has a causal language model for run
@@ -134,6 +142,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "queries scaled by position": spec.query_scale is not None,
         "sinks": spec.sinks,
         "latent attention": spec.latent is not None,
+        "linear attention": spec.linear is not None,
+        "gated attention": spec.gated_attention,
         "compressed queries": spec.latent is not None and spec.latent.query_latent,
         "biases": spec.qkv_bias or spec.mlp_bias,
         "attention and MLP side by side": spec.parallel,

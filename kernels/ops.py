@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, OpError
 
+from .layout.delta import DeltaShape, DeltaWeights, LayerStates
 from .layout.ending import PLAIN, Ending, Norm
 from .layout.heads import HeadShape
 from .layout.latent import LatentShape
@@ -120,6 +121,20 @@ class Ops(Protocol):
         self, x: Tensor, weight: QTensor, shape: LatentShape, *, out: Tensor | None = None
     ) -> Tensor: ...
 
+    def delta(
+        self,
+        qkvz: Tensor,
+        ba: Tensor,
+        weights: DeltaWeights,
+        shape: DeltaShape,
+        states: LayerStates,
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def gate(self, x: Tensor, by: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+
     def attention(
         self,
         qkv: Tensor,
@@ -148,6 +163,7 @@ class RoundedOps:
         self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
         self.add_experts, self.low_rank = exact.add_experts, exact.low_rank
         self.absorb, self.expand = exact.absorb, exact.expand
+        self.delta, self.gate = exact.delta, exact.gate
         self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
         self.experts = partial(launchers.experts, activation_bits=activation_bits)
         self.attention: Callable[..., Tensor] = partial(
@@ -180,6 +196,7 @@ class ScratchOps:
         self.attention, self.experts, self.low_rank = ops.attention, ops.experts, ops.low_rank
         self.norm, self.route, self.add_experts = ops.norm, ops.route, ops.add_experts
         self.absorb, self.expand = ops.absorb, ops.expand
+        self.delta, self.gate = ops.delta, ops.gate
         self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
 
 

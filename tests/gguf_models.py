@@ -47,6 +47,7 @@ ARCHITECTURES = {  # by model_type
     "qwen3_moe": ARCH.QWEN3MOE,
     "gpt_oss": ARCH.GPT_OSS,
     "llama4_text": ARCH.LLAMA4,
+    "qwen3_next": ARCH.QWEN3NEXT,
     "olmoe": ARCH.OLMOE,
     "granitemoe": ARCH.GRANITE_MOE,
     "glm4_moe": ARCH.GLM4_MOE,
@@ -59,7 +60,7 @@ ARCHITECTURES = {  # by model_type
 }
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
-_LESS_ONE = ("gemma", "gemma2", "gemma3_text")
+_LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
 _SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
@@ -217,6 +218,16 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "ministral3":
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if model_type == "qwen3_next":
+        heads = config["linear_num_value_heads"]
+        found |= {
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": heads,
+            "ssm.inner_size": heads * config["linear_value_head_dim"],
+            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+        }
     if "kv_lora_rank" in config:
         found |= _latent(config, rope)
     if model_type in _SIGMOID:
@@ -297,6 +308,8 @@ def _renamed(
         elif "query_key_value" in name:
             heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             yield name, heads.swapaxes(0, 1).reshape(values.shape)
+        elif ".linear_attn." in name:
+            yield from _linear(config, name, values)
         elif model_type in _LESS_ONE and name.endswith("norm.weight"):
             yield name, values + 1
         elif model_type in _PERMUTED and (x := re.search(r"\.([qk])_proj\.", name)):
@@ -310,6 +323,25 @@ def _renamed(
         name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
         full = name if "feed_forward" in name else f"model.{name}"
         yield full, np.stack([experts[e] for e in range(len(experts))])
+
+
+def _linear(config: Mapping[str, Any], name: str, values: Array) -> Iterator[tuple[str, Array]]:
+    """Linear attention, key head by key head only in the matrix of b and a."""
+    if name.endswith(".A_log"):
+        yield name, -np.exp(values)
+    elif name.endswith(".dt_bias"):
+        yield name.replace(".dt_bias", ".dt_proj.bias"), values
+    elif name.endswith("in_proj_qkvz.weight"):
+        key, heads = config["linear_key_head_dim"], config["linear_num_key_heads"]
+        group = config["linear_value_head_dim"] * config["linear_num_value_heads"] // heads
+        parts = np.split(
+            values.reshape(heads, -1, values.shape[1]), np.cumsum([key, key, group]), axis=1
+        )
+        *mixed, z = (part.reshape(-1, values.shape[1]) for part in parts)
+        yield name.replace("qkvz", "qkv"), np.concatenate(mixed)
+        yield name.replace("qkvz", "z"), z
+    else:
+        yield name, values.squeeze(1) if "conv1d" in name else values
 
 
 def permuted(values: Array, heads: int) -> Array:

@@ -454,4 +454,46 @@ FAMILIES |= {
         "moe_intermediate_size": 32,
     },
 }
+_DELTA = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_SHARED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_SHARED |= {"shared_expert_intermediate_size": 64}
+FAMILIES |= {
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        **_DELTA,
+        **_SHARED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 64,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
+    "qwen3-next-head64": {  # whose K and V can be packed, with more linear layers
+        "model_type": "qwen3_next",
+        **_DELTA,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 8,
+        "mlp_only_layers": [0, 1, 2, 3],
+    },
+    "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA, "attention_bias": True},
+    "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
+}
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]

@@ -193,7 +193,7 @@ def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
                 if part.expert is not None:
                     experts.setdefault(part.source, {})[part.expert] = rows
                     continue
-                yield part.source, rows.view(-1, part.flat) if part.flat else rows
+                yield part.source, rows.view(part.stored) if part.stored else rows
     for source, found in experts.items():
         yield source, torch.stack([found[e] for e in range(len(found))])
 

@@ -56,6 +56,8 @@ INT8_EXPERTS = 3e-2
 
 # Logits of a whole decoder on such matmuls, whose errors add up over its layers.
 DECODER_LOGITS = 5e-4
+# Linear attention makes small sums of large terms, without a softmax, and normalizes them.
+LINEAR_LOGITS = 2e-3
 
 # Share of codes of a packed KV block that may be one off the reference's: values within float32
 # rounding of the middle between two levels.

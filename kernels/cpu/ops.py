@@ -5,7 +5,9 @@ from __future__ import annotations
 from qoff.kernels.reference.experts import add_experts
 
 from .attention.attention import attention
+from .attention.gate import gate
 from .attention.latent import absorb, expand
+from .delta.delta import delta
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
@@ -28,8 +30,10 @@ __all__ = [
     "add_experts",
     "attention",
     "default_pool",
+    "delta",
     "expand",
     "experts",
+    "gate",
     "low_rank",
     "norm",
     "route",

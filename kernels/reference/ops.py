@@ -19,6 +19,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.layout.rotation import rotate_values
 
 from .attention import attend
+from .delta import delta, gate
 from .elementwise import rms_norm
 from .experts import add_experts, experts, route
 from .kv_blocks import dequantize_blocks, rope_keys
@@ -40,8 +41,10 @@ __all__ = [
     "absorb",
     "add_experts",
     "attention",
+    "delta",
     "expand",
     "experts",
+    "gate",
     "low_rank",
     "norm",
     "route",

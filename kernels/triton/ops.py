@@ -20,6 +20,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
+from qoff.kernels.reference.delta import delta, gate
 from qoff.kernels.reference.experts import route
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.reference.low_rank import low_rank
@@ -54,8 +55,10 @@ __all__ = [
     "add_experts",
     "attention",
     "attention_bytes",
+    "delta",
     "expand",
     "experts",
+    "gate",
     "low_rank",
     "norm",
     "route",

@@ -46,6 +46,11 @@ class DraftModel:
             raise ArgumentError(
                 f"draft_model {path}: needs an architecture that qoff computes itself"
             )
+        if DecoderSpec.from_config(checkpoint.config).linear is not None:
+            raise ArgumentError(
+                f"draft_model {path}: has recurrent states, which cannot go back to before tokens "
+                "that are rejected; use a model whose layers all attend"
+            )
         _check_tokenizer(path, tokenizer)
         self._executor: Executor = CpuExecutor(checkpoint, _small(plan), own, **options)
         residency = self._executor.runtime.residency

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.host.recent import RecentWorkspace
+from qoff.kvcache.host.stateful import StatefulCache
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.pool import BlockPool
@@ -32,12 +34,25 @@ from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.spill import SpillFile
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import LayerWorkspace
-from qoff.models.native.decoder import Decoder, head_shapes
+from qoff.models.native.decoder import Decoder, head_shapes, new_states
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 
 from .admission import Limits
+
+
+def check_states(plan: Plan, spec: DecoderSpec) -> None:
+    """Raise ArgumentError for a plan by which recurrent states would have to go back, or be shared.
+
+    They sum up all tokens of a sequence: rejected drafts stay in them.
+    """
+    wrong = [name for name in ("draft_tokens", "share_prefixes") if getattr(plan, name)]
+    if spec.linear is not None and wrong:
+        raise ArgumentError(
+            f"{wrong[0]}: this {spec.model_type} model has recurrent states, which cannot go back "
+            f"to an earlier token; leave {wrong[0]} out"
+        )
 
 
 class Moved(NamedTuple):
@@ -131,6 +146,7 @@ class Executor(ABC):
         """The model on what the plan leaves for weights; says what the rest is for."""
         plan = self.plan
         self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
+        check_states(plan, spec)
         self.shapes = head_shapes(spec)
         self.forms = plan.kv.packed_forms(self.shapes)
         self._hidden_size = spec.hidden_size
@@ -274,7 +290,10 @@ class CpuExecutor(Executor):
         return self._staging.ring.wait_s
 
     def new_cache(self) -> PackedCache:
-        quant = self.plan.kv
+        quant, states = self.plan.kv, new_states(self.spec, self.plan.batch_size)
+        more: dict[str, Any] = {}
+        if states is not None and self.spec.linear is not None:
+            more = {"states": states, "linear": self.spec.linear.layers}
         return self._packed_cache(
             self.shapes,
             self.forms,
@@ -285,6 +304,7 @@ class CpuExecutor(Executor):
             values_rotated=quant.values_rotated,
             stores=self._stores_of(),
             workspace=self._recent_workspace,
+            **more,
         )
 
     def _stores_of(self) -> Mapping[LayerGroup, TieredBlocks]:
@@ -292,7 +312,8 @@ class CpuExecutor(Executor):
         return dict(zip(groups, self.stores, strict=True))
 
     def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
-        return PackedCache(*arguments, **options)
+        kind = StatefulCache if "states" in options else PackedCache
+        return kind(*arguments, **options)
 
     def _transfers(self) -> Transfers:
         return ThreadTransfers(self._new_reader())

@@ -94,8 +94,8 @@ class ModuleExecutor(CpuExecutor):
         held = any(layer.heads or layer.states for layer in self._layers)
         if self.plan.share_prefixes and (held or not self.shapes):
             raise ArgumentError(
-                f"share_prefixes needs a KV cache that is packed, and {decoder.head_shapes[0]} has "
-                "one that is not, or recurrent states; leave share_prefixes out"
+                f"share_prefixes needs a KV cache that is packed, and {decoder.cache_shapes[0]} "
+                "has one that is not, or recurrent states; leave share_prefixes out"
             )
         self._memories = [
             memory_of_modules(self.plan, decoder, self._layers, tiled) for tiled in (False, True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from qoff.errors import OpError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import KVBits, KVQuant, kv_quant
 from qoff.models.runtime import Runtime
@@ -36,7 +37,6 @@ class QoffCache(Cache):
     """
 
     is_compileable = False
-    is_croppable = True
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class QoffCache(Cache):
             )
         if batch_size < 1:
             raise OpError(f"a cache is for at least one sequence, not {batch_size}")
-        self.shapes: tuple[object, ...] = runtime.decoder.head_shapes
+        self.shapes: tuple[object, ...] = runtime.decoder.cache_shapes
         if kv is ...:
             self.tokens = runtime.new_cache(batch_size)
         else:
@@ -89,6 +89,11 @@ class QoffCache(Cache):
             f"{type(self).__name__}({self.batch_size} sequences, {self.columns} columns, "
             f"{type(self.tokens).__name__} of {self.nbytes} bytes)"
         )
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether it can go back to an earlier column than the first."""
+        return not any(isinstance(shape, DeltaShape) for shape in self.shapes)
 
     @property
     def nbytes(self) -> int:

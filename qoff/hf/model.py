@@ -116,7 +116,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
                 "past_key_values must come from a qoff model or be a qoff.QoffCache, not a "
                 f"{type(cache).__name__}"
             )
-        cache.prepare(self.runtime.decoder.head_shapes, batch)
+        cache.prepare(self.runtime.decoder.cache_shapes, batch)
         columns = PaddedBatch.of(
             (batch, width), attention_mask, cache.tokens.lengths, cache.columns
         )
@@ -164,10 +164,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
                 found[wanted[:, 1].to(found.device)] = logits
         except BaseException:  # a retry reads the prompt from its beginning
             done = [now - was for now, was in zip(cache.tokens.lengths, before, strict=True)]
-            if cache.tokens.can_forget(done):
-                cache.tokens.forget_each(done)
-            else:
-                cache.tokens.lose()
+            cache.tokens.undo(done)
             raise
         return found
 
@@ -233,7 +230,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         if cache is None:
             model_kwargs["past_key_values"] = cache = QoffCache(self, batch_size * copies)
         if isinstance(cache, QoffCache):
-            cache.prepare(self.runtime.decoder.head_shapes, batch_size * copies)
+            cache.prepare(self.runtime.decoder.cache_shapes, batch_size * copies)
             cache.make_room(max_cache_length, [1] * batch_size * copies, batch_size * copies)
         return prepared
 

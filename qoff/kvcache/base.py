@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
@@ -35,7 +36,7 @@ class LayerView(ABC, Generic[_Opened]):
         """
 
 
-class CachePass(LayerView[LayerCache | DeviceLayerCache]):
+class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
     """One forward pass on a cache: what its attention reads, and where its new tokens go.
 
     After all layers the pass ends, or is abandoned, which does nothing when it has ended. ragged:
@@ -142,3 +143,13 @@ class KVCache(ABC):
         Raises ArgumentError where a cache can only forget as many of every sequence, and where
         it has not kept what is needed then (`can_forget`).
         """
+
+    def undo(self, tokens: Sequence[int]) -> None:
+        """Forget the newest tokens of each sequence, of passes that are to be made again.
+
+        Where that cannot be, what follows is refused.
+        """
+        if self.can_forget(tokens):
+            self.forget_each(tokens)
+        else:
+            self.lose()

@@ -112,12 +112,12 @@ def rates(
 
     Cases that follow each other with the same depth and number of sequences share one cache, which
     is filled once and goes back after each repetition. A packed cache packs no token twice, so it
-    goes back to blocks of some tokens that would still be in its window. Models that run through
-    transformers' modules, whose states may not go back, and those with sliding windows that are
-    shorter than a repetition fill a new one each time. Where the setup
-    bounds memory, prompts without room for one pass are read in pieces, as `qoff.load` does. done:
-    called after each repetition, warm-ups too. options: more for `open_runtime`, whose errors it
-    raises; BudgetError also where there is no memory for the cache.
+    goes back to blocks of some tokens that would still be in its window. Models whose states may
+    not go back, with linear attention or through transformers' modules, and those with sliding
+    windows that are shorter than a repetition fill a new one each time. Where the setup bounds
+    memory, prompts without room for one pass are read in pieces, as `qoff.load` does. done: called
+    after each repetition, warm-ups too. options: more for `open_runtime`, whose errors it raises;
+    BudgetError also where there is no memory for the cache.
     """
     found: list[ModelRate] = []
     model = _opened(path, setup, cases, options)
@@ -196,7 +196,8 @@ class _Start:
 
     def __init__(self, model: Opened, longest: Case) -> None:
         self._runtime, self._budget, self._longest = model.runtime, model.budget, longest
-        self._anew = isinstance(self._runtime.decoder, ModuleDecoder)
+        decoder = self._runtime.decoder
+        self._anew = isinstance(decoder, ModuleDecoder) or decoder.spec.linear is not None
         self._sequences: Sequences | None = None
 
     def sequences(self) -> Sequences:
@@ -211,7 +212,8 @@ class _Start:
         with refusals():
             self._sequences = Sequences(runtime, case.batch, case.positions, self._budget)
         if depth:
-            piece = depth if self._anew else max(1, _PIECE // case.batch)
+            of_modules = isinstance(runtime.decoder, ModuleDecoder)
+            piece = depth if of_modules else max(1, _PIECE // case.batch)
             for part in tokens(runtime, case.batch, depth).split(piece, dim=1):
                 self._sequences.read(part)
         return self._sequences

@@ -1,6 +1,7 @@
 """The weights of a layer file and of the outer file, and the Hugging Face tensors they come from.
 
-    self_attn.qkv_proj   the rows of q_proj, k_proj and v_proj, one below the other
+    self_attn.qkv_proj   the rows of q_proj, k_proj and v_proj, one below the other; below them
+                         those of gates, which families keep in q_proj, head by head
     mlp.gate_up_proj     the rows of gate_proj and up_proj, "rows16": blocks of 16 rows in
                          turn, gate 0..15, up 0..15, gate 16..31, up 16..31, ..., so that
                          silu(gate) * up of 16 outputs needs two neighbouring blocks of rows
@@ -11,6 +12,13 @@ Latent attention (`kernels.layout.latent`) has
 
     self_attn.qkv_proj   the rows of q_a_proj, or of q_proj, and of kv_a_proj_with_mqa
     self_attn.q_b_proj, self_attn.kv_b_proj     as they are
+
+Layers with linear attention (`kernels.layout.delta`) have in place of attention
+
+    linear_attn.qkvz_proj   the rows of queries, keys, values and z, each head after head
+    linear_attn.ba_proj     those of b, one for each value head, and of a
+    linear_attn.conv1d      the convolution, tap by tap
+    linear_attn.out_proj, linear_attn.norm, linear_attn.A_log, linear_attn.dt_bias
 
 Whatever a family calls its tensors, weights are stored under Llama's names, with
 
@@ -27,7 +35,7 @@ Inside a file every name has the prefix of its layer, "model.layers.0.".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,32 +43,42 @@ import torch
 from torch import Tensor
 
 from qoff.errors import UnsupportedModelError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import ROUTER_BITS
 
 from .families import tensor_names
 from .families.family import TensorNames
+from .row_order import (
+    ROW_BLOCK,
+    Order,
+    after,
+    from_groups,
+    from_halves,
+    from_heads,
+    from_pairs,
+    in_order,
+    in_turn,
+    unpaired,
+    with_gates,
+)
 from .spec import DecoderSpec
 from .spec_parts import ExpertsSpec, LatentSpec
 
-ROW_BLOCK = 16
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
 Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 POSITIONS = "embed_positions"  # of layer 0
+QKVZ, BA, OUT = (f"linear_attn.{x}_proj" for x in ("qkvz", "ba", "out"))
+CONV, DELTA_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
+DECAY, DT_BIAS = "linear_attn.A_log", "linear_attn.dt_bias"
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
 CORRECTION = "mlp.router.correction"  # of what experts are chosen by
 GAINS = "mlp.router.gains"  # of their weights
 ROUTED_NORM, ROUTING_NORM = "mlp.routed_norm", "mlp.routing_norm"  # of experts beside an MLP
 DENSE_NORM, MIXTURE_NORM = "mlp.dense_norm", "mlp.mixture_norm"
 LAYER_SCALE = "layer_scale"
-
-Order = Callable[[Tensor], Tensor]
-
-
-def _in_order(rows: Tensor) -> Tensor:
-    return rows
 
 
 @dataclass(frozen=True)
@@ -69,19 +87,20 @@ class Part:
 
     order: from its rows, int64, to those of the weight. unit: so many rows, from a multiple of it
     on, fill whole blocks of 16 rows of the weight. expert: number in a tensor [experts, ...].
-    transposed: it is stored as [columns, rows]. flat: a vector stored as [rows / flat, flat].
-    plus: what is added to each value. times: the name of a matrix that it is multiplied by from the
-    right, and whether that is stored transposed.
+    transposed: it is stored as [columns, rows]. stored: the shape of a vector that has another.
+    plus: what is added to each value. of_exponential: minus their exponential is stored. times: the
+    name of a matrix that it is multiplied by from the right, and whether that is stored transposed.
     """
 
     source: str
     rows: int
-    order: Order = _in_order
+    order: Order = in_order
     unit: int = ROW_BLOCK
     expert: int | None = None
     transposed: bool = False
-    flat: int | None = None
+    stored: tuple[int, ...] | None = None
     plus: float = 0.0
+    of_exponential: bool = False
     times: tuple[str, bool] | None = None
 
 
@@ -95,8 +114,13 @@ class Weight:
 
     @property
     def sensitive(self) -> bool:
-        """Whether its codes have bits of their own: tables of embeddings, head and routers."""
-        return self.routes or self.name in (EMBEDDING, LM_HEAD, POSITIONS)
+        """Whether its codes have bits of their own: embeddings, head, routers, what forgets."""
+        return self.exact or self.name in (EMBEDDING, LM_HEAD, POSITIONS)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is small and decides: routers, and what linear attention forgets by."""
+        return self.routes or self.name == BA
 
     @property
     def routes(self) -> bool:
@@ -110,7 +134,7 @@ class Weight:
     def form(self, prefix: str, quant: QuantConfig) -> Format:
         """The format that floats are quantized to; prefix: of its name in the checkpoint."""
         bits = quant.head_bits if self.sensitive else quant.bits
-        bits = ROUTER_BITS if self.routes else bits
+        bits = ROUTER_BITS if self.exact else bits
         return quant.chosen(prefix + self.name) or Format(bits, quant.group_size)
 
     def stored_shape(self, part: int) -> tuple[int, ...]:
@@ -120,7 +144,7 @@ class Weight:
         """
         one = self.parts[part]
         if self.columns is None:
-            return (one.rows,) if one.flat is None else (one.rows // one.flat, one.flat)
+            return one.stored or (one.rows,)
         return (self.columns, one.rows) if one.transposed else (one.rows, self.columns)
 
     def destination(self, part: int, start: int, stop: int) -> Tensor:
@@ -183,7 +207,9 @@ class _Layer:
 
     def weights(self) -> tuple[Weight, ...]:
         spec, experts = self._spec, self._spec.experts
-        attention = [*self._norms(), *self._attention()]
+        linear = spec.delta if spec.is_linear(self._layer) else None
+        attends = self._attention() if linear is None else self._linear_attention(linear)
+        attention = [*self._norms(), *attends]
         if experts is not None and spec.has_experts(self._layer):
             rest = list(self._mixture(experts))
             if experts.beside:
@@ -199,9 +225,7 @@ class _Layer:
     def _source(self, module: str, tensor: str = "weight") -> str:
         return self._names.in_layer(self._layer, module, tensor)
 
-    def _part(
-        self, module: str, rows: int, order: Order = _in_order, unit: int = ROW_BLOCK
-    ) -> Part:
+    def _part(self, module: str, rows: int, order: Order = in_order, unit: int = ROW_BLOCK) -> Part:
         return Part(self._source(module), rows, order, unit)
 
     def _vector(self, module: str, rows: int, tensor: str = "weight") -> Weight:
@@ -216,7 +240,7 @@ class _Layer:
         biased = spec.norm == "layer" and spec.norm_bias
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
-        if spec.qk_norm in ("head", "rotated", "all"):
+        if spec.qk_norm in ("head", "rotated", "all") and not spec.is_linear(self._layer):
             for x, rows in (("q", self._q), ("k", self._kv)):
                 each = rows if spec.qk_norm == "all" else self._dim
                 yield self._vector(f"self_attn.{x}_norm", each)
@@ -249,21 +273,72 @@ class _Layer:
         spec, names = self._spec, self._names
         q, kv, dim = self._q, self._kv, self._dim
         if names.fused_qkv == "heads":
-            return (self._part(QKV, 3 * q, _from_heads(spec.num_heads, dim)),)
+            return (self._part(QKV, 3 * q, from_heads(spec.num_heads, dim)),)
         rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
         pairs = rope.dim if names.rope_pairs and rope is not None else 0
         if names.fused_qkv == "rows":
-            order = _unpaired(0, dim, pairs, q + kv) if pairs else _in_order
+            order = unpaired(0, dim, pairs, q + kv) if pairs else in_order
             return (self._part(QKV, q + 2 * kv, order, dim if pairs else ROW_BLOCK),)
         full = spec.full_heads if spec.sliding_window[self._layer] is None else None
         values = "k" if full is not None and full.values_are_keys else "v"
         parts, first = [], 0
-        for x, rows, turned in (("q", q, pairs), ("k", kv, pairs), (values, kv, 0)):
-            order = _unpaired(first, dim, turned, rows) if turned else _after(first)
+        if spec.gated_attention:
+            order = with_gates(dim, q + 2 * kv)
+            parts.append(self._part("self_attn.q_proj", 2 * q, order, 2 * dim))
+            first = q
+        matrices = (("q", q, pairs), ("k", kv, pairs), (values, kv, 0))
+        for x, rows, turned in matrices[len(parts) :]:
+            order = unpaired(first, dim, turned, rows) if turned else after(first)
             unit = dim if turned else ROW_BLOCK
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
         return tuple(parts)
+
+    def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:
+        """Gated DeltaNet."""
+        hidden, heads = self._spec.hidden_size, shape.value_heads
+        yield Weight(CONV, (self._convolution(shape),))
+        logs = self._names.linear_of_ggml
+        yield Weight(DECAY, (Part(self._source(DECAY, ""), heads, of_exponential=logs),))
+        yield Weight(DT_BIAS, (Part(self._source(DT_BIAS, ""), heads),))
+        norm = Part(self._source(DELTA_NORM.removesuffix(".weight")), shape.value_dim)
+        yield Weight(DELTA_NORM, (norm,))
+        yield Weight(QKVZ, self._qkvz(shape), hidden)
+        yield Weight(BA, self._ba(shape), hidden)
+        yield Weight(OUT, (self._part(OUT, hidden),), shape.values)
+
+    def _convolution(self, shape: DeltaShape) -> Part:
+        taps, channels = shape.taps, shape.channels
+        return Part(
+            self._source(CONV.removesuffix(".weight")),
+            taps * channels,
+            lambda at: at % taps * channels + at // taps,
+            stored=(channels, taps) if self._names.linear_of_ggml else (channels, 1, taps),
+        )
+
+    def _qkvz(self, shape: DeltaShape) -> tuple[Part, ...]:
+        if self._names.split_linear:
+            mixed = self._part("linear_attn.in_proj_qkv", shape.channels)
+            z = self._part("linear_attn.in_proj_z", shape.values, after(shape.channels))
+            return mixed, z
+        group = shape.values // shape.key_heads
+        sizes = (shape.key_dim, shape.key_dim, group, group)
+        order = from_groups(sizes, shape.key_heads)
+        return (self._part("linear_attn.in_proj_qkvz", shape.width, order, sum(sizes)),)
+
+    def _ba(self, shape: DeltaShape) -> tuple[Part, ...]:
+        heads = shape.value_heads
+        if self._names.split_linear == "all":
+            if heads % ROW_BLOCK:
+                raise UnsupportedModelError(
+                    f"config.json: linear_num_value_heads is {heads}; supported: multiples of "
+                    f"{ROW_BLOCK}"
+                )
+            b = self._part("linear_attn.in_proj_b", heads)
+            return b, self._part("linear_attn.in_proj_a", heads, after(heads))
+        group = heads // shape.key_heads
+        order = from_groups((group, group), shape.key_heads)
+        return (self._part("linear_attn.in_proj_ba", 2 * heads, order, 2 * heads),)
 
     def _compressed(self, latent: LatentSpec) -> tuple[Part, ...]:
         """What queries, keys and values come of; channels that RoPE rotates are in halves."""
@@ -289,8 +364,8 @@ class _Layer:
     def _rotated(self, first: int, start: int, turned: int) -> tuple[Order, int]:
         """Where rows go of heads that rotate from channel `start` on, and how many a head has."""
         if not self._names.rope_pairs:
-            return _after(first), ROW_BLOCK
-        return _unpaired(first, start + turned, turned, 1 << 62, start), start + turned
+            return after(first), ROW_BLOCK
+        return unpaired(first, start + turned, turned, 1 << 62, start), start + turned
 
     def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
         """An MLP, or an expert."""
@@ -303,7 +378,7 @@ class _Layer:
             yield from _linear(fused, (part,), hidden, bias)
         else:
             parts = (
-                self._part(name, inner, partial(_in_turn, part=i))
+                self._part(name, inner, partial(in_turn, part=i))
                 for i, name in enumerate((f"{module}.gate_proj", up))
             )
             yield from _linear(fused, tuple(parts), hidden, bias)
@@ -315,8 +390,8 @@ class _Layer:
         yield from bias
         if experts.correction:
             source, count = self._source(CORRECTION, ""), experts.count
-            flat = count if self._names.correction_in_row else None
-            yield Weight(CORRECTION, (Part(source, count, flat=flat),))
+            stored = (1, count) if self._names.correction_in_row else None
+            yield Weight(CORRECTION, (Part(source, count, stored=stored),))
         if experts.gains:
             yield self._bare(GAINS, experts.count)
         if experts.beside:
@@ -355,11 +430,11 @@ class _Layer:
             return (self._stacked_part(fused, 2 * inner, from_pairs, 2 * ROW_BLOCK),)
         if "halves" in self._names.stacked_experts:
             return (self._stacked_part(fused, 2 * inner, from_halves(inner)),)
-        orders = {"gate_proj": partial(_in_turn, part=0), "up_proj": partial(_in_turn, part=1)}
+        orders = {"gate_proj": partial(in_turn, part=0), "up_proj": partial(in_turn, part=1)}
         return tuple(self._stacked_part(name, inner, order) for name, order in orders.items())
 
     def _stacked_part(
-        self, name: str, rows: int, order: Order = _in_order, unit: int = ROW_BLOCK
+        self, name: str, rows: int, order: Order = in_order, unit: int = ROW_BLOCK
     ) -> Part:
         transposed = self._names.stacked_experts in ("columns", "column-halves")
         bare = transposed or self._names.stacked_experts == "bare-halves"
@@ -386,50 +461,5 @@ def _biases(part: Part, experts: int, each: int) -> Part:
         rows=experts * rows,
         order=lambda at: at // rows * each + order(at % rows),
         transposed=False,
-        flat=rows,
+        stored=(experts, rows),
     )
-
-
-def _after(first: int) -> Order:
-    """Rows in their order, from a row on."""
-    return lambda rows: rows + first
-
-
-def _in_turn(rows: Tensor, part: int | Tensor) -> Tensor:
-    """Rows of the gate (0) or of the up matrix (1), in blocks of 16 in turn."""
-    return (rows // ROW_BLOCK * 2 + part) * ROW_BLOCK + rows % ROW_BLOCK
-
-
-def from_halves(inner: int) -> Order:
-    """From gate above up."""
-    return lambda rows: _in_turn(rows % inner, rows // inner)
-
-
-def from_pairs(rows: Tensor) -> Tensor:
-    """From rows of gate and up in turn."""
-    return _in_turn(rows // 2, rows % 2)
-
-
-def _from_heads(heads: int, dim: int) -> Order:
-    """From query, key and value of one head after the other."""
-
-    def order(rows: Tensor) -> Tensor:
-        head, inside = rows // (3 * dim), rows % (3 * dim)
-        return (inside // dim * heads + head) * dim + inside % dim
-
-    return order
-
-
-def _unpaired(first: int, dim: int, turned: int, until: int, start: int = 0) -> Order:
-    """From heads of which `turned` channels rotate in neighbouring pairs to halves that do.
-
-    until: rows from here on do not rotate. start: the first channel that does.
-    """
-
-    def order(rows: Tensor) -> Tensor:
-        channel = rows % dim - start
-        half = channel % 2 * (turned // 2) + channel // 2
-        pairs = (channel >= 0) & (channel < turned) & (rows < until)
-        return first + rows - channel + torch.where(pairs, half, channel)
-
-    return order

@@ -30,7 +30,7 @@ from qoff.system_memory import refusals
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import Decoder, check_kv, head_shapes
+from .native.decoder import Decoder, check_kv
 from .native.following import Noise
 from .native.graphs import Replays
 from .native.sweeping import sweep_layers
@@ -110,7 +110,7 @@ class Runtime:
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_checkpoint(spec, self.checkpoint)
-            check_kv(head_shapes(spec), kv, ops.CACHE == "device")
+            check_kv(spec, kv, ops.CACHE == "device")
             replays = None
             if instrumentation.records(where):
                 replays = Replays(where, instrumentation.record)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.ending import ACTIVATIONS
 from qoff.kernels.layout.heads import QueryScale
 
 from .families import read_spec
-from .spec_parts import ExpertsSpec, HeadsSpec, LatentSpec, RopeSpec, unsupported
+from .spec_parts import ExpertsSpec, HeadsSpec, LatentSpec, LinearSpec, RopeSpec, unsupported
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
+    gated_attention: bool = False  # times the sigmoid of a projection, before the output's
+    linear: LinearSpec | None = None
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
@@ -93,6 +97,7 @@ class DecoderSpec:
             ("layer_types", self.sliding_window),
             ("no_rope_layers", self.scaled_layers or self.rope_layers),
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
+            ("layer_types", self.linear.layers if self.linear else self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
                 raise unsupported(
@@ -129,9 +134,10 @@ class DecoderSpec:
 
     @property
     def qkv_rows(self) -> int:
-        """Outputs of the first projection: queries, keys, values, or what these come of."""
+        """Outputs of the first projection: queries, keys, values, gates, or what these come of."""
         if self.latent is None:
-            return max((self.num_heads + 2 * kv_heads) * dim for kv_heads, dim in self._heads)
+            queries = self.num_heads * (1 + self.gated_attention)
+            return max((queries + 2 * kv_heads) * dim for kv_heads, dim in self._heads)
         first = self.latent.query_latent or self.q_rows
         return first + self.latent.latent + self.latent.rope_dim
 
@@ -150,7 +156,9 @@ class DecoderSpec:
 
     @property
     def attention_width(self) -> int:
-        """Numbers of a token that attention is given."""
+        """Numbers of a token that attention is given, with its gates, or what is linear."""
+        if self.delta is not None:
+            return max(self.qkv_rows, self.delta.width + 2 * self.delta.value_heads)
         if self.latent is None:
             return self.qkv_rows
         return (self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim)
@@ -158,6 +166,8 @@ class DecoderSpec:
     @property
     def attended_width(self) -> int:
         """Numbers of a token that attention returns."""
+        if self.delta is not None:
+            return max(self.q_rows, self.delta.values)
         return self.q_rows if self.latent is None else self.num_heads * self.latent.latent
 
     def rope_of(self, layer: int) -> RopeSpec | None:
@@ -193,6 +203,26 @@ class DecoderSpec:
     def query_scale_of(self, layer: int) -> QueryScale | None:
         """How a layer scales its queries by position."""
         return self.query_scale if (self.scaled_layers or self.rope_layers)[layer] else None
+
+    @cached_property
+    def delta(self) -> DeltaShape | None:
+        """Linear attention of each layer that has it."""
+        return None if self.linear is None else self.linear.shape(self.norm_eps)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        return self.linear is not None and self.linear.layers[layer]
+
+    @cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Those that attend, and have a KV cache."""
+        return tuple(i for i in range(self.num_layers) if not self.is_linear(i))
+
+    @property
+    def delta_shapes(self) -> tuple[DeltaShape, ...]:
+        """Linear attention of the layers that have it."""
+        linear, delta = self.linear, self.delta
+        return () if linear is None or delta is None else (delta,) * sum(linear.layers)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""

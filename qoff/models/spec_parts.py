@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qoff.errors import OpError, UnsupportedModelError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.routing import Routing
 from qoff.schema import is_number, shown
@@ -158,6 +159,34 @@ class LatentSpec:
     def shape(self, heads: int) -> LatentShape:
         """The same of so many heads."""
         return LatentShape(heads, self.latent, self.nope_dim, self.rope_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """Gated DeltaNet in place of attention, in some layers: `layout.delta.DeltaShape`.
+
+    Raises UnsupportedModelError for sizes without a kernel, and where no layer attends.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    layers: tuple[bool, ...]  # per layer: whether it is linear; otherwise it attends
+
+    def __post_init__(self) -> None:
+        if all(self.layers):
+            raise unsupported("layer_types", "linear_attention alone", "a full_attention layer")
+        try:
+            self.shape(0.0)
+        except OpError as error:
+            raise UnsupportedModelError(f"config.json: {error}") from error
+
+    def shape(self, norm_eps: float) -> DeltaShape:
+        """The same of one layer."""
+        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
+        return DeltaShape(*sizes, norm_eps)
 
 
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:

@@ -11,7 +11,7 @@ from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.errors import FormatError
 
 from .families.family import TensorNames
-from .names import ROUTER, Weight, layer_prefix, layer_weights, outer_weights
+from .names import OUT, ROUTER, Weight, layer_prefix, layer_weights, outer_weights
 from .spec import DecoderSpec
 
 _DAMAGED = "they are not of one model, or one of them is damaged: get both again"
@@ -28,7 +28,8 @@ def check_counts(
     Before anything is made for each of them. shape_of: the shape of a tensor by its name in the
     source, None without one.
     """
-    last = names.in_layer(spec.num_layers - 1, "self_attn.o_proj", "weight")
+    end = spec.num_layers - 1
+    last = names.in_layer(end, OUT if spec.is_linear(end) else "self_attn.o_proj", "weight")
     if shape_of(last) is None:
         raise FormatError(
             f"{where}: config.json has num_hidden_layers {spec.num_layers}, but there is no tensor "

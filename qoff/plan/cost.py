@@ -160,6 +160,7 @@ class CostModel:
         unpacked = sum(s.kv_heads * s.cached_width for s in sizes.shapes) * recent
         each = device.unpacked_s(queries, np.asarray(recent))
         seconds = seconds + active * unpacked * self.activation_bytes * each
+        seconds = seconds + self._states(active, active)
         new = active / BLOCK_TOKENS  # blocks of a round
         hidden = active * spec.hidden_size * self.activation_bytes
         made = np.ones_like(active)
@@ -182,6 +183,7 @@ class CostModel:
         own = np.minimum(piece, work.prompt.mean)
         heads = sum(s.heads * s.cached_width for s in self.sizes.shapes) / 2
         seconds = seconds + device.prompt_s(own) * heads * read * own / 2
+        seconds = seconds + self._states(read, passes * prompts)
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
@@ -319,6 +321,11 @@ class CostModel:
             again = np.where(block, near, first)
             seconds = seconds + columns * (first + (passes - 1) * again)
         return seconds
+
+    def _states(self, rows: Array, sequences: Array) -> Array | float:
+        """Seconds of linear attention of so many new tokens."""
+        device, shapes = self.machine.device, self.sizes.spec.delta_shapes
+        return len(shapes) * device.states_s(shapes[0], rows, sequences) if shapes else 0.0
 
     def _attention(
         self, processor: Processor, queries: Array, past: Array, far: bool = False

@@ -61,7 +61,7 @@ def memory_on_gpu(
     are recorded, 0 for none; recordings have working space of their own. Working space is the sum
     of what each module says that it allocates at most, in the step of a pass that takes most.
     """
-    check_on_gpu(shapes)
+    check_on_gpu(spec)
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)

@@ -11,6 +11,7 @@ import torch
 
 from qoff.budgets import MemorySize
 from qoff.errors import ArgumentError, BudgetError
+from qoff.kernels.layout.delta import state_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.sampling import rows_together, sampling_bytes
@@ -286,7 +287,11 @@ class Memory:
             work += plan.tile_bytes(spec, torch.float32)
         hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
-        return cls(blocks, by_purpose(kv, recent, hidden, {DEVICE: work}))
+        purposes = by_purpose(kv, recent, hidden, {DEVICE: work})
+        if spec.linear is not None:
+            states = state_bytes(spec.delta_shapes)
+            purposes[DEVICE]["states"] = plan.batches * plan.batch_size * states
+        return cls(blocks, purposes)
 
     def beside(self, purposes: Mapping[str, int]) -> Memory:
         """The same with more on the device, by purpose."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.schema import is_number, shown
 
@@ -120,6 +121,17 @@ class Processor:
         few = np.minimum(rows, _nearest(self.near, bits)[-1][0])
         part = _at(_nearest(self.near, bits), few) / self.matmul_s(4, few)
         found: Array = far * np.minimum(1.0, part)
+        return found
+
+    def states_s(self, shape: DeltaShape, rows: Array, sequences: Array) -> Array:
+        """Seconds of a layer's linear attention, of so many new tokens of these sequences.
+
+        States are read and written once a pass; an element takes as much arithmetic of a token as
+        two channels of attention to a key.
+        """
+        elements = shape.value_heads * shape.key_dim * shape.value_dim
+        arithmetic = 2 * elements * rows * self.prompt_s(np.asarray(1.0))
+        found: Array = np.maximum(arithmetic, 2 * shape.state_bytes * sequences / self.bytes_per_s)
         return found
 
     def attention_s(self, form: KVFormat, queries: Array, tokens: Array) -> Array:

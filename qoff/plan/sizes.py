@@ -86,7 +86,7 @@ class ModelSizes:
 
     @cached_property
     def shapes(self) -> tuple[HeadShape, ...]:
-        """The attention of each layer."""
+        """The attention of each layer that attends."""
         return head_shapes(self.spec)
 
     @cached_property
@@ -131,17 +131,24 @@ class ModelSizes:
     def last_columns(self) -> int:
         """The part of `layer_columns` in the last layer behind attention: for rows of logits."""
         spec, last = self.spec, self.spec.num_layers - 1
-        attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
+        if spec.delta is not None and spec.is_linear(last):
+            attended = spec.delta.values
+        else:
+            attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
         return spec.hidden_size * attended + self._mlp_columns(last)
 
     def _attention_columns(self, layer: int) -> int:
         spec = self.spec
+        if spec.delta is not None and spec.is_linear(layer):
+            of_delta = spec.delta.width + 2 * spec.delta.value_heads + spec.delta.values
+            return spec.hidden_size * of_delta
         if spec.latent is not None:
             columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
             columns += spec.latent.query_latent * spec.q_rows
             return columns + spec.latent.shape(spec.num_heads).rows * spec.latent.latent
         kv_heads, dim = spec.heads(layer)
-        return spec.hidden_size * 2 * (spec.num_heads + kv_heads) * dim
+        matrices = 2 + spec.gated_attention  # of queries, outputs and gates
+        return spec.hidden_size * (matrices * spec.num_heads + 2 * kv_heads) * dim
 
     def _mlp_columns(self, layer: int) -> int:
         spec, each = self.spec, 3 if self.spec.gated else 2

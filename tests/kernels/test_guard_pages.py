@@ -32,6 +32,7 @@ from tests.forks import in_child
 from tests.kernels import (
     test_attention,
     test_cpu_sampling,
+    test_delta,
     test_embedding,
     test_experts,
     test_pack_blocks,
@@ -134,7 +135,7 @@ def run_guarded(works: Iterator[Callable[[], None]], end: bool, place: Path) -> 
     return done
 
 
-SHORT = [test_attention, test_cpu_sampling, test_embedding, test_w4_linear]
+SHORT = [test_attention, test_cpu_sampling, test_delta, test_embedding, test_w4_linear]
 LONG = [test_experts, test_pack_blocks, test_packed_attention, test_packed_select, test_rotated]
 
 

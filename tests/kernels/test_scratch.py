@@ -10,6 +10,7 @@ import torch
 
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.attention import scratch as attention
+from qoff.kernels.cpu.delta.scratch import delta_bytes
 from qoff.kernels.cpu.jit.emit import HAS_BF16
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.linear.dequantize import dequantize
@@ -21,6 +22,7 @@ from qoff.kernels.cpu.packed_attention import scratch as packed
 from qoff.kernels.cpu.packed_attention.pack import pack_blocks
 from qoff.kernels.cpu.sampling.sampling import draw, follows_torch, multinomial
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.distribution import Shape
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.heads import HeadShape, cache_shapes
@@ -31,7 +33,13 @@ from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.routing import Routing
 from qoff.kernels.sampling import noise_size
-from tests.kernels import test_latent, test_low_rank, test_packed_attention, test_packed_select
+from tests.kernels import (
+    test_delta,
+    test_latent,
+    test_low_rank,
+    test_packed_attention,
+    test_packed_select,
+)
 from tests.kernels.operands import random_experts, random_weight
 
 Asked = Callable[..., list[int]]
@@ -93,6 +101,14 @@ def test_latents(asked: Asked, threads: int, shape: attention.LatentShape, token
     assert asked(lambda: cpu.absorb(q, kv, weight, norm, shape)) == wanted
     x = torch.randn(tokens, shape.heads * shape.latent)
     assert asked(lambda: cpu.expand(x, weight, shape)) == wanted
+
+
+@pytest.mark.parametrize("shape", test_delta.SHAPES, ids=str)
+def test_linear_attention(asked: Asked, threads: int, shape: DeltaShape) -> None:
+    ragged = Ragged.of([7, 1], [0, 0])
+    given, states = test_delta.weights(shape), test_delta.states(shape, ragged, [0, 1])
+    operands = (*test_delta.inputs(shape, 8), given, shape, states, ragged)
+    assert asked(lambda: cpu.delta(*operands)) == [delta_bytes(threads, shape)]
 
 
 def attend(

@@ -51,12 +51,22 @@ VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
+_QWEN = {k: v for k, v in VISION["qwen3_vl"].items() if k != "deepstack_visual_indexes"}
+VISION |= {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN}
 _TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 32}
 SEEN_BY: dict[str, dict[str, Any]] = {
     "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
     "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
     "ministral3": {**_TEXT, **FAMILIES["ministral3"]},
     "llama4": {**TINY, **FAMILIES["llama4"]},
+    "qwen3_5": {**TINY, **FAMILIES["qwen3.5"]},
+    "qwen3_5_moe": {
+        **TINY,
+        **FAMILIES["qwen3.5-moe"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts_per_tok": 8,  # all, whatever rounding does to scores
+    },
     "qwen3_vl": {
         **_TEXT,
         "rope_parameters": {
@@ -106,6 +116,8 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
         ("mistral3", "ministral3", "old"),
         ("qwen3_vl", "qwen3", "new"),
         ("llama4", "llama4_text", "old"),
+        ("qwen3_5", "qwen3_5_text", "new"),
+        ("qwen3_5_moe", "qwen3_5_moe_text", "new"),
     ],
 )
 def test_a_model_that_sees_becomes_its_language_model(
@@ -176,3 +188,25 @@ def test_what_neither_wrote_is_refused(tmp_path: Path) -> None:
         found, _ = converted({**config, "attn_temperature_tuning": value}, lambda name: False)
         with pytest.raises(UnsupportedModelError, match="attn_temperature_tuning"):
             DecoderSpec.from_config(found)
+
+
+def test_experts_in_one_tensor_are_those_of_one_each(tmp_path: Path) -> None:
+    """As Qwen 3.5 is published, and as transformers saves it."""
+    source = tmp_path / "model"
+    save_model(source, "qwen3.5-moe")
+    convert(source, tmp_path / "apart", quant=EIGHT)
+    file = source / "model.safetensors"
+    whole = "model.language_model."
+    tensors = {k.replace("model.", whole, 1): v for k, v in load_file(file).items()}
+    for layer in range(3):
+        module = f"{whole}layers.{layer}.mlp.experts"
+        parts = [
+            [tensors.pop(f"{module}.{e}.{name}_proj.weight") for name in ("gate", "up", "down")]
+            for e in range(8)
+        ]
+        tensors[f"{module}.gate_up_proj"] = torch.stack([torch.cat(part[:2]) for part in parts])
+        tensors[f"{module}.down_proj"] = torch.stack([part[2] for part in parts])
+    save_file(tensors, file, {"format": "pt"})
+    convert(source, tmp_path / "together", quant=EIGHT)
+    tokens = torch.randint(3, 128, (9,))
+    assert torch.equal(*(logits(tmp_path / name, tokens) for name in ("apart", "together")))

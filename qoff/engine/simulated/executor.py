@@ -18,6 +18,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.host.packed import PackedPass
+from qoff.kvcache.host.stateful import StatefulCache, StatefulPass
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, Transfers
 from qoff.memory.instrumentation import Instrumentation
@@ -123,7 +124,8 @@ class _Simulated(Executor):
 
 class _SimulatedCpu(_Simulated, CpuExecutor):
     def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
-        return _SimulatedCache(self.machine, *arguments, **options)
+        kind = _SimulatedStates if "states" in options else _SimulatedCache
+        return kind(self.machine, *arguments, **options)
 
     def _transfers(self) -> Transfers:
         return _SimulatedThreads(self.machine)
@@ -217,3 +219,14 @@ class _SimulatedPass(PackedPass):
 
     def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:
         """There are no tokens."""
+
+
+class _SimulatedStates(_SimulatedCache, StatefulCache):
+    """With states beside the blocks."""
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> PackedPass:
+        return _SimulatedStatefulPass(self, ragged, slots)
+
+
+class _SimulatedStatefulPass(StatefulPass, _SimulatedPass):  # type: ignore[misc]
+    _cache: _SimulatedStates  # type: ignore[assignment]

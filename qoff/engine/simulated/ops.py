@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, LayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape, first_seen
@@ -150,6 +151,26 @@ class SimulatedOps:
         weights = shape.heads * shape.value_dim * shape.latent
         self._matmul(len(x), weights, weight.bits, self._is_near(weight))
         return x.new_empty(len(x), shape.heads * shape.value_dim) if out is None else out
+
+    def delta(
+        self,
+        qkvz: Tensor,
+        ba: Tensor,
+        weights: DeltaWeights,
+        shape: DeltaShape,
+        states: LayerStates,
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        rows, sequences = np.asarray(len(qkvz)), np.asarray(len(ragged.spans))
+        seconds = float(self._device.states_s(shape, rows, sequences))
+        self._machine.compute(self._device.call_s + seconds)
+        return qkvz.new_empty(len(qkvz), shape.values) if out is None else out
+
+    def gate(self, x: Tensor, by: Tensor, *, out: Tensor | None = None) -> Tensor:
+        self._machine.compute(self._device.call_s)
+        return torch.empty_like(x) if out is None else out
 
     def attention(
         self,

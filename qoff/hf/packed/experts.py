@@ -15,7 +15,7 @@ from qoff.kernels.operands import FLOATS
 from qoff.kernels.ops import ops_for
 from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.experts import experts as dense_experts
-from qoff.models.names import from_halves, from_pairs
+from qoff.models.row_order import from_halves, from_pairs
 
 from .linear import packed_linear
 from .module import CodesModule, packing_for, qtensor_of

@@ -55,7 +55,7 @@ class Stored:
                 parts[target] = reordered(whole, order)
             else:
                 vector = reordered(whole, order) - part.plus
-                parts[target] = vector if part.flat is None else vector.view(-1, part.flat)
+                parts[target] = vector if part.stored is None else vector.view(part.stored)
         return parts
 
     def join(self, parts: Mapping[str, Packed | Tensor]) -> QTensor | Tensor:

@@ -17,7 +17,8 @@ from qoff.quant.matrix import ROUTER_BITS
 
 from .config import QoffConfig
 
-_SHARED_GATE = "shared_expert_gate"  # how much the output of a shared expert counts
+# How much the output of a shared expert counts, and what linear attention forgets by.
+_EXACT = ("shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
 
 
 def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
@@ -36,7 +37,7 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         plain = type(module) is nn.Linear
         if isinstance(module, nn.Embedding) or (module is head and plain):
             found[f"{name}.weight"] = config.head_bits
-        elif plain and name.rpartition(".")[2] == _SHARED_GATE:
+        elif plain and name.rpartition(".")[2] in _EXACT:
             found[f"{name}.weight"] = ROUTER_BITS
         elif is_router(module):
             routers.append(f"{name}.weight")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import compress
 from weakref import proxy
 
 from torch import Tensor
 
+from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -18,48 +19,59 @@ from qoff.kvcache.quant import KVQuant
 
 from .packed import PackedCache
 from .plain import PlainCache
+from .states import StateCache
 
 
 def host_cache(
-    shapes: Sequence[HeadShape], sequences: int, kv: KVQuant | None, capacity: int = 0
+    shapes: Sequence[HeadShape],
+    sequences: int,
+    kv: KVQuant | None,
+    capacity: int = 0,
+    states: StateCache | None = None,
+    linear: Sequence[bool] = (),
 ) -> KVCache:
     """An empty cache of layers of these shapes: float32 without `kv`, else packed as it says.
 
-    One in float32 has room for `capacity` tokens of each sequence at once. Raises OpError for a
-    head size that cannot be packed, ArgumentError for bits of a layer there is not.
+    One in float32 has room for `capacity` tokens of each sequence at once. states: an empty one of
+    the layers that `linear` names among all; shapes are of the others. Raises OpError for a head
+    size that cannot be packed, ArgumentError for bits of a layer there is not.
     """
-    forms = [] if kv is None else kv.forms(shapes)
+    forms = [None] * len(shapes) if kv is None else kv.forms(shapes)
     is_packed = [form is not None for form in forms]
-    if kv is None or not any(is_packed):
-        return PlainCache(shapes, sequences, capacity)
-    packed = PackedCache(
-        list(compress(shapes, is_packed)),
-        [form for form in forms if form is not None],
-        sequences,
-        window=kv.window,
-        sinks=kv.sinks,
-        attention_top=kv.attention_top,
-        values_rotated=kv.values_rotated,
-    )
-    return packed if all(is_packed) else MixedCache(packed, shapes, is_packed)
+    parts: dict[str, KVCache] = {} if states is None else {"states": states}
+    if kv is not None and any(is_packed):
+        parts["packed"] = PackedCache(
+            list(compress(shapes, is_packed)),
+            [form for form in forms if form is not None],
+            sequences,
+            window=kv.window,
+            sinks=kv.sinks,
+            attention_top=kv.attention_top,
+            values_rotated=kv.values_rotated,
+        )
+    plain = [shape for shape, there in zip(shapes, is_packed, strict=True) if not there]
+    if plain:
+        room = capacity if len(plain) == len(shapes) else 0
+        parts["plain"] = PlainCache(plain, sequences, room)
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    of_rest = iter("packed" if there else "plain" for there in is_packed)
+    if states is None:
+        return MixedCache(parts, list(of_rest))
+    return MixedCache(parts, ["states" if one else next(of_rest) for one in linear])
 
 
 class MixedCache(KVCache):
-    """The layers that `is_packed` names in a `PackedCache`, the others in a `PlainCache`."""
+    """Caches of some layers each; layers: which of them each layer is in."""
 
-    def __init__(
-        self, packed: PackedCache, shapes: Sequence[HeadShape], is_packed: Sequence[bool]
-    ) -> None:
-        self.packed = packed
-        rest = [shape for shape, there in zip(shapes, is_packed, strict=True) if not there]
-        self.plain = PlainCache(rest, packed.sequences)
-        self._parts: tuple[KVCache, KVCache] = (self.packed, self.plain)
+    def __init__(self, parts: Mapping[str, KVCache], layers: Sequence[str]) -> None:
+        self._parts = list(parts.values())
+        names = list(parts)
         # Which part each layer is in, and its number there.
         self._where = [
-            (0 if there else 1, is_packed[:layer].count(there))
-            for layer, there in enumerate(is_packed)
+            (names.index(name), layers[:layer].count(name)) for layer, name in enumerate(layers)
         ]
-        self.lengths = list(packed.lengths)
+        self.lengths = list(self._parts[0].lengths)
         self._steady = SteadyMemory()
 
     @property
@@ -86,19 +98,21 @@ class MixedCache(KVCache):
         self.ended = None
         for part in self._parts:
             part.select(sequences)
-        self.lengths = list(self.plain.lengths)
+        self.lengths = list(self._parts[0].lengths)
 
     def lose(self) -> None:
-        self.packed.lose()
+        for part in self._parts:
+            part.lose()
 
     def can_forget(self, tokens: Sequence[int]) -> bool:
-        return self.packed.can_forget(tokens)
+        return all(part.can_forget(tokens) for part in self._parts)
 
     def forget_each(self, tokens: Sequence[int]) -> None:
         self.ended = None
+        # Those that may refuse come before those that never do.
         for part in self._parts:
             part.forget_each(tokens)
-        self.lengths = list(self.plain.lengths)
+        self.lengths = list(self._parts[0].lengths)
 
 
 class _MixedPass(CachePass):
@@ -131,7 +145,7 @@ class _MixedPass(CachePass):
         part, index = self._layers[layer]
         part.prefetch(index)
 
-    def open(self, layer: int) -> LayerCache | DeviceLayerCache:
+    def open(self, layer: int) -> LayerCache | DeviceLayerCache | LayerStates:
         part, index = self._layers[layer]
         return part.open(index)
 

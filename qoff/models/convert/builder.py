@@ -17,7 +17,8 @@ from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.layout.packing import GROUP_SIZES, packed_shapes
 from qoff.kernels.layout.scales import COMPACT, common
 from qoff.memory.plan import is_expert
-from qoff.models.names import ROW_BLOCK, Part, Weight
+from qoff.models.names import Part, Weight
+from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import Source
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
 from qoff.quant.matrix import CALIBRATED
@@ -236,6 +237,7 @@ class Builder:
             name = part.source
             pieces = self.source.chunks(name, part.rows)
             values = torch.cat([_floats(x, name).flatten() for x in pieces]) + part.plus
+            values = values.neg().log() if part.of_exponential else values
             out[weight.destination(i, 0, part.rows)] = _finite(values, name)
         return out
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.latent import LatentShape
@@ -24,6 +25,7 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
+from qoff.kvcache.host.states import StateCache
 from qoff.memory import Weights
 from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models import names
@@ -100,7 +102,7 @@ class Layerwise:
             PlainCache((), len(ragged.spans)),
             ragged.last_rows,
             workspace=LayerWorkspace(),
-            cached=_OneLayer(self._shapes, ragged),
+            cached=_OneLayer(self.spec, self._shapes, ragged),
             rotary=self._rotary,
             positions=ragged.positions,
             hidden=hidden.clone(),
@@ -224,6 +226,14 @@ class _DenseOps:
         """See `kernels.reference.latent.expand`."""
         return reference_ops.expand(x, cast(QTensor, _Dense.of(weight)), shape, out=out)
 
+    def delta(self, *operands: Any, **options: Any) -> Tensor:
+        """See `kernels.reference.delta.delta`."""
+        if torch.is_grad_enabled():
+            return reference_ops.delta(*operands, **options)
+        return _cpu().delta(*operands, **options)
+
+    gate = staticmethod(reference_ops.gate)
+
     def attention(self, *operands: Any, **options: Any) -> Tensor:
         """See `kernels.reference.ops.attention`."""
         if torch.is_grad_enabled():
@@ -254,16 +264,20 @@ def _cpu() -> Any:
 
 
 class _OneLayer(CachePass):
-    """Fresh memory for the keys and values of whichever layer is at work."""
+    """Fresh memory for the keys and values, or the states, of whichever layer is at work."""
 
-    def __init__(self, shapes: Sequence[HeadShape], ragged: Ragged) -> None:
-        self._shapes, self._ragged = shapes, ragged
+    def __init__(self, spec: DecoderSpec, shapes: Sequence[HeadShape], ragged: Ragged) -> None:
+        self._spec, self._ragged = spec, ragged
+        self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
 
     def end(self) -> None:
         """Nothing is remembered."""
 
-    def open(self, layer: int) -> LayerCache:
-        ragged = self._ragged
+    def open(self, layer: int) -> LayerCache | LayerStates:
+        ragged, delta = self._ragged, self._spec.delta
+        if delta is not None and self._spec.is_linear(layer):
+            states = StateCache([delta], len(ragged.spans))
+            return states.begin(ragged).open(0)
         cache = PlainCache([self._shapes[layer]], len(ragged.spans), ragged.longest + 1)
         opened = cache.begin(ragged).open(0)
         assert isinstance(opened, LayerCache)

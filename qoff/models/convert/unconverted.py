@@ -13,7 +13,8 @@ import torch
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.models.families import converted
 from qoff.models.families.family import TensorNames
-from qoff.models.names import ROW_BLOCK, Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import GGUFModulesSource, Source
 from qoff.models.spec import DecoderSpec
 from qoff.models.stored import check_counts

@@ -9,7 +9,7 @@ from typing import Any
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
-from . import corrected, experts, gemma, hunyuan, latent, layer_norm, llama, with_vision
+from . import corrected, experts, gemma, hunyuan, latent, layer_norm, linear, llama, with_vision
 from .config_fields import as_transformers_5, check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **hunyuan.FAMILIES,
         **corrected.FAMILIES,
         **latent.FAMILIES,
+        **linear.FAMILIES,
     }
 )
 # What becomes one of these when it is converted.

@@ -24,7 +24,7 @@ def _qwen3_moe(config: Any) -> Fields:
         **biases(config.attention_bias),
         "qk_norm": "head",
         "sliding_window": (window,) * config.num_hidden_layers,
-        "experts": _qwen_experts(config),
+        "experts": qwen_experts(config),
     }
 
 
@@ -34,11 +34,12 @@ def _qwen2_moe(config: Any) -> Fields:
     return {
         "qkv_bias": config.qkv_bias,
         "sliding_window": windows(config),
-        "experts": _qwen_experts(config, shared_size=shared, shared_gate=True),
+        "experts": qwen_experts(config, shared_size=shared, shared_gate=True),
     }
 
 
-def _qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
+def qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
+    """Experts in every so many layers, but for those that are named."""
     layers = range(config.num_hidden_layers)
     step = int(positive(config, "decoder_sparse_step"))
     plain = config.mlp_only_layers or ()

@@ -38,8 +38,12 @@ class TensorNames:
     after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
     stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
     gate and up in turn; "column-halves": the same, gate before up; "rows": [experts, rows,
-    columns], gate and up apart; "halves": the same, gate above up; "bare-halves": the same under
-    a name without ".weight".
+    columns], gate and up apart; "halves": the same, gate above up; "bare-halves": the same, called
+    without ".weight".
+    split_linear: linear attention has matrices for queries, keys and values together and for z,
+    otherwise one for both, key head by key head; "all": for b and for a, too, which else are one,
+    key head by key head. linear_of_ggml: what forgets is stored as minus its exponential, and the
+    convolution as a matrix.
     rope_pairs: neighbouring channels of queries and keys turn together.
     correction_in_row: the correction of a router is stored as [1, experts].
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
@@ -56,6 +60,8 @@ class TensorNames:
     fused_qkv: Literal["", "rows", "heads"] = ""
     fused_gate_up: bool = False
     stacked_experts: Literal["", "columns", "column-halves", "rows", "halves", "bare-halves"] = ""
+    split_linear: Literal["", "z", "all"] = ""
+    linear_of_ggml: bool = False
     rope_pairs: bool = False
     correction_in_row: bool = False
     norm_offset: float = 0.0

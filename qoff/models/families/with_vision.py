@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from qoff.models.spec_parts import unsupported
 
-from . import experts, gemma, llama
+from . import experts, gemma, linear, llama
 from .family import Config, Family, Has, TensorNames, full_config
 
 
@@ -57,13 +57,14 @@ def _text_alone(
     for key in _TOKENS:
         if config.get(key) is not None:
             found.setdefault(key, config[key])
-    return found, replace(
+    names = replace(
         names,
         layer=f"{begin}layers.{{}}.",
         embedding=f"{begin}embed_tokens.weight",
         norm=f"{begin}norm",
         head=head,
     )
+    return found, linear.as_stored(names, has) if becomes in linear.FAMILIES else names
 
 
 def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
@@ -102,6 +103,16 @@ SOURCES: Mapping[str, Family] = {
             "mistral": ("mistral", "MistralForCausalLM"),
             "ministral3": ("ministral3", "Ministral3ForCausalLM"),
         },
+    ),
+    "qwen3_5": _family(
+        "Qwen 3.5, dense",
+        linear.FAMILIES,
+        {"qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM")},
+    ),
+    "qwen3_5_moe": _family(
+        "Qwen 3.5 35B-A3B and larger",
+        linear.FAMILIES,
+        {"qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")},
     ),
     "qwen3_vl": _family(
         "Qwen 3 VL", llama.FAMILIES, {"qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM")}

@@ -20,7 +20,13 @@ REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
-    """Whether qoff's own decoder runs models of this `config.json`."""
+    """Whether qoff's own decoder runs models of this `config.json`.
+
+    A checkpoint that was made for transformers' modules runs through these.
+    """
+    stored = config.get("quantization_config")
+    if isinstance(stored, Mapping) and stored.get("layout") == LAYOUT:
+        return False
     family = {**FAMILIES, **SOURCES}.get(str(config.get("model_type")))
     return family is not None and family.runs(config)
 

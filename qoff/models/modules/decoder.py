@@ -111,7 +111,7 @@ class ModuleDecoder:
         buffers_from_config(self.model)
         self.outer_bytes = _read_outer(checkpoint, structure)
         described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
-        self.head_shapes = (described,) * len(structure.layers)
+        self.cache_shapes = (described,) * len(structure.layers)
         self._install(checkpoint, structure)
         bind_embedding(self.model.get_input_embeddings(), embed)
 
@@ -195,7 +195,7 @@ class ModuleDecoder:
             return ModuleCache(self.text_config, sequences, tokens, [*self.packed_shapes])
         if kv is not None:
             raise ArgumentError(
-                f"{self.head_shapes[0]} was loaded without a packed KV cache; load it with kv=8 "
+                f"{self.cache_shapes[0]} was loaded without a packed KV cache; load it with kv=8 "
                 "or kv=4"
             )
         return ModuleCache(self.text_config, sequences)

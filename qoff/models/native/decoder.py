@@ -19,6 +19,7 @@ from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
+from qoff.kvcache.host.states import StateCache
 from qoff.memory import HEAD, Unit, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
@@ -40,7 +41,7 @@ from .rope import CPU, RotaryTable
 
 
 def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
-    """The attention of each layer."""
+    """The attention of each layer that attends."""
     latent = spec.latent
     return tuple(
         HeadShape(
@@ -48,7 +49,7 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
             kv_heads,
             dim if latent is None else latent.shape(spec.num_heads).head_dim,
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            window,
+            spec.sliding_window[layer],
             spec.norm_eps,
             spec.attention_soft_cap,
             0 if latent is None else latent.latent,
@@ -57,21 +58,28 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
             spec.qk_norm == "rotated",
             spec.value_norm,
         )
-        for layer, window in enumerate(spec.sliding_window)
+        for layer in spec.attention_layers
         for kv_heads, dim in [spec.heads(layer)]
     )
 
 
-def check_on_gpu(shapes: Sequence[HeadShape]) -> None:
+def check_on_gpu(spec: DecoderSpec) -> None:
     """Raise ArgumentError for attention that no kernel for a GPU computes."""
-    if any(shape.value_norm for shape in shapes):
-        raise ArgumentError(
-            "attention with values that are normalized (Gemma 4) has no kernel for a GPU yet; use "
-            "device='cpu'"
-        )
+    kind = None
+    if spec.value_norm:
+        kind = "attention with values that are normalized (Gemma 4)"
+    elif spec.linear is not None:
+        kind = "linear attention (Qwen3-Next, Qwen3.5)"
+    if kind is not None:
+        raise ArgumentError(f"{kind} has no kernel for a GPU yet; use device='cpu'")
 
 
-def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -> None:
+def new_states(spec: DecoderSpec, sequences: int) -> StateCache | None:
+    """Empty states of a model with linear attention."""
+    return StateCache(spec.delta_shapes, sequences) if spec.linear is not None else None
+
+
+def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
     """Refuse caches that cannot be made.
 
     on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
@@ -79,9 +87,9 @@ def check_kv(shapes: Sequence[HeadShape], kv: KVQuant | None, on_device: bool) -
     no `kv` and attention to some of the tokens.
     """
     if on_device:
-        check_on_gpu(shapes)
+        check_on_gpu(spec)
     if kv is not None:
-        kv.forms(shapes)
+        kv.forms(head_shapes(spec))
     if not on_device:
         return
     if kv is None:
@@ -136,6 +144,11 @@ class Decoder:
         return self._ops.CACHE == "device"
 
     @property
+    def cache_shapes(self) -> tuple[object, ...]:
+        """What its caches keep: those of models alike are interchangeable."""
+        return (*self.head_shapes, *self.spec.delta_shapes)
+
+    @property
     def max_positions(self) -> int:
         """Tokens of a sequence that the model was made for."""
         return self.spec.max_position_embeddings
@@ -146,9 +159,11 @@ class Decoder:
         A cache in float32, or on a GPU, has room for `capacity` tokens each at once. Raises what
         `check_kv` does.
         """
-        check_kv(self.head_shapes, kv, self.caches_on_device)
+        check_kv(self.spec, kv, self.caches_on_device)
         if kv is None or not self.caches_on_device:
-            return host_cache(self.head_shapes, sequences, kv, capacity)
+            states, linear = new_states(self.spec, sequences), self.spec.linear
+            layers = () if linear is None else linear.layers
+            return host_cache(self.head_shapes, sequences, kv, capacity, states, layers)
         return DeviceCache(
             self.head_shapes,
             kv.packed_forms(self.head_shapes),

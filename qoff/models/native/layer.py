@@ -22,6 +22,7 @@ from qoff.models.spec import DecoderSpec
 from .experts import Choice, Experts
 from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
+from .linear_attention import LinearAttention
 
 _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
@@ -38,8 +39,9 @@ class Layer:
         shapes: Sequence[HeadShape],
         device: torch.device | None = None,
     ) -> None:
-        """device: of hidden states."""
-        self._spec, self._ops, self._shapes = spec, ops, shapes
+        """shapes: of the layers that attend. device: of hidden states."""
+        self._spec, self._ops = spec, ops
+        self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
         self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops)
         self._exact_ops = exact(ops)  # for scores that decide
@@ -49,6 +51,7 @@ class Layer:
         unweighted = spec.qk_norm == "unweighted"
         self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
+        self._linear_attention = None if spec.linear is None else LinearAttention(spec, ops)
 
     def steps(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None
@@ -61,7 +64,8 @@ class Layer:
             run.added = run.adapters.layers[layer]
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
-        attended = yield from self._attention(layer, weights, run, keep)
+        attend = self._linearly if self._spec.is_linear(layer) else self._attention
+        attended = yield from attend(layer, weights, run, keep)
         if self._spec.has_experts(layer):
             yield from self._mixture(layer, weights, run)
         else:
@@ -93,12 +97,17 @@ class Layer:
         assert cached is not None
         assert workspace is not None
         norm = self._norm_before(weights, "self_attn")
-        shape = self._shapes[layer]
+        shape, gated = self._shapes[layer], self._spec.gated_attention
+        widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
+        into = columns(workspace.attended, shape.out_width)
         if self._latent is None:
-            out = columns(workspace.qkv, shape.qkv_width)
+            out = columns(workspace.qkv, sum(widths[: 1 + gated]))
             qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
         else:
             qkv = yield from self._latent.queries(run, weights, norm)
+        gates = None
+        if gated:
+            qkv, gates = qkv.split(widths, 1)
         q_norm, k_norm = self._head_norms(layer, weights)
         attended = self._ops.attention(
             qkv,
@@ -109,9 +118,11 @@ class Layer:
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=vector(weights, "self_attn.sinks"),
-            out=columns(workspace.attended, shape.out_width),
+            out=into,
         )
         cached.close(layer)
+        if gates is not None:
+            attended = self._ops.gate(attended, gates, out=into)
         if keep is not None:
             attended = moved_up(attended, keep)
             run.keep(keep)
@@ -124,6 +135,20 @@ class Layer:
             yield from self._linear(
                 run, weights, name, attended, residual="hidden", out=into, end=end
             )
+        )
+
+    def _linearly(
+        self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
+    ) -> Steps:
+        """hidden += linear attention(norm(hidden))."""
+        assert self._linear_attention is not None
+        norm = self._norm_before(weights, "self_attn")
+        found = yield from self._linear_attention.steps(layer, run, weights, norm)
+        if keep is not None:
+            found = moved_up(found, keep)
+            run.keep(keep)
+        return (
+            yield from self._linear(run, weights, names.OUT, found, residual="hidden", out="hidden")
         )
 
     def _head_norms(self, layer: int, weights: Weights) -> tuple[Tensor | None, Tensor | None]:

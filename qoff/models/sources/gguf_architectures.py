@@ -16,6 +16,7 @@ from . import gguf_dense as dense
 from . import gguf_experts as experts
 from . import gguf_gemma as gemma4
 from . import gguf_latent as latent
+from . import gguf_linear as linear
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
 
@@ -57,7 +58,8 @@ class Architecture:
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
     may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. modules: its own names of
-    modules. base: what is in place of the fields that all have alike.
+    modules. linear: most layers have linear attention. base: what is in place of the fields that
+    all have alike.
     """
 
     model_type: str
@@ -67,6 +69,7 @@ class Architecture:
     partial: bool = False
     fused_gate_up: bool = False
     modules: Mapping[str, str] | None = None
+    linear: bool = False
     base: Callable[[Metadata], Config] | None = None
 
     def config(self, metadata: Metadata) -> Config:
@@ -80,15 +83,18 @@ class Architecture:
 
     def names(self, metadata: Metadata) -> TensorNames:
         """What the tensors of a file are called. They are fused or not as its first layer's are."""
+        fused = "blk.0.attn_qkv.weight"
         return TensorNames(
             layer="blk.{}.",
             modules={**_MODULES, **(self.modules or {})},
             embedding=EMBEDDING,
             norm="output_norm",
             head=HEAD,
-            fused_qkv="rows" if metadata.has("blk.0.attn_qkv.weight") else "",
+            fused_qkv="rows" if metadata.has(fused) and not self.linear else "",
             fused_gate_up=self.fused_gate_up,
             stacked_experts=stacked(metadata),
+            split_linear="z" if self.linear else "",
+            linear_of_ggml=self.linear,
             rope_pairs=self.rope_pairs,
         )
 
@@ -166,6 +172,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", dense.starcoder2),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", experts.qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        linear.qwen3_next,
+        partial=True,
+        modules=linear.MODULES,
+        linear=True,
+    ),
     "olmoe": Architecture("olmoe", "OlmoeForCausalLM", experts.olmoe),
     "granitemoe": Architecture(
         "granitemoe", "GraniteMoeForCausalLM", experts.granite_moe, rope_pairs=True

@@ -1,0 +1,59 @@
+"""Gated DeltaNet on the CPU: see `layout.delta`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.operands import check_dense, check_rows, fail
+from qoff.kernels.layout.delta import SPAN_FIELDS, DeltaShape, DeltaWeights, LayerStates
+from qoff.kernels.layout.ragged import Ragged
+
+from .job import DeltaArguments, delta_job
+from .scratch import delta_bytes
+
+
+def delta(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: LayerStates,
+    ragged: Ragged,
+    *,
+    out: Tensor | None = None,
+    pool: Pool | None = None,
+) -> Tensor:
+    """Linear attention of a layer's new tokens: see `reference.delta.delta`.
+
+    qkvz, ba, out: float32, rows contiguous; the first two are overwritten. Raises OpError.
+    """
+    op, tokens, pool = "delta", len(qkvz), pool or default_pool()
+    out = qkvz.new_empty(tokens, shape.values) if out is None else out
+    check_rows(op, "qkvz", qkvz, tokens, shape.width)
+    check_rows(op, "ba", ba, tokens, 2 * shape.value_heads)
+    check_rows(op, "out", out, tokens, shape.values)
+    check_dense(op, "conv", weights.conv, (shape.taps * shape.channels,))
+    check_dense(op, "decay", weights.decay, (shape.value_heads,))
+    check_dense(op, "dt_bias", weights.dt_bias, (shape.value_heads,))
+    check_dense(op, "norm", weights.norm, (shape.value_dim,))
+    slots = len(states.memory)
+    check_dense(op, "conv states", states.conv, (slots, *shape.conv_shape))
+    check_dense(op, "states", states.memory, (slots, *shape.memory_shape))
+    if states.spans.shape != (len(ragged.spans), len(SPAN_FIELDS)) or ragged.tokens != tokens:
+        fail(op, f"states are of {len(states.spans)} sequences, the pass has {len(ragged.spans)}")
+    arguments = DeltaArguments(
+        x=qkvz.data_ptr(), x_stride=4 * qkvz.stride(0), ba=ba.data_ptr(),
+        ba_stride=4 * ba.stride(0), taps_weight=weights.conv.data_ptr(),
+        decay=weights.decay.data_ptr(), dt_bias=weights.dt_bias.data_ptr(),
+        norm=weights.norm.data_ptr(), conv=states.conv.data_ptr(), memory=states.memory.data_ptr(),
+        spans=states.spans.data_ptr(), positions=ragged.positions.data_ptr(),
+        sequences=len(states.spans), key_heads=shape.key_heads, value_heads=shape.value_heads,
+        key_dim=shape.key_dim, value_dim=shape.value_dim, panel=shape.panel, taps=shape.taps,
+        out=out.data_ptr(), out_stride=4 * out.stride(0), scratch_each=delta_bytes(1, shape),
+        eps=shape.norm_eps,
+    )  # fmt: skip
+    with pool.lock:
+        arguments.scratch = pool.workspace(delta_bytes(pool.threads, shape))
+        pool.run(delta_job.address, arguments)
+    return out

@@ -1,0 +1,119 @@
+"""Gated DeltaNet, a linear attention: what a layer remembers of a sequence has a fixed size.
+
+Queries, keys and values of a token go through a causal convolution of each channel, `taps` tokens
+wide, and silu. Each value head has a state S [key_dim, value_dim] of float32, which forgets, and is
+corrected by what it gave for the token's key (arXiv 2412.06464):
+
+    S = exp(-exp(decay) * softplus(a + dt)) * S
+    S = S + k (sigmoid(b) * (v - S^T k))^T,    o = S^T q
+
+with q and k of length 1, q divided by the root of key_dim. A key head serves value_heads /
+key_heads value heads that follow each other. o goes through an RMSNorm and is multiplied by
+silu(z).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qoff.errors import OpError
+
+L2_EPS = 1e-6  # under the root of a key's or query's length
+SPAN_FIELDS = ("first row", "rows", "slot")
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Sizes of one layer. Raises OpError for what no kernel has."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # channels of a query and of a key
+    value_dim: int
+    taps: int  # tokens that the convolution sees
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if min(self.key_heads, self.key_dim, self.value_dim) < 1 or self.taps < 2:
+            raise OpError(f"linear attention needs heads, channels and 2 taps or more: {self}")
+        if self.value_heads < 1 or self.value_heads % self.key_heads:
+            raise OpError(
+                f"linear attention of {self.value_heads} value heads for {self.key_heads} key "
+                "heads; use a multiple"
+            )
+        if self.key_dim % 16 or self.value_dim % 16:
+            raise OpError(
+                f"linear attention with keys of {self.key_dim} channels and values of "
+                f"{self.value_dim}; use multiples of 16"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values, of z and of the output."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Those that are convolved: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token: queries, keys, values, z."""
+        return self.channels + self.values
+
+    @property
+    def panel(self) -> int:
+        """Channels of values whose part of a state lies together."""
+        return math.gcd(self.value_dim, 64)
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """Of what a sequence remembers of its newest tokens, oldest first."""
+        return self.taps - 1, self.channels
+
+    @property
+    def memory_shape(self) -> tuple[int, int, int, int]:
+        """Of a sequence's states: [value heads, panels, key_dim, panel]."""
+        return self.value_heads, self.value_dim // self.panel, self.key_dim, self.panel
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence takes in a layer."""
+        return 4 * (math.prod(self.conv_shape) + math.prod(self.memory_shape))
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """Small weights of a layer, float32."""
+
+    conv: Tensor  # [taps * channels], tap by tap, the newest token's last
+    decay: Tensor  # [value_heads], A_log
+    dt_bias: Tensor  # [value_heads]
+    norm: Tensor  # [value_dim]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStates:
+    """What a layer remembers of the sequences in slots, float32, and those that a pass reads.
+
+    Those of a sequence's first pass hold anything.
+    """
+
+    conv: Tensor  # [slots, *conv_shape]
+    memory: Tensor  # [slots, *memory_shape]
+    spans: Tensor  # int64 [sequences, SPAN_FIELDS]
+
+
+def state_bytes(shapes: Sequence[DeltaShape]) -> int:
+    """What a sequence takes in all layers."""
+    return sum(shape.state_bytes for shape in shapes)

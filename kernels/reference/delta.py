@@ -1,0 +1,105 @@
+"""What the ops of gated DeltaNet mean, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights, LayerStates
+from qoff.kernels.layout.ragged import Ragged
+
+from .elementwise import rms_norm, wide
+
+
+def delta(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: LayerStates,
+    ragged: Ragged,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Linear attention of a layer's new tokens; the states are those after them.
+
+    qkvz: [M, shape.width], which may be overwritten. ba: [M, 2 * value_heads], b and then a, which
+    may be, too. A sequence whose first new token has position 0 remembers nothing. Returns
+    [M, shape.values]. See `layout.delta`.
+    """
+    found = torch.cat(
+        [
+            _sequence(qkvz[first : first + count], ba[first : first + count], weights, shape,
+                      states, slot, fresh=int(ragged.positions[first]) == 0)
+            for first, count, slot in states.spans.tolist()
+        ]
+    )  # fmt: skip
+    return found if out is None else out.copy_(found)
+
+
+def gate(x: Tensor, by: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return x * sigmoid(by), rows of attention [M, N] and of their gates."""
+    found = x * torch.sigmoid(by)
+    return found if out is None else out.copy_(found)
+
+
+def _sequence(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: LayerStates,
+    slot: int,
+    fresh: bool,
+) -> Tensor:
+    """New tokens of one sequence."""
+    mixed, z = qkvz.split([shape.channels, shape.values], 1)
+    before = mixed.new_zeros(shape.conv_shape) if fresh else states.conv[slot].to(mixed.dtype)
+    seen = torch.cat((before, mixed))  # [taps - 1 + T, channels]
+    states.conv[slot] = seen[-(shape.taps - 1) :].detach()
+    kernel = weights.conv.view(shape.taps, shape.channels).T[:, None].to(mixed.dtype)
+    mixed = F.silu(F.conv1d(seen.T[None], kernel, groups=shape.channels)[0].T)
+    query, key, value = mixed.split([shape.keys, shape.keys, shape.values], 1)
+    query, key = (_unit(x.unflatten(1, (shape.key_heads, -1)), shape) for x in (query, key))
+    value = value.unflatten(1, (shape.value_heads, -1))
+    b, a = wide(ba).split(shape.value_heads, 1)
+    decay = (-weights.decay.exp() * F.softplus(a + weights.dt_bias)).exp()
+    found, memory = _recurrence(
+        query * shape.key_dim**-0.5, key, value, decay, b.sigmoid(),
+        _whole(states.memory[slot], fresh).to(query.dtype),
+    )  # fmt: skip
+    states.memory[slot] = _panels(memory.detach(), shape)
+    found = rms_norm(found.to(qkvz.dtype), weights.norm, shape.norm_eps)
+    return found.flatten(1) * F.silu(z)
+
+
+def _unit(x: Tensor, shape: DeltaShape) -> Tensor:
+    """Keys of length 1, for each value head, [T, value_heads, key_dim] in float32."""
+    x = wide(x)
+    x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+    return x.repeat_interleave(shape.value_heads // shape.key_heads, 1)
+
+
+def _recurrence(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, heads, value_dim], and the states after them, [heads, key_dim, value_dim]."""
+    found = []
+    for q, k, v, g, b in zip(query, key, wide(value), decay, beta, strict=True):
+        memory = memory * g[:, None, None]
+        known = torch.einsum("hkv,hk->hv", memory, k)
+        memory = memory + k[:, :, None] * ((v - known) * b[:, None])[:, None]
+        found.append(torch.einsum("hkv,hk->hv", memory, q))
+    return torch.stack(found), memory
+
+
+def _whole(memory: Tensor, fresh: bool) -> Tensor:
+    """[heads, panels, key_dim, panel] as [heads, key_dim, value_dim]."""
+    whole = memory.transpose(1, 2).flatten(2)
+    return torch.zeros_like(whole) if fresh else whole
+
+
+def _panels(memory: Tensor, shape: DeltaShape) -> Tensor:
+    """The way back."""
+    return memory.unflatten(2, (-1, shape.panel)).transpose(1, 2)

@@ -1,0 +1,96 @@
+"""Packed caches in slots, of models some of whose layers have states in place of K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.delta import LayerStates
+from qoff.kernels.layout.layer_cache import LayerCache
+from qoff.kernels.layout.ragged import Ragged
+
+from .packed import PackedCache, PackedPass
+from .states import NO_WAY_BACK, StateCache, StatePass, goes_back, places
+
+
+class StatefulCache(PackedCache):
+    """K and V of the layers that attend, packed, and `states` of those that are `linear`.
+
+    linear: of each layer of the model. The other arguments are those of `PackedCache`, whose layers
+    attend. Sequences are copied, but go back to their beginning only.
+    """
+
+    def __init__(
+        self, *arguments: Any, states: StateCache, linear: Sequence[bool], **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.states, self.places = states, places(linear)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.states.nbytes
+
+    def bytes_for(self, tokens: int) -> int:
+        return super().bytes_for(tokens) + self.states.bytes_for(tokens)
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulPass:
+        return StatefulPass(self, ragged, slots)
+
+    def copy_recent(self, source: int, target: int) -> None:
+        super().copy_recent(source, target)
+        self.states.copy(source, target)
+
+    def select(self, sequences: Sequence[int]) -> None:
+        super().select(sequences)
+        self.states.select(sequences)
+
+    def can_forget(self, tokens: Sequence[int]) -> bool:
+        return super().can_forget(tokens) and not goes_back(self.lengths, tokens)
+
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        """As `SlotCache.forget_each`. Raises ArgumentError for a part of a sequence."""
+        if goes_back(self.lengths, tokens):
+            raise ArgumentError(NO_WAY_BACK)
+        super().forget_each(tokens)
+
+
+class StatefulPass(PackedPass):
+    """A forward pass on both."""
+
+    _cache: StatefulCache
+
+    def __init__(self, cache: StatefulCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
+        super().__init__(cache, ragged, slots)
+        self._states = StatePass(cache.states, self.ragged, slots)
+        self._touched = False
+
+    def replay_key(self) -> Hashable | None:
+        keys = super().replay_key(), self._states.replay_key()
+        return None if None in keys else keys
+
+    @property
+    def spoils(self) -> bool:
+        return self._touched or super().spoils
+
+    def arrive(self, layer: int) -> Hashable:
+        of_states, index = self._cache.places[layer]
+        self._touched |= of_states
+        return None if of_states else super().arrive(index)
+
+    def prefetch(self, layer: int) -> None:
+        of_states, index = self._cache.places[layer]
+        if not of_states:
+            super().prefetch(index)
+
+    def open(self, layer: int) -> LayerCache | LayerStates:  # type: ignore[override]
+        of_states, index = self._cache.places[layer]
+        if not of_states:
+            return super().open(index)
+        self._touched = True
+        return self._states.open(index)
+
+    def close(self, layer: int) -> None:
+        of_states, index = self._cache.places[layer]
+        if not of_states:
+            super().close(index)

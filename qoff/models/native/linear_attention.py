@@ -1,0 +1,47 @@
+"""What layers with linear attention compute in place of attention: see `kernels.layout.delta`."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from qoff.kernels.layout.delta import DeltaWeights, LayerStates
+from qoff.kernels.layout.ending import Norm
+from qoff.kernels.ops import Ops, exact
+from qoff.memory import Weights
+from qoff.models import names
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.spec import DecoderSpec
+
+from .linear import Linear, Steps
+
+
+class LinearAttention:
+    """From hidden states to what the output projection is given."""
+
+    def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
+        assert spec.delta is not None
+        self._shape, self._ops = spec.delta, ops
+        self._linear, self._exact_linear = Linear(ops), Linear(exact(ops))
+
+    def steps(self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None) -> Steps:
+        """Outputs of all heads, [M, values]; the states are those after the new tokens."""
+        shape, workspace, cached = self._shape, run.workspace, run.cached
+        assert workspace is not None
+        assert cached is not None
+        heads = 2 * shape.value_heads
+        qkvz = ba = out = None
+        if workspace.qkv is not None:
+            qkvz = workspace.qkv[:, : shape.width]
+            ba = workspace.qkv[:, shape.width : shape.width + heads]
+        if workspace.attended is not None:
+            out = workspace.attended[:, : shape.values]
+        qkvz = yield from self._linear(run, weights, names.QKVZ, out=qkvz, norm=norm)
+        ba = yield from self._exact_linear(run, weights, names.BA, out=ba, norm=norm)
+        small = (names.CONV, names.DECAY, names.DT_BIAS, names.DELTA_NORM)
+        vectors = DeltaWeights(*(cast(Tensor, weights[name]) for name in small))
+        states = cast(LayerStates, cached.open(layer))
+        found = self._ops.delta(qkvz, ba, vectors, shape, states, run.ragged, out=out)
+        cached.close(layer)
+        return found

@@ -1,0 +1,154 @@
+"""Linear attention in batches: the same answers whatever the plan, states that are counted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qoff
+from qoff.checkpoint import Checkpoint
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import KVPlacement
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import check_on_gpu, head_shapes
+from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
+from qoff.plan import Plan
+from qoff.plan.manual import Memory
+from tests.instruments import POISON
+from tests.tiny_models import reference_model, tiny_checkpoint
+
+LETTERS = random.Random(5)
+PROMPTS = [[LETTERS.randrange(4, 128) for _ in range(n)] for n in (150, 1, 64, 97)]
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PLAN = Plan(batch_size=1, context=200, kv=KVQuant(window=16))
+BATCHES = replace(PLAN, batch_size=2, batches=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "qwen3-next-head64")
+
+
+def answers(
+    checkpoint: Path, plan: Plan, prompts: list[list[int]] = PROMPTS
+) -> list[tuple[int, ...]]:
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
+        return [result.token_ids for result in llm.generate(prompts, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[int, ...]]:
+    """The answers when everything is resident, one sequence at a time."""
+    return answers(checkpoint, PLAN)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_placement": KVPlacement(0.3, 0.4), "activations": "disk"},
+        {"kv_placement": KVPlacement(0, 0), "cpu_attention": "never", "schedule": "sequential"},
+        {"kv_placement": KVPlacement(0, 1), "batch_size": 3, "batches": 1},
+    ],
+)
+def test_the_answers_do_not_depend_on_the_plan(
+    checkpoint: Path, expected: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    assert answers(checkpoint, replace(BATCHES, **changes)) == expected
+
+
+def test_weights_stream_and_change_no_bit(
+    checkpoint: Path, expected: list[tuple[int, ...]]
+) -> None:
+    plan = replace(BATCHES, prefill_tokens=2)
+    with LLM(checkpoint, plan) as llm:
+        spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
+    beside = Memory.of(plan, spec, head_shapes(spec), tiled=True).total("device")
+    plan = replace(plan, device_memory=beside + weights // 2)
+    with LLM(checkpoint, plan) as llm:
+        assert not llm.runtime.store.all_resident
+    assert answers(checkpoint, plan, PROMPTS[1:3]) == expected[1:3]
+
+
+def test_a_prompt_of_several_answers_is_read_once(
+    checkpoint: Path, expected: list[tuple[int, ...]]
+) -> None:
+    """The others go on from copies of its states."""
+    params = replace(PARAMS, n=2)
+    with LLM(checkpoint, replace(BATCHES, batch_size=4, batches=1)) as llm:
+        found = [result.token_ids for result in llm.generate(PROMPTS[2:], params)]
+    assert found == [expected[2]] * 2 + [expected[3]] * 2
+
+
+def test_states_are_counted(checkpoint: Path) -> None:
+    with LLM(checkpoint, BATCHES) as llm:
+        assert llm.memory.purposes["device"]["states"] == sum(
+            batch.cache.states.nbytes  # type: ignore[attr-defined]
+            for batch in llm._rounds.current.opened.batches
+        )
+
+
+@pytest.mark.parametrize("changes", [{"draft_tokens": 3}, {"share_prefixes": True}])
+def test_states_cannot_go_back_or_be_shared(checkpoint: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="has recurrent states, which cannot go back"):
+        LLM(checkpoint, replace(PLAN, **changes))
+
+
+def test_there_is_no_kernel_for_a_gpu(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="has no kernel for a GPU yet"):
+        check_on_gpu(DecoderSpec.from_config(Checkpoint.open(checkpoint).config))
+
+
+@pytest.mark.parametrize("kv", [None, "8", "8/0:16"])
+def test_generates_what_transformers_does(checkpoint: Path, kv: str | None) -> None:
+    """With all of K and V packed, some or none, the newest ones being floats; and goes on."""
+    ids = torch.tensor([PROMPTS[2][:40]])
+    wanted = reference_model(checkpoint).generate(ids, max_new_tokens=12, do_sample=False)
+    model, _ = qoff.load(checkpoint, kv=kv)
+    with model:
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), wanted)
+        cache = qoff.QoffCache(model)
+        model(wanted[:, :45], past_key_values=cache)
+        again = model.generate(
+            wanted[:, :46], past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
+        assert torch.equal(again, wanted)
+        with pytest.raises(ArgumentError, match="cannot go back to an earlier token"):
+            cache.crop(-1)
+        cache.reset()
+        assert torch.equal(
+            model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False), wanted
+        )
+
+
+def test_beams_are_those_of_transformers(checkpoint: Path) -> None:
+    ids = torch.tensor([PROMPTS[2][:30]])
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3}
+    wanted = reference_model(checkpoint).generate(ids, **options)
+    model, _ = qoff.load(checkpoint, kv=None)
+    with model:
+        assert torch.equal(model.generate(ids, **options), wanted)
+
+
+def test_a_pass_that_ends_half_way_leaves_no_states_to_go_on_from(checkpoint: Path) -> None:
+    with Runtime(checkpoint) as runtime:
+        cache = runtime.new_cache(1)
+        first, second = Ragged.of([3], [0]), Ragged.of([1], [3])
+        runtime.forward(ForwardPass(torch.tensor([4, 5, 6]), first, cache, first.last_rows))
+        step = ForwardPass(torch.tensor([7]), second, cache, second.last_rows)
+        steps = runtime.decoder.steps(step)
+        next(steps)
+        steps.close()
+        with pytest.raises(ArgumentError, match="ended half-way"):
+            runtime.forward(step)
+        cache.forget(3)
+        again = ForwardPass(torch.tensor([4, 5, 6]), first, cache, first.last_rows)
+        assert runtime.forward(again).isfinite().all()
