@@ -91,7 +91,7 @@ class QoffCache(Cache):
         )
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         """Whether it can go back to an earlier column than the first."""
         return not any(isinstance(shape, DeltaShape) for shape in self.shapes)
 

@@ -152,8 +152,8 @@ class ReadList:
         left = [0] * len(slots)
         for chunk in chunks:
             left[chunk.fill] += 1
-        self._chunks = (_Chunk * len(chunks))(*chunks)
-        fills = [(count, *slot) for count, slot in zip(left, slots, strict=True)]
+        self._chunks = (_Chunk * len(chunks))(*(_Chunk(*chunk) for chunk in chunks))
+        fills = [_Fill(count, *slot) for count, slot in zip(left, slots, strict=True)]
         self._fills = (_Fill * len(fills))(*fills)
         self._busy = busy
         self._words = _List(

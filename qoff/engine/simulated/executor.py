@@ -224,9 +224,9 @@ class _SimulatedPass(PackedPass):
 class _SimulatedStates(_SimulatedCache, StatefulCache):
     """With states beside the blocks."""
 
-    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> PackedPass:
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulPass:
         return _SimulatedStatefulPass(self, ragged, slots)
 
 
-class _SimulatedStatefulPass(StatefulPass, _SimulatedPass):  # type: ignore[misc]
-    _cache: _SimulatedStates  # type: ignore[assignment]
+class _SimulatedStatefulPass(StatefulPass, _SimulatedPass):
+    _cache: _SimulatedStates

@@ -99,7 +99,7 @@ class Layer:
         norm = self._norm_before(weights, "self_attn")
         shape, gated = self._shapes[layer], self._spec.gated_attention
         widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
-        into = columns(workspace.attended, shape.out_width)
+        memory = columns(workspace.attended, shape.out_width)
         if self._latent is None:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
             qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
@@ -118,11 +118,11 @@ class Layer:
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=vector(weights, "self_attn.sinks"),
-            out=into,
+            out=memory,
         )
         cached.close(layer)
         if gates is not None:
-            attended = self._ops.gate(attended, gates, out=into)
+            attended = self._ops.gate(attended, gates, out=memory)
         if keep is not None:
             attended = moved_up(attended, keep)
             run.keep(keep)
