@@ -110,6 +110,7 @@ def load(
         for_cpu=where.type == "cpu",
         trust_remote_code=trust_remote_code,
     )
+    Checkpoint.open(checkpoint)  # what is none has perhaps no tokenizer either
     tokenizer = load_tokenizer(checkpoint, trust_remote_code)  # before free memory is measured
     model = open_model(
         checkpoint,
