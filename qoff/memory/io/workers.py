@@ -12,6 +12,8 @@ import torch
 
 from qoff.errors import DiskReadError, DiskWriteError
 
+from .slices import shorten_slices
+
 T = TypeVar("T")
 
 
@@ -71,6 +73,7 @@ class Workers:
                 thread.join()
 
     def _run(self) -> None:
+        shorten_slices()
         with torch.inference_mode():  # tensors made in it can be written to nowhere else
             while self._call_next():
                 pass
