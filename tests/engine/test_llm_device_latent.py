@@ -25,9 +25,9 @@ from tests.triton_module import triton_module
 triton_ops = triton_module("ops")
 
 ON_GPU = torch.cuda.is_available()
-PROMPTS = [[3 + (7 * i + length) % 29 for i in range(length)] for length in (127, 20, 70)]
+PROMPTS = [[3 + (7 * i + length) % 29 for i in range(length)] for length in (62, 130)]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-PLAN = Plan(batch_size=2, batches=2, context=140, prefill_tokens=100, kv=KVQuant(8, 8, window=0))
+PLAN = Plan(batch_size=2, context=134, prefill_tokens=100, kv=KVQuant(8, 8, window=0))
 few_programs = few_programs
 
 
@@ -44,7 +44,8 @@ def where(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("latent")
-    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 32}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     save_model(folder / "model", "deepseek-v3", vocab_size=32, **sizes)
     convert(folder / "model", folder / "checkpoint", quant=QUANT)
     return folder / "checkpoint"
