@@ -13,8 +13,10 @@ import torch
 import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
+from qoff.engine.simulated.run import Driver, Simulation
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.processor import usable_threads
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.forward_pass import ForwardPass
@@ -23,7 +25,10 @@ from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 from qoff.plan.manual import Memory
+from qoff.plan.sizes import ModelSizes
+from tests.engine.test_simulated import PLAIN_PLAN, moved, real
 from tests.instruments import POISON
+from tests.plan.machines import machine
 from tests.tiny_models import reference_model, tiny_checkpoint
 
 LETTERS = random.Random(5)
@@ -152,3 +157,13 @@ def test_a_pass_that_ends_half_way_leaves_no_states_to_go_on_from(checkpoint: Pa
         cache.forget(3)
         again = ForwardPass(torch.tensor([4, 5, 6]), first, cache, first.last_rows)
         assert runtime.forward(again).isfinite().all()
+
+
+def test_the_simulator_moves_what_the_engine_does(checkpoint: Path, tmp_path: Path) -> None:
+    plan = replace(PLAIN_PLAN, spill_folder=tmp_path, kv_placement=KVPlacement(0.3, 0.3))
+    with real(checkpoint, plan) as executor:
+        wanted = moved(Driver(executor))
+    here = replace(machine(), cores=usable_threads())
+    with Simulation(ModelSizes.of_checkpoint(Checkpoint.open(checkpoint)), plan, here) as run:
+        assert moved(run.driver) == wanted
+        assert run.driver.executor.memory.purposes["device"]["states"] > 0

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from qoff.errors import ArgumentError, FormatError, QoffError, UnsupportedModelError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import PlainCache
 from qoff.models.adapters import AdapterFile, Adapters
 from qoff.models.forward_pass import ForwardPass
 from tests.adapters import save_adapter
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
-from tests.tolerances import DECODER_LOGITS, assert_close
+from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22, 23, 24])]
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
+FAMILIES += ["qwen3.5"]
 
 
 def logits(
@@ -30,7 +30,7 @@ def logits(
     each: list[str | None],
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    cache = PlainCache(run.decoder.head_shapes, len(PROMPTS))
+    cache = run.decoder.new_cache(len(PROMPTS))
     ragged = Ragged.of([len(p) for p in PROMPTS], [0] * len(PROMPTS))
     rows = torch.arange(ragged.tokens) if rows is None else rows
     work = ForwardPass(torch.cat(PROMPTS), ragged, cache, rows)
@@ -56,10 +56,11 @@ def test_each_row_has_the_logits_of_its_adapter(
     adapters = Adapters({name: tmp_path / name for name in ("all", "few")}, spec)
     adapters.load()
     each = ["few", None, "all"]
+    tolerance = DECODER_LOGITS if spec.linear is None else LINEAR_LOGITS
     found = logits(run, adapters, each).split([len(p) for p in PROMPTS])
     with torch.no_grad():
         for name, prompt, mine in zip(each, PROMPTS, found, strict=True):
-            assert_close(mine, models[name](prompt[None]).logits[0], tolerance=DECODER_LOGITS)
+            assert_close(mine, models[name](prompt[None]).logits[0], tolerance=tolerance)
     plain = logits(run, None, each).split([len(p) for p in PROMPTS])
     assert torch.equal(found[1], plain[1])
     assert not torch.allclose(found[0], plain[0], rtol=0.01)

@@ -224,7 +224,7 @@ class _SimulatedPass(PackedPass):
 class _SimulatedStates(_SimulatedCache, StatefulCache):
     """With states beside the blocks."""
 
-    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulPass:
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> _SimulatedStatefulPass:
         return _SimulatedStatefulPass(self, ragged, slots)
 
 
