@@ -43,6 +43,10 @@ back to an earlier token. So `draft_tokens`, `share_prefixes`, such a draft mode
 `QoffCache` are refused. Bits of `--kv` for single layers count the layers that attend. The matrix
 of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
+Gemma 4 31B and 26B-A4B run on a CPU only, too, in every other mode; K and V of their heads of 256
+and 512 channels are packed. Where keys are values as well, their matrix is stored twice. Gemma 4
+E2B and E4B, which have embeddings of their layers, are no family here.
+
 ## Other architectures
 
 Safetensors models of any other architecture that transformers has a causal language model for run
@@ -53,7 +57,7 @@ dequantized weights. What differs from the families above:
 - They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers'
   own, in float32 and padded like the batch. A packed KV cache replaces it, without padding, in
   models whose attention goes through transformers' attention interface, is causal or has a
-  sliding window, and has heads of 64, 80, 96, 128 or 256 channels for keys and values alike.
+  sliding window, and has heads of 64, 80, 96, 128, 256 or 512 channels for keys and values alike.
   Recurrent states stay transformers'. Other models are refused with the reason, which a trial
   without weights finds when the model is loaded.
 - Linear layers of decoder layers are quantized (also the transposed ones of GPT-2, and Falcon's),
@@ -127,7 +131,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
     found = [f"{norm} {' and '.join(place for place, used in places.items() if used)}"]
     rope = spec.rope
     if rope is not None:
-        whole = spec.rope_head_dim
+        whole = spec.rope_head_dim if spec.full_heads is None else spec.full_heads.head_dim
         part = "" if rope.dim == whole else f" of {rope.dim / whole:.0%} of a head"
         found.append(f"RoPE ({rope.kind}){part}")
     switches = {
@@ -141,6 +145,9 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "soft caps": spec.attention_soft_cap or spec.logit_soft_cap,
         "queries scaled by position": spec.query_scale is not None,
         "sinks": spec.sinks,
+        "normalized values": spec.value_norm,
+        "larger heads without a window": spec.full_heads is not None,
+        "scaled layers": spec.layer_scale,
         "latent attention": spec.latent is not None,
         "linear attention": spec.linear is not None,
         "gated attention": spec.gated_attention,
@@ -152,6 +159,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "scaled logits": spec.logit_scale != 1,
         "tied embeddings": spec.tie_word_embeddings,
         "experts": spec.experts is not None,
+        "an MLP beside experts": spec.experts is not None and spec.experts.beside,
         "routers with a correction": spec.experts is not None and spec.experts.correction,
         "groups of experts": spec.experts is not None and spec.experts.groups > 1,
         "a shared expert": spec.experts is not None and spec.experts.shared_size,

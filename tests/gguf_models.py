@@ -41,6 +41,7 @@ ARCHITECTURES = {  # by model_type
     "cohere2": ARCH.COHERE2,
     "exaone4": ARCH.EXAONE4,
     "seed_oss": ARCH.SEED_OSS,
+    "arcee": ARCH.ARCEE,
     "ernie4_5": ARCH.ERNIE4_5,
     "starcoder2": ARCH.STARCODER2,
     "qwen2_moe": ARCH.QWEN2MOE,
@@ -60,6 +61,7 @@ ARCHITECTURES = {  # by model_type
 }
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
+_PERMUTED += ("arcee",)
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
 _SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config

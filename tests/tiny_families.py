@@ -419,6 +419,10 @@ FAMILIES |= {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+FAMILIES |= {
+    "arcee": {"model_type": "arcee", "num_key_value_heads": 2},
+    "jais2": {"model_type": "jais2", "num_key_value_heads": 2},
+}
 _GEMMA4 = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 3,

@@ -56,7 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # llama.cpp has no such architecture, does not tell it from another, splits its text by a rule that
 # is not known here.
 WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "olmo3", "solar-open", "exaone-moe", "hy-v3")
-WITHOUT += ("qwen3.5", "qwen3.5-moe", "glm4-moe-lite", "ministral", "internlm3", "cwm")
+WITHOUT += ("qwen3.5", "qwen3.5-moe", "glm4-moe-lite", "ministral", "internlm3", "cwm", "jais2")
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,15 @@ def test_tokens_follow_the_rule(text: str) -> None:
     assert TOKENIZER.decode(ids(TOKENIZER, text)) == text
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_given_merges_are_those_of_the_scores(text: str) -> None:
+    ways = [(word[:at], word[at:]) for word in WORDS for at in range(1, len(word))]
+    merges = [f"{a} {b}" for a, b in ways if a in IDS and b in IDS]
+    given = build_tokenizer(metadata(model="gemma4", scores=None, merges=merges), 512)
+    assert ids(given, text) == by_the_rule(text, prefix=False)
+    assert given.decode(ids(given, text)) == text
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.text(st.sampled_from("thenrigado 12é!") | st.characters(exclude_categories=["Cs"])),

@@ -23,8 +23,9 @@ from .family import (
 def _gemma(config: Any) -> Fields:
     """Llama with scaled embeddings and a GELU."""
     act = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if getattr(config, "use_bidirectional_attention", None):
-        raise unsupported("use_bidirectional_attention", True, "false")
+    both = getattr(config, "use_bidirectional_attention", None)
+    if both and both != "vision":  # between images, which are not read
+        raise unsupported("use_bidirectional_attention", both, "false")
     return {
         "activation": activation(act or "gelu_pytorch_tanh"),
         **biases(config.attention_bias),

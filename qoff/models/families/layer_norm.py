@@ -1,4 +1,4 @@
-"""Families with LayerNorm: OPT, GPT-NeoX and StarCoder2, whose MLPs have no gate, Command-R."""
+"""Families with LayerNorm: OPT, GPT-NeoX and others, whose MLPs have no gate, and Command-R."""
 
 from __future__ import annotations
 
@@ -65,6 +65,15 @@ def _starcoder2(config: Any) -> Fields:
         "gated": False,
         **biases(config.use_bias, config.use_bias),
         "sliding_window": one_window(config),
+    }
+
+
+def _jais2(config: Any) -> Fields:
+    return {
+        "norm": "layer",
+        "norm_eps": config.layer_norm_eps,
+        "gated": False,
+        **biases(config.attention_bias, config.mlp_bias),
     }
 
 
@@ -143,6 +152,7 @@ FAMILIES = {
             fused_qkv="heads",
         ),
     ),
+    "jais2": Family("Jais 2 8B, 70B", _jais2),
     "cohere": Family("Command-R 35B", _cohere, _COHERE_NAMES),
     "cohere2": Family("Command R7B, Command A", _cohere2, _COHERE_NAMES),
     "starcoder2": Family(

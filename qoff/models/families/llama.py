@@ -114,6 +114,11 @@ def exaone4(config: Any) -> Fields:
     }
 
 
+def _arcee(config: Any) -> Fields:
+    """Llama whose MLP has no gate."""
+    return {**_llama(config), "gated": False}
+
+
 def _seed_oss(config: Any) -> Fields:
     """Llama whose output projection has a bias of its own."""
     return {**_llama(config), "o_bias": config.attention_out_bias}
@@ -157,6 +162,7 @@ FAMILIES = {
     "olmo2": Family("OLMo 2", _olmo2, _AFTER),
     "olmo3": Family("OLMo 3", _olmo3, _AFTER),
     "exaone4": Family("EXAONE 4", exaone4, _AFTER),
+    "arcee": Family("Arcee AFM 4.5B", _arcee),
     "seed_oss": Family("Seed-OSS 36B", _seed_oss),
     "ernie4_5": Family("ERNIE 4.5 0.3B", _ernie4_5, TensorNames(rope_pairs=True)),
     "glm": Family("GLM-4 9B of 2024", _glm, TensorNames(fused_gate_up=True, rope_pairs=True)),

@@ -91,6 +91,14 @@ SOURCES: Mapping[str, Family] = {
         gemma.FAMILIES,
         {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")},
     ),
+    "gemma4": replace(
+        _family(
+            "Gemma 4 31B, 26B-A4B",
+            gemma.FAMILIES,
+            {"gemma4_text": ("gemma4_text", "Gemma4ForCausalLM")},
+        ),
+        runs=lambda config: gemma.runs_gemma4(config.get("text_config") or {}),
+    ),
     "llama4": _family(
         "Llama 4",
         experts.FAMILIES,

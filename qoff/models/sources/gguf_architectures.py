@@ -142,6 +142,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture("granite", "GraniteForCausalLM", dense.granite, rope_pairs=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", dense.olmo2),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", dense.exaone4),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", dense.llama, rope_pairs=True),
     "seed_oss": Architecture(
         "seed_oss", "SeedOssForCausalLM", dense.seed_oss, modules=_NORM_BEHIND_ATTENTION
     ),
