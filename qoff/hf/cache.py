@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import EllipsisType
 from typing import Any, Self
 
@@ -28,7 +29,9 @@ class QoffCache(Cache):
 
     model: from `qoff.load`; others with the same attention can go on with the cache, too.
     batch_size: sequences; an empty cache takes on those of the first batch it meets. kv: as for
-    `qoff.load`; by default what the model was loaded with.
+    `qoff.load`; by default what the model was loaded with. keeps: all blocks; otherwise layers with
+    sliding windows keep what they will read, and `crop` raises ArgumentError for more than 128
+    columns where that is not enough.
     `crop` goes back to an earlier column, and `copy.deepcopy` keeps a state to come back to.
     Raises OpError for another model than qoff's, and ArgumentError and OpError as `qoff.load` does.
 
@@ -44,6 +47,7 @@ class QoffCache(Cache):
         batch_size: int = 1,
         *,
         kv: KVQuant | KVBits | EllipsisType | None = ...,
+        keeps: bool = True,
     ) -> None:
         self.layers = []  # of transformers' own caches; there is one store for all layers here
         runtime = getattr(model, "runtime", None)
@@ -54,10 +58,10 @@ class QoffCache(Cache):
         if batch_size < 1:
             raise OpError(f"a cache is for at least one sequence, not {batch_size}")
         self.shapes: tuple[object, ...] = runtime.decoder.cache_shapes
-        if kv is ...:
-            self.tokens = runtime.new_cache(batch_size)
-        else:
-            self.tokens = runtime.decoder.new_cache(batch_size, kv=kv_quant(kv))
+        form = runtime.kv if kv is ... else kv_quant(kv)
+        if form is not None and keeps:
+            form = replace(form, keeps=True)
+        self.tokens = runtime.decoder.new_cache(batch_size, kv=form)
         budget = getattr(model, "budget", None)
         self._bounded_by = None if budget is None else weakref.ref(budget)
         self.room = 0  # tokens of each sequence that room was made for

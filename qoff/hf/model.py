@@ -228,7 +228,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         cache = model_kwargs.get("past_key_values")
         if cache is None:
-            model_kwargs["past_key_values"] = cache = QoffCache(self, batch_size * copies)
+            cache = QoffCache(self, batch_size * copies, keeps=False)
+            model_kwargs["past_key_values"] = cache
         if isinstance(cache, QoffCache):
             cache.prepare(self.runtime.decoder.cache_shapes, batch_size * copies)
             cache.make_room(max_cache_length, [1] * batch_size * copies, batch_size * copies)

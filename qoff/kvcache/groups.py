@@ -140,12 +140,15 @@ class GroupBlocks:
 
     def make(self, slot: int, count: int, length: int, expected: int) -> NewBlocks:
         """Take `count` blocks, after which the sequence has `length` tokens. Raises BudgetError."""
-        first = len(self.blocks[slot])
-        skipped = max(0, min(self.group.unseen(length) - first, count))
+        first, skipped = len(self.blocks[slot]), self.skipped(slot, count, length)
         places = range(first, first + count)
         numbers = [self.store.stands_for(index, expected) for index in places[:skipped]]
         numbers += self.store.allocate(places[skipped:], expected, self.first_owner + slot)
         return NewBlocks(first, numbers, skipped)
+
+    def skipped(self, slot: int, count: int, length: int) -> int:
+        """How many of `count` new blocks nobody reads when the sequence has `length` tokens."""
+        return max(0, min(self.group.unseen(length) - len(self.blocks[slot]), count))
 
     def add(self, slot: int, new: NewBlocks) -> None:
         """They are the sequence's."""

@@ -41,6 +41,7 @@ class KVQuant:
     sinks: int = 0  # nor are the oldest so many, a multiple of 16
     values_rotated: bool = True  # V turned by a Hadamard matrix before it is packed
     attention_top: float = 1.0  # part of its packed blocks that a single new token attends to
+    keeps: bool = False  # blocks that no layer will read, so that all tokens can be forgotten again
 
     def __post_init__(self) -> None:
         for k_bits, v_bits in ((self.k_bits, self.v_bits), *self.layers.values()):

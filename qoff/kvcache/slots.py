@@ -112,9 +112,10 @@ class SlotCache(KVCache):
     def _most(self, group: GroupBlocks, tokens: int) -> int:
         """The most blocks of a group, with those that a pass makes beside those that it reads."""
         most = self.blocks_of(tokens, self.window, self.sinks)
-        if group.group.reach:
-            most = min(most, 2 * group.group.blocks_at_once(tokens, self.window))
-        return self.sequences * most
+        if not group.group.reach:
+            return self.sequences * most
+        most = min(most, 2 * group.group.blocks_at_once(tokens, self.window))
+        return self.sequences * most + 1  # a GPU has a spare one in a pass
 
     def begin(self, ragged: Ragged) -> CachePass:
         """As `KVCache.begin`. A pass that has not ended is given back.
@@ -142,7 +143,7 @@ class SlotCache(KVCache):
 
     def room(self, slot: int) -> int:
         """How many tokens a sequence gets before one completes a block."""
-        unpacked = self.lengths[slot] - self.packed[slot]
+        unpacked = self.lengths[slot] - BLOCK_TOKENS * len(self.blocks[slot])
         return self.sinks + self.window + BLOCK_TOKENS - 1 - unpacked
 
     def subset(self, slots: Sequence[int]) -> SlotSubset:

@@ -8,6 +8,7 @@ from typing import Any
 
 from qoff.errors import QoffError
 from qoff.kvcache import KVQuant
+from qoff.kvcache.groups import layer_groups
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.units import format_size
 
@@ -78,6 +79,7 @@ class Explained:
     def warnings(self) -> Iterator[str]:
         """What the user may not expect."""
         yield from self.machine.notes
+        yield from self._windows()
         if not self.found.offloads:
             yield "everything fits the device: no offloading is needed, and it would only cost time"
         if self.found.hits is not None:
@@ -101,6 +103,24 @@ class Explained:
         gap = self.found.seconds / self.found.bound - 1 if self.found.bound else 0.0
         if gap > 0.05:
             yield f"no plan is faster than {1 + gap:.2f} times this one, by the same model"
+
+    def _windows(self) -> Iterator[str]:
+        """Layers that do not see all tokens, and what they keep."""
+        plan, shapes = self.found.plan, self.sizes.shapes
+        most = plan.blocks_per_sequence
+        kept = {
+            layer: group.blocks_at_once(plan.context, plan.kv.window) if group.reach else most
+            for group in plan.layer_groups(shapes, self.machine.on_gpu)
+            for layer in group.layers
+        }
+        for group in layer_groups(shapes, tokens=plan.context):
+            if group.reach:
+                blocks = kept[group.layers[0]]
+                seen = f"{'a chunk of' if group.reach < 0 else 'the newest'} {abs(group.reach):,}"
+                does = f"{blocks:,} of {most:,} KV blocks of a sequence" if blocks < most else "all"
+                yield (
+                    f"{len(group.layers)} of {len(shapes)} layers see {seen} tokens and keep {does}"
+                )
 
     def changes(self) -> list[tuple[str, ...]]:
         """Rows: what would be changed, new tokens/s, and how much faster, by the model alone."""

@@ -100,8 +100,7 @@ def _windowed_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> D
     """Of layers that free blocks, which are on the device."""
     size = plan.batch_size
     each = group.blocks_at_once(plan.context, plan.kv.window)
-    # A pass packs all that it completes.
-    made = (plan.pass_tokens + (BLOCK_TOKENS - 1) * size) // BLOCK_TOKENS
+    made = 1 + group.made_at_once(plan.pass_tokens, size, plan.kv.window, plan.context)
     kept = size * min(plan.blocks_per_sequence, each)
     most = min(kept + made, size * plan.blocks_per_sequence)
     nowhere = BlockPlan(records, dict.fromkeys(TIERS, 0), plan.batches * size, 0, True)

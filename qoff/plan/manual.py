@@ -112,9 +112,9 @@ class Plan:
         """Whether blocks that lie behind the windows of their layers are free.
 
         They are kept where other prompts may begin with them (`share_prefixes`), and where a token
-        attends to a part of the blocks.
+        attends to a part of the blocks. So they are where the form of the cache says it.
         """
-        return not self.share_prefixes and self.kv.attention_top == 1
+        return not (self.share_prefixes or self.kv.keeps) and self.kv.attention_top == 1
 
     def layer_groups(
         self, shapes: Sequence[HeadShape], on_gpu: bool = False

@@ -51,8 +51,11 @@ def with_all_blocks(path: Path, plan: Plan) -> list[tuple[int, ...]]:
 
 
 def blocks_used(llm: LLM) -> int:
-    stores = llm._executor.stores
-    return sum(one.used(tier) for one in stores for tier in TIERS)  # type: ignore[union-attr]
+    used = 0
+    for store in llm._executor.stores:
+        assert isinstance(store, TieredBlocks)
+        used += sum(store.used(tier) for tier in TIERS)
+    return used
 
 
 @pytest.mark.parametrize(

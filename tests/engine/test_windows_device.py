@@ -39,23 +39,24 @@ def test_answers_are_those_with_all_blocks(
     plan = replace(PLAN, kv=KV, kv_placement=placement, prefill_tokens=100)
     with LLM(windowed, plan, **where) as llm:
         found, memory = [x.token_ids for x in answers(llm)], llm.memory
+        pools = list[int]()
         for store in llm._executor.stores:
             assert isinstance(store, DeviceBlocks)
             assert store.pool.used == 0
+            pools += [layer.nbytes for layer in store.pool.layers]
         assert memory.on_gpu is not None
         _, (group, part) = memory.on_gpu.groups
         assert group.layers == (1,)
         assert group.reach == 40
-        # A window is in one whole block at most; each batch may make three more in a pass.
-        assert part.resident == 2 * (2 * 1 + (100 + 2 * 63) // 64)
+        # A window has one whole block at most; a pass makes one more each, and has a spare one.
+        assert part.resident == 2 * (2 * 1 + 2 + 1)
         for tier in (DEVICE, HOST):
             arena = llm._executor.arenas[tier]
             names = ("KV blocks", "KV on the move")
             assert arena.capacity == sum(memory.purposes[tier][name] for name in names)
             assert arena.capacity - arena.used < PAGE
-        pools = [layer.nbytes for store in llm._executor.stores for layer in store.pool.layers]
     monkeypatch.setattr(Plan, "frees", False)
     with LLM(windowed, plan, **where) as llm:
         assert len(llm._executor.stores) == 1
         assert [x.token_ids for x in answers(llm)] == found
-    assert pools[1] == part.pool_bytes
+    assert 0 <= part.pool_bytes - pools[1] < PAGE

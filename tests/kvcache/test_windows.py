@@ -200,6 +200,8 @@ def test_a_device_cache_frees_blocks_and_computes_the_same() -> None:
     kept = sum(twins.frees.packed) // 64
     assert live[0] == kept == 7
     assert max(live[1:]) < kept
+    pools = [group.store.pool.capacity for group in twins.frees.groups]  # type: ignore[attr-defined]
+    assert max(pools[1:]) == 16  # which they grow by
     for cache in twins.both:
         cache.reset(0)
         cache.fork(1, 0)

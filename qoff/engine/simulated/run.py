@@ -166,6 +166,7 @@ def simulated(
     )
 
 
+@torch.inference_mode()  # as passes are, in which tables may have grown
 def _remember(cache: SlotCache, slot: int, tokens: int, expected: int) -> None:
     """Let a slot have a sequence of so many tokens, whatever it had; 0: none."""
     cache.reset(slot, expected)

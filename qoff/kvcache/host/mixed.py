@@ -48,6 +48,7 @@ def host_cache(
             sinks=kv.sinks,
             attention_top=kv.attention_top,
             values_rotated=kv.values_rotated,
+            frees=not kv.keeps,
         )
     plain = [shape for shape, there in zip(shapes, is_packed, strict=True) if not there]
     if plain:

@@ -38,10 +38,10 @@ class PackedCache(SlotCache):
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
     their blocks. attention_top: see `LayerCache.top`. store: where all blocks lie, which are kept.
     stores: of groups of layers instead. By default both are memory that grows, groups are those of
-    the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; attention to a part
-    of the blocks keeps them all. workspace: for passes of many tokens, shared with other caches;
-    None: each pass has its own. values_rotated: see `LayerCache`. Raises ArgumentError for `sinks`
-    with layers that attend to a sliding window.
+    the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; without `frees`, and
+    where attention is to a part of the blocks, they are all kept. workspace: for passes of many
+    tokens, shared with other caches; None: each pass has its own. values_rotated: see `LayerCache`.
+    Raises ArgumentError for `sinks` with layers that attend to a sliding window.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class PackedCache(SlotCache):
         sinks: int = 0,
         attention_top: float = 1.0,
         values_rotated: bool = False,
+        frees: bool = True,
         store: BlockStore | None = None,
         stores: Mapping[LayerGroup, BlockStore] | None = None,
         workspace: RecentWorkspace | None = None,
@@ -69,7 +70,7 @@ class PackedCache(SlotCache):
         if store is not None:
             stores = {one_group(shapes)[0]: store}
         elif stores is None:
-            frees = attention_top == 1
+            frees = frees and attention_top == 1
             stores = {
                 group: GrowingBlocks(
                     [forms[i] for i in group.layers], [shapes[i].kv_heads for i in group.layers]

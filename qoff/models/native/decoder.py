@@ -17,7 +17,7 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
-from qoff.kvcache.device.cache import DeviceCachePass
+from qoff.kvcache.device.cache_pass import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.states import StateCache
 from qoff.memory import HEAD, Unit, Weights
@@ -172,6 +172,7 @@ class Decoder:
             capacity=capacity,
             steady=self.replays is not None,
             values_rotated=kv.values_rotated,
+            frees=not kv.keeps,
             device=self.device,
             dtype=self.dtype,
         )
