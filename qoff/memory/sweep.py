@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from .slots import SlotRing
 
 if TYPE_CHECKING:
     from qoff.kernels.cpu.jit.recorder import JobReplay
     from qoff.kernels.cpu.jit.slots import Slots
-
-    from .store import Weights
 
 
 class Sweep:
@@ -22,7 +20,11 @@ class Sweep:
     """
 
     def __init__(
-        self, weights: list[Weights], slots: Sequence[int | None], words: Slots, ring: SlotRing
+        self,
+        weights: list[Mapping[str, Any]],
+        slots: Sequence[int | None],
+        words: Slots,
+        ring: SlotRing,
     ) -> None:
         self.weights = weights
         self._slots, self._words, self._ring = slots, words, ring
