@@ -17,7 +17,7 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.convert.convert import convert
 from qoff.models.modules.configs import is_native
-from qoff.models.native.decoder import check_kv, head_shapes
+from qoff.models.native.decoder import check_on_gpu
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer
@@ -58,7 +58,7 @@ def test_generates_what_transformers_does(checkpoint: Path) -> None:
 def test_a_gpu_is_refused_in_a_line(checkpoint: Path) -> None:
     spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
     with pytest.raises(ArgumentError, match="no kernel for a GPU yet; use device"):
-        check_kv(head_shapes(spec), PLAN.kv, on_device=True)
+        check_on_gpu(spec)
 
 
 def test_embeddings_of_layers_go_through_modules() -> None:

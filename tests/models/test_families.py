@@ -37,6 +37,7 @@ _VISION = {
 }
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": _VISION,
+    "gemma4": {**_VISION, "num_key_value_heads": 2, "head_dim": 16},
     "mistral3": {**_VISION, "head_dim": 16, "model_type": "pixtral"},
     "llama4": {
         **_VISION,
@@ -56,6 +57,7 @@ VISION |= {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN}
 _TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 32}
 SEEN_BY: dict[str, dict[str, Any]] = {
     "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
+    "gemma4": {**TINY, **FAMILIES["gemma4"]},
     "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
     "ministral3": {**_TEXT, **FAMILIES["ministral3"]},
     "llama4": {**TINY, **FAMILIES["llama4"]},
@@ -112,6 +114,7 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
     [
         ("gemma3", "gemma3_text", "new"),
         ("gemma3", "gemma3_text", "old"),
+        ("gemma4", "gemma4_text", "new"),
         ("mistral3", "mistral", "old"),
         ("mistral3", "ministral3", "old"),
         ("qwen3_vl", "qwen3", "new"),
@@ -123,7 +126,7 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
 def test_a_model_that_sees_becomes_its_language_model(
     tmp_path: Path, kind: str, text: str, naming: str
 ) -> None:
-    tied = text == "gemma3_text"
+    tied = text in ("gemma3_text", "gemma4_text")
     config = AutoConfig.for_model(
         kind,
         text_config=SEEN_BY[text if text == "ministral3" else kind],
