@@ -86,6 +86,7 @@ class SlotRing:
         self._closed = False
         self._words: Slots | None = None  # of the slots, in sweeps
         self._sweep: _Sweep | None = None  # under way
+        self._unsettled: list[_Load] = []  # of one that was given up, with an interrupt on the way
         with self._lock:
             self._read_ahead()
 
@@ -100,6 +101,7 @@ class SlotRing:
                 raise ArgumentError("the weight store is closed")
             if self._sweep is not None:
                 raise RuntimeError(f"unit {unit!r} is asked for in the middle of a sweep")
+            self._settle()
             load = self._find(unit) or self._jump(unit)
             load.holders += 1
         start = self._transfers.clock.now()
@@ -145,6 +147,7 @@ class SlotRing:
         than to be read from its file: a copy, a check, another packing.
         """
         with self._lock:
+            self._settle()
             loads, count = self._loads, len(units)
             ahead = [self._order[(self._next + i) % len(self._order)] for i in range(count)]
             order = [*(load.unit for load in loads), *ahead][:count]
@@ -160,11 +163,16 @@ class SlotRing:
             if words.failed or not all(self._tell(load, words) for load in loads if count):
                 return None
             slots = [loads[i % len(loads)].slot for i in range(count)]
-            sweep = _Sweep(count, words)
-            if count:
-                turns = [words.used(slot) + 1 + i // len(loads) for i, slot in enumerate(slots)]
-                self._read_in_sweep(sweep, ahead, stamps, slots, turns)
-            self._sweep = sweep
+            self._sweep = sweep = _Sweep(count, words)
+            try:
+                if count:
+                    turns = [words.used(slot) + 1 + i // len(loads) for i, slot in enumerate(slots)]
+                    self._read_in_sweep(sweep, ahead, stamps, slots, turns)
+            except BaseException:
+                self._sweep = None
+                if sweep.request is not None:
+                    self._give_up(sweep)
+                raise
             return words, slots
 
     def swept(self, done: bool) -> None:
@@ -173,20 +181,14 @@ class SlotRing:
             sweep, self._sweep = self._sweep, None
             assert sweep is not None
             self.wait_s += sweep.words.waited_s()
-            if not done and sweep.count:
-                sweep.stop()
-            if self._closed or not sweep.count:
+            if not sweep.count:
                 return
-            self._loads += sweep.loads
-            if done:
+            if not done:
+                self._give_up(sweep)
+            elif not self._closed:
+                self._loads += sweep.loads
                 del self._loads[: sweep.count]
                 self._next = (self._next + sweep.count) % len(self._order)
-                return
-            for load in self._loads:
-                load.read.settle()
-            self._loads.clear()
-            recycle = self._transfers.recycle
-            self._free = [(slot, recycle(memory)) for slot, memory in enumerate(self._slots)]
 
     def close(self) -> None:
         """Read nothing more, forget everything; the transfers then stop what is under way."""
@@ -194,6 +196,23 @@ class SlotRing:
             self._closed = True
             self._loads.clear()
             self._free.clear()
+
+    def _give_up(self, sweep: _Sweep) -> None:
+        """End the reads of a sweep; what is in slots is forgotten."""
+        sweep.stop()
+        if self._closed:
+            return
+        self._unsettled, self._loads = [*self._loads, *sweep.loads], []
+        self._settle()
+
+    def _settle(self) -> None:
+        """Free the slots of a sweep that was given up, once nothing is written to them any more."""
+        for load in self._unsettled:
+            load.read.settle()
+        if self._unsettled:
+            self._unsettled = []
+            recycle = self._transfers.recycle
+            self._free = [(slot, recycle(memory)) for slot, memory in enumerate(self._slots)]
 
     def _find(self, unit: Unit) -> _Load | None:
         """The first element of this unit; the idle ones before it are dropped."""

@@ -126,6 +126,7 @@ class Begun(NamedTuple):
     ids: Tensor  # int64 [M], the new tokens, and padding
     key: Hashable | None  # of what can be recorded
     stays: bool  # whether hidden states and KV cache stay where they are
+    rows: Tensor | None = None  # the tokens embedded, [M, hidden_size], where that was done
 
 
 @dataclass(eq=False)

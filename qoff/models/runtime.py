@@ -240,7 +240,7 @@ class Runtime:
 
 def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tensor | None:
     """As `Decoder.follow`. Raises ArgumentError where the store is closed."""
-    if not isinstance(decoder, Decoder) or run.cache.ended is None:
+    if not isinstance(decoder, Decoder) or not decoder.resident or run.cache.ended is None:
         return None
     with store.use(HEAD):
         return decoder.follow(run)
@@ -256,7 +256,7 @@ def followed_tokens(
     decoder: AnyDecoder, store: WeightStore, run: ForwardPass, *choosing: Any
 ) -> list[list[int]]:
     """As `Following.tokens`. Raises ArgumentError where the store is closed."""
-    if not isinstance(decoder, Decoder) or run.cache.ended is None:
+    if not isinstance(decoder, Decoder) or not decoder.resident or run.cache.ended is None:
         return []
     with store.use(HEAD):
         return decoder.follow_with_tokens(run, *choosing)

@@ -37,11 +37,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(
-    path: Path, slots: int = 2, preadv: Preadv = os.preadv, timeline: Timeline | None = None
+    path: Path,
+    slots: int = 2,
+    preadv: Preadv = os.preadv,
+    timeline: Timeline | None = None,
+    outer: bool = True,
 ) -> Iterator[Run]:
-    """All layers stream, and slots are poisoned; with a timeline they are computed one by one."""
+    """All layers stream, and slots are poisoned; with a timeline they are computed one by one.
+
+    outer: whether embedding and head are in memory.
+    """
     checkpoint = Checkpoint.open(path)
-    plan = residency_of(checkpoint, set(checkpoint.outer.weights), slots)
+    plan = residency_of(checkpoint, set(checkpoint.outer.weights) if outer else set(), slots)
     transfers = ThreadTransfers(DiskReader(chunk=4096, preadv=preadv))
     hooks = Instrumentation(poison=True, timeline=timeline)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,6 +107,22 @@ def test_a_step_is_one_recording_and_gives_the_same_bits(
         assert run.replays.replayed >= STEPS - turns - 1
         run.step()
         assert run.runtime.stats().disk_bytes > before
+
+
+def test_rows_of_an_embedding_on_disk_come_before_threads_wait_for_slots(
+    path: Path, expected: Tensor
+) -> None:
+    with opened(path, outer=False) as run:
+        assert torch.equal(run.steps(), expected)
+        assert run.replays.replayed
+
+
+def test_gemma_4_is_recorded(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each layer's output is scaled by a number among its weights."""
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "gemma4")
+    with opened(path, timeline=Timeline()) as alone, opened(path) as run:
+        assert torch.equal(run.steps(), alone.steps())
+        assert run.replays.replayed
 
 
 def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 
 from llvmlite import ir
 from numba import types
@@ -15,7 +16,7 @@ from .emit import I32, I64
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _WAIT, _WAKE = 128, 129  # process-private
-_MONOTONIC = 1  # the clock of `time.perf_counter`
+_MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)  # the clock of `time.perf_counter`
 _SECOND = 1_000_000_000
 
 _i64 = types.int64

@@ -150,7 +150,8 @@ class DiskReader:
     ) -> ReadRequest:
         """Start reading `dest.numel()` bytes at `offset` of a file into `dest`, uint8 on the host.
 
-        An urgent request goes before all that wait. The future ends with DiskReadError, naming file
+        An urgent request goes before all that wait; beside a list it is read here and now. The
+        future ends with DiskReadError, naming file
         and offset, when the file cannot be opened or read or is too short.
         """
         return self.submit_parts(path, [(offset, dest)], urgent)
@@ -175,7 +176,10 @@ class DiskReader:
                 chunks.append(
                     partial(self._read, request, file, offset + start, piece, address + start)
                 )
-        request.follow([self._workers.submit(chunk, urgent) for chunk in chunks])
+        if urgent and self._lists:  # all threads may wait for slots
+            request.follow([_made(chunk) for chunk in chunks])
+        else:
+            request.follow([self._workers.submit(chunk, urgent) for chunk in chunks])
         return request
 
     def submit_runs(self, path: Path, runs: Sequence[Run], dest: Tensor) -> ReadRequest:
@@ -236,9 +240,13 @@ class DiskReader:
                 failed(error)
 
         calls = []
-        for _ in range(self._threads):
-            calls.append(self._workers.submit(partial(self._read_list, request, reads, places)))
-            calls[-1].add_done_callback(ended)
+        try:
+            for _ in range(self._threads):
+                calls.append(self._workers.submit(partial(self._read_list, request, reads, places)))
+                calls[-1].add_done_callback(ended)
+        except BaseException:  # an interrupt: nobody would stop it
+            reads.stop()
+            raise
         request.follow(calls)
         return request
 
@@ -341,6 +349,16 @@ class _ListRequest(ReadRequest):
     def abandon(self) -> None:
         super().abandon()
         self._reads.stop()
+
+
+def _made(call: Callable[[], None]) -> Future[None]:
+    """A call that was made here and now."""
+    future = Future[None]()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _split(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:

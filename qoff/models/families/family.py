@@ -180,6 +180,13 @@ def rope_of(config: Any, parameters: Mapping[str, Any], head_dim: int) -> RopeSp
     return RopeSpec(str(kind), float(theta), dim, tuple(sorted(rope.items())))
 
 
+def whole_heads(rope: RopeSpec, head_dim: int) -> RopeSpec:
+    """The same. Raises UnsupportedModelError where it rotates a part of a head."""
+    if rope.dim != head_dim:  # transformers takes no notice of the factor in these families
+        raise unsupported("rope_parameters.partial_rotary_factor", rope.dim / head_dim, "1")
+    return rope
+
+
 def query_scale(config: Any) -> tuple[Fields, dict[str, Any]]:
     """How queries are scaled by position, and the `rope_parameters` without what says so."""
     rope = dict(config.rope_parameters)

@@ -16,6 +16,7 @@ from .family import (
     for_all,
     positive,
     rope_of,
+    whole_heads,
     windows,
 )
 
@@ -84,7 +85,9 @@ def _gemma4(config: Any) -> Fields:
         "logit_soft_cap": config.final_logit_softcapping or 0.0,
         "sliding_window": windows(config),
         "rope": rope_of(config, ropes["full_attention"], full.head_dim),
-        "local_rope": rope_of(config, ropes["sliding_attention"], sliding.head_dim),
+        "local_rope": whole_heads(
+            rope_of(config, ropes["sliding_attention"], sliding.head_dim), sliding.head_dim
+        ),
         "rope_layers": (True,) * layers,
     }
     if config.enable_moe_block:

@@ -7,7 +7,16 @@ from typing import Any
 from qoff.models.spec_parts import ExpertsSpec, RopeSpec, unsupported
 from qoff.schema import is_number
 
-from .family import Family, Fields, TensorNames, activation, biases, common_fields, head_dim_of
+from .family import (
+    Family,
+    Fields,
+    TensorNames,
+    activation,
+    biases,
+    common_fields,
+    head_dim_of,
+    whole_heads,
+)
 
 
 def _hunyuan(config: Any) -> Fields:
@@ -22,6 +31,8 @@ def _rope(config: Any) -> RopeSpec | None:
     found: RopeSpec | None = common_fields(config)["rope"]
     parameters = config.rope_parameters or {}
     if found is None or found.kind != "dynamic" or not (alpha := parameters.get("alpha")):
+        if found is not None and found.kind == "default":
+            whole_heads(found, head_dim_of(config))
         return found
     if not is_number(alpha) or not alpha > 0:
         raise unsupported("rope_parameters.alpha", alpha, "a number above 0")

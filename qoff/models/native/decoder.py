@@ -199,13 +199,14 @@ class Decoder:
         Which units it yields does not depend on the pass. A tied embedding comes as "lm_head". It
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
-        ids, key, stays = run.begun or self.begin(run)
+        ids, key, stays, rows = run.begun or self.begin(run)
         swept, run.begun, run.swept = run.swept, None, False
         if key is not None and self.resident and stays:
             run.tokens = ids
             logits = yield from self._whole(run, key)
         else:
-            rows = None if swept else self.embedded(ids)
+            if rows is None and not swept:
+                rows = self.embedded(ids)
             logits = yield from self._units(run, rows, run.logit_rows, key)
         assert run.cached is not None
         run.cached.end()

@@ -275,7 +275,7 @@ class Layer:
     def _layer_scale(self, weights: Weights) -> float:
         """What the layer's output is multiplied by."""
         scale = vector(weights, names.LAYER_SCALE)
-        return 1.0 if scale is None else float(scale)
+        return 1.0 if scale is None else scale.numpy().item()  # `float(scale)` is not recorded
 
     def _streamed_experts(
         self,

@@ -35,9 +35,15 @@ def sweep_layers(
         if run.begun.key is None or not run.begun.stays:
             return
         begun.append(run.begun)
+    # Rows that are read from disk come now: later the threads that read wait for slots.
+    for run, one in zip(runs, begun, strict=True):
+        run.begun = one._replace(rows=decoder.embedded(one.ids))
+    begun = [run.begun for run in runs if run.begun is not None]
     sweep = begin()
     if sweep is None:
         return
+    for run, one in zip(runs, begun, strict=True):
+        run.begun = one._replace(rows=None)
     with sweep:
         _swept(decoder, runs, begun, sweep, replays)
 
@@ -63,7 +69,10 @@ def _swept(
 
     for run, count in zip(runs, counts, strict=True):
         run.workspace = (run.workspace or decoder.steady_workspace(count)).upto(count)
-    x = torch.cat([decoder.embedded(one.ids) for one in begun])
+        assert run.cached is not None
+        for layer in range(len(sweep.weights)):
+            run.cached.arrive(layer)  # nothing moves, but states are written to from here on
+    x = torch.cat([one.rows for one in begun if one.rows is not None])
     key = (*map(id, sweep.weights), *((one.key, len(one.ids)) for one in begun))
     hidden = replays.run(key, sweep.weights, x, work, using=sweep.run)
     for run, rows in zip(runs, hidden.split(counts), strict=True):
