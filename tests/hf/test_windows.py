@@ -49,7 +49,11 @@ def test_a_cache_that_keeps_all_goes_back_anywhere(model: qoff.QoffForCausalLM) 
         cache.crop(650 - cache.get_seq_length())
         logits.append(model(torch.tensor([[5, 6]]), past_key_values=cache).logits)
     assert torch.equal(*logits)
-    assert frees.nbytes < kept.nbytes
+    held = []
+    for cache in (kept, frees):
+        assert isinstance(cache.tokens, PackedCache)
+        held.append(sum(len(g.live(0)) * len(g.group.layers) for g in cache.tokens.groups))
+    assert held[1] < held[0] == 3 * cache.tokens.packed[0] // 64
     kept.crop(10 - kept.get_seq_length())
     with pytest.raises(ArgumentError, match="cannot be forgotten; start with an empty cache"):
         frees.crop(10 - frees.get_seq_length())
