@@ -355,9 +355,11 @@ def _made(call: Callable[[], None]) -> Future[None]:
     """A call that was made here and now."""
     future = Future[None]()
     try:
-        future.set_result(call())
+        call()
     except Exception as error:
         future.set_exception(error)
+    else:
+        future.set_result(None)
     return future
 
 
