@@ -173,8 +173,8 @@ def rehearsed() -> tuple[Mapping[str, Config], tuple[Row, ...]]:
         "mixtral-8x7b": _MIXTRAL | gated,
         "deepseek-v2-lite": _DEEPSEEK
         | tiny
-        | {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 64}
-        | {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        | {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 128}
+        | {"num_key_value_heads": 2, "n_routed_experts": 16, "num_experts_per_tok": 2},
     }
     size: dict[str, Any] = {"prompt": 96, "new": 4, "limit_s": 30.0}
     flags = _30B.replace("size 48", "size 2").replace("512", "96").replace("len 32", "len 4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +179,10 @@ def test_what_ends_a_recording_in_the_middle_ends_the_pass_and_no_more(
     happen: Callable[[], object],
     error: type[BaseException],
     text: str | None,
+    request: pytest.FixtureRequest,
 ) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored here
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     trouble = Trouble(happen)
     with opened(path, preadv=trouble.preadv) as run:
         run.steps()
