@@ -68,7 +68,7 @@ class BatchSlots:
         """Empty a sequence's slot; its blocks are free at once."""
         slot = self._slot_of(sequence)
         sequence.ended = True
-        blocks = self.cache.blocks[slot]
+        blocks = list(self.cache.blocks[slot])
         del self._slots[slot]
         self.cache.reset(slot)
         if self._prefixes is not None:

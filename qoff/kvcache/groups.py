@@ -175,7 +175,7 @@ class GroupBlocks:
         """Let go of all but the oldest blocks of a sequence."""
         freed = self.freed[slot]
         self.store.release(self.blocks[slot][max(kept, freed) :])
-        del self.blocks[slot][kept:]
+        self.blocks[slot] = self.blocks[slot][:kept]
         self.freed[slot] = min(freed, kept)
 
 

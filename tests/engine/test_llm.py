@@ -212,6 +212,9 @@ def test_prompts_that_begin_alike_share_blocks(
         assert taken == [0, 1, 2]  # the third is of the longest sequence alone
         assert sum(r.read for r in llm.rounds) == 163 + 33 + 32 + 62
         assert llm.blocks.used("device") == 0
+        (index,) = {one._prefixes for one in llm._rounds.current.opened.batches}
+        assert index is not None
+        assert not index._blocks  # nor does it know of blocks that are free
         (alone,) = llm.generate(prompts[:1], params)
         again = llm.generate(prompts[1:], params)
     assert found[0].token_ids == alone.token_ids
