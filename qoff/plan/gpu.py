@@ -100,7 +100,8 @@ def _windowed_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> D
     """Of layers that free blocks, which are on the device."""
     size = plan.batch_size
     each = group.blocks_at_once(plan.context, plan.kv.window)
-    made = 1 + group.made_at_once(plan.pass_tokens, size, plan.kv.window, plan.context)
+    # A pass that decodes has a spare block (see `DeviceCachePass`), and one beside it that reads.
+    made = 2 + group.made_at_once(plan.pass_tokens, size, plan.kv.window, plan.context)
     kept = size * min(plan.blocks_per_sequence, each)
     most = min(kept + made, size * plan.blocks_per_sequence)
     nowhere = BlockPlan(records, dict.fromkeys(TIERS, 0), plan.batches * size, 0, True)
