@@ -76,6 +76,9 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
         """Numbers in memory, int64 [n], that are one larger in a step that follows."""
         return []
 
+    def going_on(self) -> None:
+        """Steps ahead are about to be computed; `advance` says how many were, perhaps none."""
+
     def advance(self, steps: int) -> None:
         """So many steps ahead have been computed: their tokens are remembered."""
         raise NotImplementedError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qoff.errors import OpError
+from qoff.errors import ArgumentError, OpError
 from qoff.kernels.cpu.jit.recorder import JobRecorder
 from qoff.kernels.layout.distribution import Choice, Shape
 from qoff.kernels.sampling import likeliest, multinomial
@@ -132,6 +132,28 @@ def test_steps_that_are_interrupted_were_not_done(
             run.run.decoder.follow_with_tokens(step, Choice(), 4)
     assert (run.cache.lengths, run.cache.ended) == (before, None)
     assert one_by_one(run, None, 4) == one_by_one(other, None, 4)
+
+
+def test_states_of_steps_that_are_interrupted_are_not_gone_on_from(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    run = opened(tiny_checkpoint(tmp_path_factory.getbasetemp(), "qwen3-next-head64"))
+    together(run, Choice(), 20, 2)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.cache.ended, "advance", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.run.decoder.follow_with_tokens(
+                run.next_pass(range(SLOTS), [1] * SLOTS), Choice(), 4
+            )
+    with pytest.raises(ArgumentError, match="half-way"):
+        run.pass_over(range(SLOTS), [1] * SLOTS)
+    run.cache.forget(1000)
+    assert run.pass_over(range(SLOTS), [3] * SLOTS).isfinite().all()
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -91,7 +91,8 @@ class MixedCache(KVCache):
         self.ended = None
         if ragged.is_decode:
             ragged = ragged.kept_in(self._steady)
-        passes = [part.begin(ragged) for part in self._parts]
+        # States last: they are worthless from there on, until the pass ends.
+        passes = [part.begin(ragged) for part in reversed(self._parts)][::-1]
         layers = [(passes[part], layer) for part, layer in self._where]
         return _MixedPass(self, ragged, passes, layers)
 
@@ -167,10 +168,14 @@ class _MixedPass(CachePass):
     def counters(self) -> list[Tensor]:
         return [self.ragged.positions, *(n for part in self._passes for n in part.counters())]
 
-    def advance(self, steps: int) -> None:
+    def going_on(self) -> None:
         for part in self._passes:
-            part.advance(steps)
+            part.going_on()
+
+    def advance(self, steps: int) -> None:
         self._cache.lengthen(self.ragged, steps)
+        for part in reversed(self._passes):  # states last, which are worthless until then
+            part.advance(steps)
 
     def abandon(self) -> None:
         for part in self._passes:

@@ -35,11 +35,17 @@ class StatefulCache(PackedCache):
         return super().bytes_for(tokens) + self.states.bytes_for(tokens)
 
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulPass:
+        """As `SlotCache.start`. Raises ArgumentError where the states are worthless."""
+        self.states.check(ragged)
         return StatefulPass(self, ragged, slots)
 
     def copy_recent(self, source: int, target: int) -> None:
         super().copy_recent(source, target)
         self.states.copy(source, target)
+
+    def adopt(self, slot: int, blocks: Sequence[int]) -> None:
+        """Refuse: no states are kept beside blocks. Raises ArgumentError."""
+        raise ArgumentError(NO_WAY_BACK)
 
     def select(self, sequences: Sequence[int]) -> None:
         super().select(sequences)
@@ -72,6 +78,17 @@ class StatefulPass(PackedPass):
     @property
     def spoils(self) -> bool:
         return self._touched or super().spoils
+
+    def end(self) -> None:
+        super().end()
+        self._cache.states.spoiled = False
+
+    def going_on(self) -> None:
+        self._cache.states.spoiled = True
+
+    def advance(self, steps: int) -> None:
+        super().advance(steps)
+        self._cache.states.spoiled = False
 
     def arrive(self, layer: int) -> Hashable:
         of_states, index = self._cache.places[layer]

@@ -50,13 +50,17 @@ class StateCache(KVCache):
 
     def begin(self, ragged: Ragged) -> StatePass:
         """As `KVCache.begin`. Raises ArgumentError where the states are worthless."""
+        self.check(ragged)
+        self.ended, self.spoiled = None, True  # until the pass ends
+        return StatePass(self, ragged)
+
+    def check(self, ragged: Ragged) -> None:
+        """Raise ArgumentError where the states that a pass goes on from are worthless."""
         if self.spoiled and any(span.past for span in ragged.spans):
             raise ArgumentError(
                 "the last forward pass on this cache ended half-way through, and its states with "
                 "it; use a new cache"
             )
-        self.ended, self.spoiled = None, True  # until the pass ends
-        return StatePass(self, ragged)
 
     def copy(self, source: int, target: int) -> None:
         """Give a sequence what another one has."""
@@ -116,8 +120,12 @@ class StatePass(CachePass):
     def steps_ahead(self, ragged: Ragged) -> int:
         return sys.maxsize if ragged.goes_on(self.ragged, self._cache.lengths) else 0
 
+    def going_on(self) -> None:
+        self._cache.spoiled = True
+
     def advance(self, steps: int) -> None:
         self._cache.lengthen(self.ragged, steps)
+        self._cache.spoiled = False
 
 
 def goes_back(lengths: Sequence[int], tokens: Sequence[int]) -> bool:

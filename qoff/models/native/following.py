@@ -72,10 +72,15 @@ class Following:
         Raises OpError for tokens that are not there.
         """
         following = self._next(run)
-        if following is None or not following[0].step():
+        if following is None:
             return None
-        self._done(run, following[1], 1)
-        return following[0].logits
+        steps, cached, _ = following
+        cached.going_on()
+        if not steps.step():
+            cached.advance(0)
+            return None
+        self._done(run, cached, 1)
+        return steps.logits
 
     def tokens(
         self, run: ForwardPass, choice: Choice, most: int, noise: Noise | None = None
@@ -93,11 +98,15 @@ class Following:
         of, seconds = self._step_s
         in_time = max(1, int(TOGETHER_S / seconds)) if of == rows else 1
         count = min(most, ahead, in_time)
+        drawn_by = None if noise is None else noise(count)
         start = time.perf_counter()
-        found = steps.tokens(choice, count, None if noise is None else noise(count))
+        cached.going_on()
+        found = steps.tokens(choice, count, drawn_by)
         if found:
             self._step_s = rows, (time.perf_counter() - start) / len(found)
             self._done(run, cached, len(found))
+        else:
+            cached.advance(0)
         return found
 
     def _next(self, run: ForwardPass) -> tuple[Steps, CachePass, int] | None:
