@@ -138,11 +138,13 @@ class DraftBatch:
 
     def _settle(self, sequences: Mapping[int, Sequence]) -> None:
         """Forget other sequences that were in these slots, and drafts that were rejected."""
-        wrong = [0] * self._cache.sequences
+        none = [0] * self._cache.sequences
+        wrong = list(none)
         for slot, sequence in sequences.items():
             known, read = self._read.get(slot, (None, []))
+            most = len(sequence.prompt) + sequence.max_tokens
             if known is not sequence:
-                self._cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
+                self._cache.reset(slot, most)
                 read = []
             del read[self._cache.lengths[slot] :]  # where a pass was interrupted
             tokens = [*sequence.prompt, *sequence.answer[:-1]]
@@ -150,7 +152,11 @@ class DraftBatch:
             if read != tokens[:same]:
                 pairs = enumerate(zip(read, tokens, strict=False))
                 same = next((i for i, (a, b) in pairs if a != b), len(tokens))
-            wrong[slot] = len(read) - same
+            extra = len(read) - same
+            if extra and not self._cache.can_forget([*none[:slot], extra, *none[slot + 1 :]]):
+                self._cache.reset(slot, most)  # a window has moved on: an answer begins again
+                same = extra = 0
+            wrong[slot] = extra
             del read[same:]
             self._read[slot] = sequence, read
         if any(wrong):

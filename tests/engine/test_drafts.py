@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.batch import BatchSlots
 from qoff.engine.drafts import continued
+from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.store.placement import KVPlacement
@@ -152,6 +154,30 @@ def test_a_small_model_drafts_and_changes_no_token(
             assert accepted > 0.8 * drafted
             assert len(llm.rounds) < 40  # of 80 tokens in each slot
     assert drafted > 0
+
+
+def test_a_small_model_that_cannot_go_back_reads_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that begins again, of which a sliding window has moved on."""
+    plan = replace(PLAN, draft_model=str(checkpoint), draft_tokens=4)
+    with LLM(checkpoint, plan, device="cpu") as llm:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1))
+        opened = llm._rounds.current.opened
+        assert opened.drafts is not None
+        batch = opened.drafts.new_batch(128)
+        one = Sequence(0, 0, None, tuple(LOOP), SamplingParams(), 20)
+        one.answer = [5]
+        with torch.inference_mode():
+            wanted = batch.propose({1: (one, 4)})
+            one.answer = [5, 6, 7]
+            batch.propose({1: (one, 4)})
+            monkeypatch.setattr(batch._cache, "can_forget", lambda tokens: max(tokens) <= 4)
+            one.answer = [9] * 8
+            batch.propose({1: (one, 4)})
+            one.answer = [5]
+            assert batch.propose({1: (one, 4)}) == wanted
+    assert len(wanted[1]) == 4
 
 
 def test_bits_of_layers_that_a_small_model_lacks_are_the_large_ones(
