@@ -228,8 +228,13 @@ def test_a_cache_forgets_and_selects(base: Path) -> None:
         swapped = [decoded[1, :1], decoded[0, :1], decoded[1, :1]]
         found = runtime.forward(next_batch(cache, swapped))
         assert_close(found, first[[1, 0, 1]], tolerance=DECODER_LOGITS)
+        assert not cache.can_forget([1, 0, 0])
+        cache.undo([1, 0, 0])
+        with pytest.raises(OpError, match="make a new cache"):
+            runtime.forward(next_batch(cache, swapped))
         cache.forget(100)
         assert cache.lengths == [0, 0, 0]
+        assert runtime.forward(next_batch(cache, swapped)).isfinite().all()
 
 
 def test_a_cache_is_gone_on_with_by_as_many_tokens_of_each_sequence(base: Path) -> None:
@@ -253,6 +258,7 @@ def test_recurrent_states_go_on_token_by_token_only(base: Path, name: str) -> No
         runtime.forward(next_batch(cache, [torch.arange(3, 9)]))
         with pytest.raises(OpError, match="recurrent states"):
             runtime.forward(next_batch(cache, [torch.arange(3, 9)]))
+        assert not cache.can_forget([1])
         with pytest.raises(ArgumentError, match="cannot go back"):
             cache.forget(1)
         runtime.forward(next_batch(cache, [torch.arange(3, 4)]))

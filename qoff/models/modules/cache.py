@@ -118,8 +118,8 @@ class ModuleCache(KVCache):
         Raises ArgumentError where states cannot go back: recurrent ones, and sliding windows that
         have moved on.
         """
-        left = [max(0, length - tokens) for length in self.lengths]
-        if tokens and any(left) and not self.states.is_croppable:
+        left = self._left(tokens)
+        if not self._can_go_back(tokens):
             which = "recurrent states" + (" or windows" if self.tokens is None else "")
             raise ArgumentError(
                 f"this model has {which}, which cannot go back to an earlier token; start with an "
@@ -130,27 +130,42 @@ class ModuleCache(KVCache):
         if not any(left):
             self.real = self.real[:, :0]
             self.states = self._empty()
+            self._begun = False
         elif tokens:
             self.states.crop(-tokens)
             self.real = self.real[:, :-tokens]
         self.lengths = left
 
     def lose(self) -> None:
+        self._begun = True  # and never ended
         if self.tokens is not None:
             self.tokens.lose()
 
     def can_forget(self, tokens: Sequence[int]) -> bool:
-        return self.tokens is None or self.tokens.can_forget(tokens)
+        most = max(tokens)
+        possible = self._alike(tokens) and self._can_go_back(most)
+        return possible and (self.tokens is None or self.tokens.can_forget([most] * len(tokens)))
 
     def forget_each(self, tokens: Sequence[int]) -> None:
         """As `forget` of the most; ArgumentError too for others, unless a sequence has fewer."""
-        most = max(tokens)
-        if any(n != min(most, length) for n, length in zip(tokens, self.lengths, strict=True)):
+        if not self._alike(tokens):
             raise ArgumentError(
                 f"a {type(self).__name__} forgets as many tokens of every sequence, "
                 f"not {list(tokens)}"
             )
-        self.forget(most)
+        self.forget(max(tokens))
+
+    def _left(self, tokens: int) -> list[int]:
+        return [max(0, length - tokens) for length in self.lengths]
+
+    def _can_go_back(self, tokens: int) -> bool:
+        """Whether what transformers holds can go back by so many tokens."""
+        return not tokens or not any(self._left(tokens)) or bool(self.states.is_croppable)
+
+    def _alike(self, tokens: Sequence[int]) -> bool:
+        """Whether these are as many of each sequence, or all that it has."""
+        most, pairs = max(tokens), zip(tokens, self.lengths, strict=True)
+        return all(n >= min(most, length) for n, length in pairs)
 
     def _empty(self) -> Any:
         from transformers import DynamicCache
