@@ -32,7 +32,8 @@ class QoffCache(Cache):
     `qoff.load`; by default what the model was loaded with. keeps: all blocks; otherwise layers with
     sliding windows keep what they will read, and `crop` raises ArgumentError for more than 128
     columns where that is not enough.
-    `crop` goes back to an earlier column, and `copy.deepcopy` keeps a state to come back to.
+    `crop` goes back to an earlier column (with linear attention to the first alone: it raises
+    ArgumentError for others), and `copy.deepcopy` keeps a state to come back to.
     Raises OpError for another model than qoff's, and ArgumentError and OpError as `qoff.load` does.
 
     transformers counts columns, padding included; `tokens` holds the tokens alone, so that padding
@@ -174,11 +175,16 @@ class QoffCache(Cache):
         """Forget the newest columns: -n for n of them, as transformers counts; 0 for none.
 
         Raises ValueError for a positive number, and ArgumentError for a packed cache where some
-        rows have fewer tokens in these columns than others, and older ones.
+        rows have fewer tokens in these columns than others, and older ones; and for a part of the
+        columns of a model with linear attention, whose states cannot go back.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
         left = max(0, self.columns + tokens_to_remove)
+        if not left:  # whatever became of the last pass
+            self.tokens.forget(max(self.columns, *self.tokens.lengths))
+            self._padded, self.columns = [], 0
+            return
         counts = torch.full((self.batch_size,), self.columns - left)
         for first, real in self._padded:
             counts -= real[:, max(0, left - first) :].logical_not().sum(1)

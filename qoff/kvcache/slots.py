@@ -216,7 +216,10 @@ class SlotCache(KVCache):
             for group in self.groups:
                 group.shorten(slot, kept)
             self.lengths[slot] = left
-        self._lost = self._lost and any(self.lengths)
+        if not any(self.lengths):
+            self._lost = False
+            if self._pass is not None:  # left half-way; what it wrote over is forgotten
+                self._pass.abandon()
 
 
 @dataclass(frozen=True)

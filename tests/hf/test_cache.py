@@ -110,6 +110,11 @@ def test_a_reset_cache_is_a_new_one(bits: KVBits | None, loaded: tuple[Any, Any]
     assert torch.equal(read(model, cache, ids, mask), read(model, fresh, ids, mask))
     cache.reset()
     assert read(model, cache, *padded((5, 9))).shape[0] == 2  # an empty one takes any batch
+    cache.tokens.lengths[0] += 1  # as a pass that was interrupted may leave it
+    cache.tokens.lose()
+    cache.reset()
+    assert cache.tokens.lengths == [0, 0]
+    assert read(model, cache, *padded((5, 9))).isfinite().all()
 
 
 def test_rows_go_back_by_as_many_tokens_as_they_have(loaded: tuple[Any, Any]) -> None:

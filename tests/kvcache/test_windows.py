@@ -173,6 +173,19 @@ def test_what_is_gone_cannot_be_gone_back_to() -> None:
     assert twins.blocks() == [0, 0, 0]
 
 
+def test_forgetting_all_gives_up_a_pass_that_was_left_half_way() -> None:
+    twins = Twins(1)
+    twins.forward(400)
+    cache = twins.frees
+    left = cache.begin(Ragged.of([400], cache.lengths))
+    left._closed = 1  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="half-way"):
+        cache.begin(Ragged.of([1], cache.lengths))
+    cache.forget(400)
+    assert twins.blocks() == [0, 0, 0]
+    cache.begin(Ragged.of([9], cache.lengths)).abandon()
+
+
 def test_a_pass_that_is_given_up_takes_nothing() -> None:
     twins = Twins(1)
     twins.forward(400)
