@@ -233,7 +233,8 @@ class CostModel:
         )
         packed, packed_on_disk = self._block_bytes(seen), self._block_bytes(seen, on_disk=True)
         new_packed, new_on_disk = self._block_bytes(kept), self._block_bytes(kept, on_disk=True)
-        layers = self.sizes.spec.num_layers
+        pairs = zip(self._groups, away, strict=True)
+        layers = sum(len(group.layers) for group, there in pairs if there)
         bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
         asked = np.zeros((len(c), 4, 1 + len(PLACED)))
         bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
