@@ -29,7 +29,8 @@ class UnpackableError(OpError, UnsupportedModelError):
 class KVQuant:
     """Bits of K (per channel over 64 tokens) and V (per token); what is never packed.
 
-    layers: K's and V's bits of the layers that have others. Raises ArgumentError for other bits
+    layers: K's and V's bits of the layers that have others, by their numbers among those that have
+    a KV cache (linear attention has none), from 0. Raises ArgumentError for other bits
     than 2, 3, 4 and 8 (or 16 for both: a layer that is not packed), and for a negative window or
     layer.
     """
@@ -110,8 +111,8 @@ class KVQuant:
         """
         if self.layers and max(self.layers) >= len(shapes):
             raise ArgumentError(
-                f"KV bits for layer {max(self.layers)}, but the model's {len(shapes)} layers "
-                "count from 0"
+                f"KV bits for layer {max(self.layers)}, but the model's {len(shapes)} layers with "
+                "a KV cache count from 0"
             )
         return [self.form(shape, layer) for layer, shape in enumerate(shapes)]
 
