@@ -44,10 +44,10 @@ class Router:
         self._dropped, self._tokens = 0, np.zeros(layers, dtype=int)
 
     def choose(self, layer: int, run: ForwardPass) -> NDArray[np.int64]:
-        """The experts that a pass asks for of a layer, in their order."""
+        """The experts that the rows of a pass that go on ask for of a layer, in their order."""
         if not run.ragged.is_decode:
-            return self._of_prompts(layer, run.ragged.tokens)
-        return self.of_next(layer, run.ragged.tokens)
+            return self._of_prompts(layer, len(run.input))
+        return self.of_next(layer, len(run.input))
 
     def of_next(self, layer: int, count: int) -> NDArray[np.int64]:
         """The experts that the next tokens of so many sequences choose, which follow in turn."""
@@ -104,7 +104,7 @@ class SimulatedLayer(Layer):
             inputs.append(x)
             self._ops.route(scores, experts.spec.routing)
         numbers = set(self._router.choose(layer, run).tolist())
-        pairs = run.ragged.tokens * experts.spec.top_k / len(numbers)  # of an expert
+        pairs = len(run.input) * experts.spec.top_k / len(numbers)  # of an expert
         left = set(numbers)
         while left:
             wanted = ChosenExperts(layer, tuple(sorted(left)), ())
