@@ -144,8 +144,9 @@ def run(
                 raise caller.error
         requests.answers(llm, [0])  # those that gave up are swept away before it
         counts = sum((caller.counts for caller in callers), Counter[str]())
-        assert isinstance(llm.blocks, TieredBlocks)  # of the layers that keep most
-        counts["blocks kept"] = sum(llm.blocks.used(tier) for tier in TIERS)
+        for store in llm._executor.stores:  # of each group of layers
+            assert isinstance(store, TieredBlocks)
+            counts["blocks kept"] += sum(store.used(tier) for tier in TIERS)
         counts["rounds"] = llm.rounds[-1].number - before
     return counts
 

@@ -25,7 +25,7 @@ class GpuExecutor(Executor):
 
     @property
     def blocks(self) -> DeviceBlocks:
-        """Those of all layers."""
+        """Those of the first group of layers, which keeps all of them if any does."""
         return self.stores[0]
 
     @property

@@ -94,11 +94,6 @@ class PackedCache(SlotCache):
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores) + self.recent.nbytes
 
-    @property
-    def store(self) -> BlockStore:
-        """Of the first group of layers."""
-        return self.stores[0]
-
     def bytes_for(self, tokens: int) -> int:
         copied = max(t.nbytes for t in self.recent.keys)  # where sequences move to other rows
         return super().bytes_for(tokens) + self.recent.nbytes + copied
