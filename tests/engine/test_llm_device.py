@@ -25,7 +25,7 @@ from qoff.kernels.reference import elementwise
 from qoff.kernels.reference.experts import activate
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.device.cache_pass import DeviceCachePass
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.device.prefetch import BlockPrefetcher, PrefetchedBlocks
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST

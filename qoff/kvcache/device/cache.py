@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kernels.upload import on_device
@@ -15,17 +20,20 @@ from qoff.kvcache.groups import (
     FORGETTABLE,
     GroupBlocks,
     LayerGroup,
+    NewBlocks,
     by_layer,
     layer_groups,
     one_group,
 )
-from qoff.kvcache.slots import SlotCache
+from qoff.kvcache.slots import SlotCache, SlotPass
+from qoff.kvcache.store.base import BlockView
 from qoff.kvcache.store.placement import DEVICE
 from qoff.kvcache.store.pool import BlockPool
 
-from .blocks import DeviceBlocks
-from .cache_pass import DeviceCachePass
-from .tables import DeviceTables
+from .blocks import DeviceBlocks, offloaded_blocks
+from .prefetch import PrefetchedBlocks
+from .tables import DeviceTables, host_memory, pass_tables
+from .write_back import WriteBack
 
 
 class DeviceCache(SlotCache):
@@ -173,3 +181,219 @@ def _growing(
     kv_heads = [shapes[layer].kv_heads for layer in group.layers]
     mine = [forms[layer] for layer in group.layers]
     return DeviceBlocks(mine, BlockPool.growing(DEVICE, mine, kv_heads, count, device))
+
+
+class DeviceCachePass(SlotPass):
+    """Its tables, the blocks that it completes, and what brings offloaded ones."""
+
+    _cache: DeviceCache
+
+    def __init__(self, cache: DeviceCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
+        if slots is not None:
+            ragged = Ragged(tuple(replace(span, slot=slots[span.slot]) for span in ragged.spans))
+        super().__init__(cache, ragged, None)
+        self._steady = cache.steady and slots is None
+        self._packed = cache.packed
+        self._opened: dict[int, DeviceLayerCache] = {}
+        self._write_backs: dict[int, WriteBack] = {}
+        self._spare: dict[int, int] = {}  # of groups of layers, for blocks that nobody reads
+        # What brings the offloaded blocks, of the first group of layers: to where the CPU attends
+        # to them, or to the device.
+        self._view: BlockView | PrefetchedBlocks | None = None
+        self._spans = spans = sorted(ragged.spans, key=lambda span: span.slot)
+        for span in spans:
+            if span.slot >= cache.sequences or span.past != cache.lengths[span.slot]:
+                raise ArgumentError(
+                    f"{span} does not continue a sequence of this cache, of lengths {cache.lengths}"
+                )
+        unpacked = [span.past + span.count - self._packed[span.slot] for span in spans]
+        # With more, tokens of before the pass are written over.
+        self._destroys = max(unpacked) > cache.ring
+        try:
+            for span, tokens in zip(spans, unpacked, strict=True):
+                count = max(0, tokens - cache.window) // BLOCK_TOKENS
+                if count:
+                    self._make(span.slot, count, span.past + span.count)
+            news = [{slot: made.numbers for slot, made in new.items()} for new in self._new]
+            self._new_offloaded = [
+                b for blocks in news[0].values() for b in offloaded_blocks(blocks)
+            ]
+            rows: list[list[int]] = [[] for _ in range(cache.sequences)]
+            for span in spans if cache.store.offloaded is not None else ():
+                rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
+            self._view = self._find_offloaded(rows)
+            elsewhere = not isinstance(self._view, PrefetchedBlocks)
+            resident_from = [BLOCK_TOKENS * len(row) * elsewhere for row in rows]
+            self._steps = list[PassTables]()
+            for tables, new in zip(cache.tables, news, strict=True):
+                first = not self._steps
+                self._tell_tables(tables, new)
+                if slots is not None:  # may be under way together with another pass
+                    tables = tables.select(range(cache.sequences))
+                step = pass_tables(
+                    tables,
+                    spans,
+                    ragged,
+                    packed=self._packed,
+                    new=new,
+                    resident_from=resident_from if first else [0] * cache.sequences,
+                    offloads=first and cache.store.offloaded is not None,
+                    steady=self._steady,
+                )
+                self._steps.append(step)
+            self._step = self._steps[0]
+            self._prefetched_table = self._prefetch_places(rows)
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def rows(self) -> int:
+        """How many rows hidden states have: those of the new tokens, then others of no meaning."""
+        return len(self._step.positions)
+
+    @property
+    def positions(self) -> Tensor:
+        """Of each row, on the device; int32 or int64 [rows]."""
+        if self._step.order is None:
+            return self._step.positions
+        return on_device(self.ragged.positions, self._cache.store.device)
+
+    def replay_key(self) -> Hashable | None:
+        """What kernels are told in this pass, beside the values in memory: addresses and sizes.
+
+        None where the next pass's numbers will be in other memory, and where blocks move.
+        """
+        cache, step = self._cache, self._step
+        decodes = self._steady and step.max_rows == 1 and step.order is None
+        if not decodes or self._view is not None or self._new_offloaded:
+            return None
+        rings = (*cache.recent_k, *cache.recent_v)
+        pools = [layer for store in cache.stores for layer in store.pool.layers]
+        memory = [*pools, *rings]
+        sizes: list[int] = [self.rows]
+        for one in self._steps:
+            memory += [one.start, one.positions]
+            sizes += [*one.table.shape, one.max_packed, one.max_new_blocks]
+        return (cache.kind, step.slots is None, *sizes, *(part.data_ptr() for part in memory))
+
+    def prefetch(self, layer: int) -> None:
+        number, inner = self._cache.place[layer]
+        if self._view is not None and number == 0:
+            self._view.prefetch(inner)
+
+    def open(self, layer: int) -> DeviceLayerCache:
+        """What the attention of a layer reads and appends to; the same until `close`."""
+        if layer not in self._opened:
+            cache, written = self._cache, None
+            number, inner = cache.place[layer]
+            store, step = cache.stores[number], self._steps[number]
+            packed: tuple[PackedTokens, ...] = ()  # attended to elsewhere
+            view = self._view if number == 0 else None
+            if isinstance(view, PrefetchedBlocks):
+                assert self._prefetched_table is not None
+                numbers = self._prefetched_table + view.first(inner)
+                table = torch.where(self._prefetched_table >= 0, numbers, step.table)
+                step = replace(step, table=table)
+            elif view is not None:
+                packed = view.open(inner)
+            if self._new_offloaded and number == 0:
+                assert store.write_back is not None
+                self._write_backs[layer] = store.write_back.take(inner, self._new_offloaded)
+                written = self._write_backs[layer].records
+            self._opened[layer] = DeviceLayerCache(
+                cache.forms[layer],
+                store.pool.layers[inner],
+                cache.recent_k[layer],
+                cache.recent_v[layer],
+                step,
+                packed,
+                written,
+                cache.values_rotated and not cache.forms[layer].latent,
+            )
+        return self._opened[layer]
+
+    def close(self, layer: int) -> None:
+        """Let go of the offloaded blocks; send the new ones to where they lie."""
+        number, inner = self._cache.place[layer]
+        if self._view is not None and number == 0:
+            self._view.close(inner)
+        queue = self._cache.store.write_back
+        if queue is not None and layer in self._write_backs:
+            queue.send(self._write_backs[layer])
+
+    def end(self) -> None:
+        if self._cache.store.write_back is not None:
+            self._cache.store.write_back.deliver(list(self._write_backs.values()))
+        self._write_backs = {}
+        self._release_spare()
+        super().end()
+
+    @property
+    def spoils(self) -> bool:
+        return self._destroys and bool(self._opened)
+
+    def abandon(self) -> None:
+        if self._view is not None:
+            self._view.abandon()
+        if self._cache.store.write_back is not None:
+            self._cache.store.write_back.drop(list(self._write_backs.values()))
+        self._write_backs = {}
+        self._release_spare()
+        super().abandon()
+
+    def _make(self, slot: int, count: int, length: int) -> None:
+        """New blocks of a slot; offloaded ones only where none of its blocks is on the device.
+
+        Kernels write them all. Those that nobody will read are one block, which they write over.
+        """
+        cache = self._cache
+        for number, (group, store) in enumerate(zip(cache.groups, cache.stores, strict=True)):
+            old, skipped = len(group.blocks[slot]), group.skipped(slot, count, length)
+            if skipped and number not in self._spare:
+                (self._spare[number],) = store.allocate([old], 0, 0, True)
+            on_device = old > 0 and group.blocks[slot][-1] >= 0
+            places, owner = range(old + skipped, old + count), group.first_owner + slot
+            kept = store.allocate(places, cache.expected[slot], owner, on_device)
+            numbers = [self._spare[number]] * skipped + kept if skipped else kept
+            self._new[number][slot] = NewBlocks(old, numbers, skipped)
+
+    def _release_spare(self) -> None:
+        for number, block in self._spare.items():
+            self._cache.stores[number].release([block])
+        self._spare = {}
+
+    def _tell_tables(self, tables: DeviceTables, new: Mapping[int, Sequence[int]]) -> None:
+        """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""
+        place = 0
+        for slot, blocks in new.items():
+            count = len(offloaded_blocks(blocks))
+            numbers = [*range(place, place + count), *blocks[count:]]
+            tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)
+            place += count
+
+    def _find_offloaded(self, rows: Sequence[Sequence[int]]) -> BlockView | PrefetchedBlocks | None:
+        offloaded, prefetcher = self._cache.store.offloaded, self._cache.store.prefetcher
+        if offloaded is None or not any(rows):
+            return None
+        blocks = sorted({block for row in rows for block in row})
+        queries = self._cache.group * max(span.count for span in self._spans)
+        if prefetcher is not None and prefetcher.takes(blocks, queries):
+            return prefetcher.view(blocks)
+        ordered, row = [], 0  # the view's rows are in the order of the slots
+        for span in self._spans:
+            ordered.append(replace(span, start=row))
+            row += span.count
+        return offloaded.view(rows, Ragged(tuple(ordered)), 0)
+
+    def _prefetch_places(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """int32 like the block table: the place in the prefetch slot, -1 for blocks not moved."""
+        if not isinstance(self._view, PrefetchedBlocks):
+            return None
+        device = self._cache.store.device
+        place = {block: i for i, block in enumerate(self._view.blocks)}
+        host = host_memory(self._step.table.numel(), torch.int32, device)
+        table = host.view(self._step.table.shape).fill_(-1)
+        for entries, row in zip(table, rows, strict=True):
+            entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
+        return table.to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
-from qoff.kvcache.device.cache_pass import DeviceCachePass
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.states import StateCache
 from qoff.memory import HEAD, Unit, Weights
