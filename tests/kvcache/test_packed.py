@@ -127,7 +127,7 @@ ATTENTION = {"cpu": cpu.attention, "reference": reference_ops.attention}
 def test_a_store_may_pack_blocks_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one on disk does, whose blocks may lie the other way round."""
     told = Told(2, 16, cpu.attention)
-    store = told.cache.store
+    store = told.cache.stores[0]
     packed = store.fill
 
     def backwards(layer: int, blocks: Sequence[int], fill: Callable[..., None]) -> None:
@@ -190,8 +190,8 @@ def test_any_moves(moves: list[tuple[str, int]], window: int) -> None:
 
 
 def used(cache: PackedCache) -> int:
-    assert isinstance(cache.store, GrowingBlocks)
-    return cache.store.pool.used
+    assert isinstance(cache.stores[0], GrowingBlocks)
+    return cache.stores[0].pool.used
 
 
 def test_sequences_that_were_one_share_their_blocks() -> None:
