@@ -18,7 +18,7 @@ from qoff.plan import Plan
 from tests.engine.test_llm_device import CHANGES, PLAN, THIRDS, answers, few_programs, where
 from tests.tiny_models import QUANT, save_model
 
-__all__ = ["few_programs", "where"]  # fixtures
+__all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
 KV = KVQuant(4, 4, window=0)
 
 
