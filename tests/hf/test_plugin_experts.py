@@ -15,6 +15,7 @@ import qoff
 from qoff.errors import FormatError, OpError, UnsupportedModelError
 from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
+from qoff.hf.packed.linear import QoffLinear
 from tests.module_models import module_source
 from tests.tiny_families import EXPERTS
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
@@ -105,14 +106,21 @@ def test_dequantize(base: Path, tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("kept", [["lm_head"], ["experts"], ["gate", "router"]])
+@pytest.mark.parametrize(
+    "kept", [["lm_head"], ["experts"], ["gate", "router", "gate.wg", "router.proj"]]
+)
 def test_modules_that_stay_as_they_are(
     base: Path, tmp_path: Path, family: str, kept: list[str]
 ) -> None:
     config = qoff.QoffConfig(**CONFIG, modules_to_not_convert=kept)
     model = load(tiny_model(base, family), quantization_config=config)
     assert bool(experts_of(model)) == (kept != ["experts"])
-    routers = [m for m in model.modules() if isinstance(m, QoffRouter)]
+    routers = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, QoffRouter)
+        or (isinstance(m, QoffLinear) and name.endswith((".gate.wg", ".router.proj")))
+    ]
     assert bool(routers) == (kept == ["lm_head"])
     model.save_pretrained(tmp_path)  # no qoff checkpoint can hold these
     # experts of torch round by where they lie in memory, and 16-bit activations behind them again

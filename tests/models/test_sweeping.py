@@ -186,9 +186,13 @@ def test_what_ends_a_recording_in_the_middle_ends_the_pass_and_no_more(
     trouble = Trouble(happen)
     with opened(path, preadv=trouble.preadv) as run:
         run.steps()
-        trouble.armed = True
-        with pytest.raises(error, match=text):  # as early as it is read ahead, or then
+
+        def armed_steps() -> None:
+            trouble.armed = True  # it comes as early as the next unit is read ahead
             run.steps()
+
+        with pytest.raises(error, match=text):
+            armed_steps()
         assert not trouble.armed
         run.begin()
         replayed = run.replays.replayed

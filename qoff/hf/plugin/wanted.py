@@ -18,7 +18,8 @@ from qoff.quant.matrix import ROUTER_BITS
 from .config import QoffConfig
 
 # How much the output of a shared expert counts, and what linear attention forgets by.
-_EXACT = ("shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
+_EXACT = (".shared_expert_gate", ".in_proj_ba", ".in_proj_a", ".in_proj_b")
+_IN_ROUTERS = (".gate.wg", ".router.proj")  # linears, of Hunyuan and Gemma 4
 
 
 def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
@@ -37,9 +38,9 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         plain = type(module) is nn.Linear
         if isinstance(module, nn.Embedding) or (module is head and plain):
             found[f"{name}.weight"] = config.head_bits
-        elif plain and name.rpartition(".")[2] in _EXACT:
+        elif plain and name.endswith(_EXACT):
             found[f"{name}.weight"] = ROUTER_BITS
-        elif is_router(module):
+        elif is_router(module) or (plain and name.endswith(_IN_ROUTERS)):
             routers.append(f"{name}.weight")
         elif plain:
             found[f"{name}.weight"] = config.bits

@@ -134,8 +134,17 @@ class Layerwise:
 class _DenseExperts(Experts):
     """Computes experts one after another, whose matrices are what `_DenseOps` takes."""
 
-    def compute(self, x: Tensor, scores: Tensor, weights: Weights, hidden: Tensor) -> None:
+    def compute(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        weights: Weights,
+        hidden: Tensor,
+        into: Tensor | None = None,
+    ) -> None:
         """See `Experts.compute`."""
+        if into is not None:
+            hidden = into.zero_()
         ids, shares = self.route(scores, weights)
         biases = self._biases(weights)
         for e in ids.unique().tolist():

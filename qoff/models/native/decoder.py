@@ -135,8 +135,6 @@ class Decoder:
         self.head_shapes = head_shapes(spec)
         self.layer = Layer(spec, ops, self.head_shapes, device)
         self._head = Linear(ops)
-        # What the reference makes of a row has other bits with other rows beside it.
-        self._keeps = self.caches_on_device or ops.RECORDER is not None
         # Logits are scaled in float32: by the head's op, or behind it.
         self._scaled = dtype == torch.float32
 
@@ -281,8 +279,8 @@ class Decoder:
         rows: None where all layers are computed. key: of layers that can be recorded.
         """
         if rows is not None:
-            alike = key is None and run.states is None and self._keeps
-            keep = _kept(logit_rows, len(rows)) if alike else None
+            alone = key is None and run.states is None
+            keep = _kept(logit_rows, len(rows)) if alone else None
             yield from self._layers(run, rows, key, keep)
             if keep is not None and logit_rows is not None:
                 logit_rows = torch.arange(len(logit_rows))

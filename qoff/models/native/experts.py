@@ -42,14 +42,22 @@ class Experts:
         self.spec, self._ops, self._routing = spec, ops, spec.routing
         self._views: dict[tuple[int, ...], list[QExperts]] = {}  # by where they lie
 
-    def compute(self, x: Tensor, scores: Tensor, weights: Weights, hidden: Tensor) -> None:
+    def compute(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        weights: Weights,
+        hidden: Tensor,
+        into: Tensor | None = None,
+    ) -> None:
         """hidden += the weighted sum of the outputs of each token's experts, [M, hidden_size].
 
-        x: their inputs. scores: the router's, [M, experts].
+        x: their inputs. scores: the router's, [M, experts]. into: is the sum instead.
         """
         gate_up, down = self._matrices(weights)
         mlp = self._mlp(gate_up, down, *self._biases(weights))
-        self._ops.experts(x, *self.route(scores, weights), mlp, residual=hidden, out=hidden)
+        residual, out = (hidden, hidden) if into is None else (None, into)
+        self._ops.experts(x, *self.route(scores, weights), mlp, residual=residual, out=out)
 
     def route(self, scores: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """Experts of each token, [M, T], and their weights."""
@@ -79,6 +87,8 @@ class Experts:
         router's order, so that it does not matter in which waves they came.
         """
         left = sorted(set().union(*(choice.ids.unique().tolist() for choice in choices)))
+        if into is not None:
+            into.zero_()
         while left:
             wanted = ChosenExperts(layer, tuple(left), guesses)
             found = yield from wait_for(run, wanted)

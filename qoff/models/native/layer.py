@@ -208,7 +208,7 @@ class Layer:
         count, module = len(run.input), "mlp.shared_expert"
         step = self._together(count, weights)
         parts = [slice(first, min(first + step, count)) for first in range(0, count, step)]
-        into = torch.zeros_like(run.input) if experts.spec.beside else None
+        into = torch.empty_like(run.input) if experts.spec.beside else None
         inputs: list[Tensor] = []
         if EXPERTS in weights:
             inputs = yield from self._streamed_experts(layer, experts, weights, run, parts, into)
@@ -217,7 +217,8 @@ class Layer:
                 x = inputs[i]
             else:
                 x, scores = yield from self._routed(run, weights, part)
-                experts.compute(x, scores, weights, (run.input if into is None else into)[part])
+                sums = None if into is None else into[part]
+                experts.compute(x, scores, weights, run.input[part], sums)
             if into is not None:
                 yield from self._beside(run, weights, part, into[part])
             if not experts.spec.shared_size:
@@ -305,7 +306,10 @@ class Layer:
         """The next layer's experts as its router would choose them now, the likeliest first."""
         given = streamed.guessing
         router = given.get(names.ROUTER)
-        if streamed.following is None or not isinstance(router, QTensor):
+        beside = experts.spec.beside
+        norms = (names.ROUTED_NORM, names.ROUTING_NORM) if beside else (_NORMS["mlp"],)
+        there = all(norm_of(self._spec, given, norm) is not None for norm in norms)
+        if streamed.following is None or not isinstance(router, QTensor) or not there:
             return ()
         x = self._routing_inputs(given, hidden)[1]
         scores = self._exact_ops.w4_linear(x, router, bias=vector(given, f"{names.ROUTER}.bias"))
