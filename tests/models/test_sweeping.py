@@ -155,11 +155,13 @@ class Trouble:
 
     def __init__(self, happen: Callable[[], object]) -> None:
         self.armed = False
-        self._happen = happen
+        self._happen, self._lock = happen, threading.Lock()
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        if self.armed and Path(f"/proc/self/fd/{fd}").resolve().name.endswith("00001.safetensors"):
-            self.armed = False
+        of_layer = Path(f"/proc/self/fd/{fd}").resolve().name.endswith("00001.safetensors")
+        with self._lock:
+            first, self.armed = self.armed and of_layer, self.armed and not of_layer
+        if first:
             self._happen()
         return os.preadv(fd, views, offset)
 
