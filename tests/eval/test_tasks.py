@@ -266,7 +266,7 @@ def test_the_harness_knows_the_model_by_name(checkpoint: Path) -> None:
     lm = get_model("qoff").create_from_arg_string(asked, {"batch_size": 3, "device": "cpu"})
     assert isinstance(lm, QoffLM)
     assert (lm.batch_size, lm.pass_tokens, lm.max_length) == (3, 32, 256)
-    assert lm.model.runtime.new_cache(1).store.forms[0].k_bits == 8
+    assert lm.model.runtime.new_cache(1).forms[0].k_bits == 8
 
 
 @pytest.mark.parametrize("option", ["batch_size", "pass_tokens"])

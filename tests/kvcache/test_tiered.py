@@ -161,7 +161,9 @@ def assert_same_records(found: PackedCache, expected: PackedCache) -> None:
     for mine, others, gone in zip(found.blocks, expected.blocks, group.freed, strict=True):
         for a, b in zip(mine[gone:], others[gone:], strict=True):
             for layer in LAYERS:
-                assert torch.equal(found.store.read(layer, a), expected.store.read(layer, b))
+                assert torch.equal(
+                    found.stores[0].read(layer, a), expected.stores[0].read(layer, b)
+                )
 
 
 class Twins:
