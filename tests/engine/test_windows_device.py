@@ -48,8 +48,8 @@ def test_answers_are_those_with_all_blocks(
         _, (group, part) = memory.on_gpu.groups
         assert group.layers == (1,)
         assert group.reach == 40
-        # A window has one whole block at most; a pass makes one more each, and has a spare one.
-        assert part.resident == 2 * (2 * 1 + 2 + 1)
+        # A window has one whole block at most; a pass makes one more each, two have a spare one.
+        assert part.resident == 2 * (2 * 1 + 2 + 2)
         for tier in (DEVICE, HOST):
             arena = llm._executor.arenas[tier]
             names = ("KV blocks", "KV on the move")
