@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +34,13 @@ class WorkReplay(Protocol):
     def __call__(self) -> bool: ...
 
 
-RecordWhileDone: TypeAlias = Callable[[Callable[[], None]], WorkReplay | None]
+class RecordWhileDone(Protocol):
+    """Records work of some ops while it is done, or does it at once, later."""
+
+    def __call__(self, work: Callable[[], None]) -> WorkReplay | None: ...
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Within, ops may return before they have computed; see `cpu.jit.recorder.deferring`."""
 
 
 class Ops(Protocol):

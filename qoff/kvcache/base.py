@@ -57,6 +57,11 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
         """Whether some of what is read comes layer by layer."""
         return False
 
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels alone read and write what is in it, and torch, until it ends."""
+        return False
+
     def arrive(self, layer: int) -> Hashable:
         """Have what moves ready for the kernels of a layer, until `close`; where it is, or None."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def test_records_are_the_references_bit_for_bit(
 ) -> None:
     form, (keys, values) = KVFormat(dim, *bits), tokens(dim)
     found = torch.zeros(len(ORIGINS), HEADS, form.nbytes, dtype=torch.uint8)
-    pack_blocks(keys, values, form, torch.tensor(ORIGINS), found.unbind(), rotated=turned)
+    pack_blocks(keys, values, form, np.array(ORIGINS), found.unbind(), rotated=turned)
     k, v = (
         torch.stack([x[slot][:, place : place + 64] for slot, place, _ in ORIGINS])
         for x in ([read_keys(keys, slot, CAPACITY) for slot in range(SLOTS)], values)
@@ -73,7 +74,7 @@ def test_latent_records_are_the_references_and_hold_keys_alone(bits: int) -> Non
     shape = HeadShape(2, HEADS, 96, 1.0, latent=64)
     keys, values = map(torch.randn, cache_shapes(SLOTS, shape, CAPACITY))
     found = torch.zeros(len(ORIGINS), HEADS, form.nbytes, dtype=torch.uint8)
-    pack_blocks(keys, values, form, torch.tensor(ORIGINS), found.unbind(), rotated=True)
+    pack_blocks(keys, values, form, np.array(ORIGINS), found.unbind(), rotated=True)
     k = torch.stack(
         [read_keys(keys, slot, CAPACITY)[:, place : place + 64] for slot, place, _ in ORIGINS]
     )
@@ -86,7 +87,7 @@ def test_a_number_that_is_none_shows_in_its_channel_and_its_token() -> None:
     form, (keys, values) = KVFormat(64), tokens(64)
     keys[2, 0, 1, 7, 3] = values[2, 0, 9, 60] = torch.nan
     found = torch.zeros(1, HEADS, form.nbytes, dtype=torch.uint8)
-    pack_blocks(keys, values, form, torch.tensor([(2, 0, 0)]), found.unbind())
+    pack_blocks(keys, values, form, np.array([(2, 0, 0)]), found.unbind())
     _, k_scale, _, _, v_scale, _ = form.views(found)
     for scales, there in ((k_scale, 7), (v_scale, 9)):
         assert scales.isnan().nonzero().tolist() == [[0, 0, there]]
@@ -99,7 +100,7 @@ def test_tokens_move_whole_and_in_order(value_dim: int, same: bool) -> None:
     to = (keys, values) if same else narrowed(tokens(80, 144), value_dim)
     old = [(read_keys(keys, slot, CAPACITY), values[slot].clone()) for slot in range(SLOTS)]
     moves = [(0, 64, 128, 0, 0), (1, 128, 37, 1, 96)] if same else [(2, 64, 128, 1, 16)]
-    move_tokens((keys, values), to, torch.tensor(moves))
+    move_tokens((keys, values), to, np.array(moves))
     for slot, place, count, to_slot, to_place in moves:
         after = slice(to_place, to_place + count)
         for found, known in zip(
@@ -113,4 +114,4 @@ def test_blocks_outside_of_the_cache_are_refused(origin: tuple[int, int, int]) -
     form, (keys, values) = KVFormat(64), tokens(64)
     record = torch.zeros(HEADS, form.nbytes, dtype=torch.uint8)
     with pytest.raises(OpError, match="pack_blocks: "):
-        pack_blocks(keys, values, form, torch.tensor([origin]), [record])
+        pack_blocks(keys, values, form, np.array([origin]), [record])

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.jit.pool import default_pool
-from qoff.kernels.cpu.jit.recorder import JobRecorder
+from qoff.kernels.cpu.jit.recorder import JobRecorder, deferring
 from qoff.kernels.layout.qtensor import QTensor
 from tests.kernels.operands import random_weight
 
@@ -100,3 +101,53 @@ def test_scratch_that_grows_while_it_is_recorded_is_not_the_recordings() -> None
     assert replay is not None
     assert replay.stale
     assert recorder.nbytes == 0
+
+
+def test_deferred_work_is_done_before_torch_computes_and_at_the_end(weight: QTensor) -> None:
+    """On memory that is nobody's any more by then, or has been given away again."""
+    X.normal_()
+    y = cpu.w4_linear(X, weight)
+    wanted = [y + 1, cpu.w4_linear(cpu.w4_linear(cpu.w4_linear(y * 2, weight), weight), weight)]
+    found = [torch.zeros(2, 64), torch.zeros(2, 64)]
+    with torch.inference_mode(), deferring():
+        between = cpu.w4_linear(X, weight)
+        found[0].copy_(between + 1)
+        x = between * 2
+        for _ in range(2):
+            x = cpu.w4_linear(x, weight)
+        cpu.w4_linear(x, weight, out=found[1])
+        del x
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+def test_deferred_work_computes_later(weight: QTensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it in one list, whose scratch may have moved; or never, if what defers it fails."""
+    pool, launches = default_pool(), list[int]()
+    launch = pool._launch
+    monkeypatch.setattr(pool, "_launch", lambda *a: (launches.append(a[1]), launch(*a)))
+    monkeypatch.setattr("qoff.kernels.cpu.jit.pool._FIRST_JOBS", 100)
+    X.normal_()
+    wanted = cpu.w4_linear(cpu.w4_linear(X, weight), weight)
+    launches.clear()
+    with deferring():
+        inner = cpu.w4_linear(X, weight)
+        pool.workspace(2 * len(pool._workspace))
+        found = cpu.w4_linear(inner, weight)
+        assert not launches
+    assert launches == [2]
+    assert torch.equal(found, wanted)
+    with pytest.raises(OpError), deferring():
+        cpu.w4_linear(cpu.w4_linear(X, weight), weight, activation_bits=5)
+    assert launches == [2]
+    assert torch.equal(cpu.w4_linear(inner, weight), wanted)
+
+
+def test_deferred_work_allocates_no_more_than_is_alive(weight: QTensor) -> None:
+    places = set[int]()
+    with deferring():
+        x = X
+        for _ in range(8):
+            x = cpu.w4_linear(x, weight)
+            places.add(x.data_ptr())
+    assert len(places) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,7 +160,7 @@ def test_selecting_and_packing_blocks(asked: Asked, threads: int) -> None:
     form, shape = KVFormat(80), HeadShape(2, 2, 80, 0.1)
     keys, values = map(torch.randn, cache_shapes(1, shape, 64))
     record = torch.empty(2, form.nbytes, dtype=torch.uint8)
-    origins = torch.zeros(1, 3, dtype=torch.int64)
+    origins = np.zeros((1, 3), np.int64)
     wanted = packed.pack_bytes(threads, form)
     assert asked(lambda: pack_blocks(keys, values, form, origins, [record])) == [wanted]
 

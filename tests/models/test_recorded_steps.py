@@ -93,6 +93,25 @@ def test_replayed_steps_give_the_same_bits(cache: str, resident: bool, checkpoin
     assert replays.replayed >= len(STEPS)
 
 
+@pytest.mark.parametrize("cache", ["float", "packed"])
+def test_a_prompt_is_few_lists_of_jobs(
+    cache: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding; all but the end of the last layer; that, for the rows whose logits it wants;
+    the head.
+    """
+    run = Run(checkpoint, cache, Replays(CPU, while_done=JobRecorder()), True)
+    pool, launches = cpu.default_pool(), list[int]()
+    launch = pool._launch
+    monkeypatch.setattr(pool, "_launch", lambda *a: (launches.append(a[1]), launch(*a)))
+    monkeypatch.setattr("qoff.kernels.cpu.jit.pool._FIRST_JOBS", 1000)
+    for _ in range(2):  # the second time there are tokens that are not packed
+        launches.clear()
+        run.pass_over((1,), (90,))
+        assert len(launches) <= 4
+        assert max(launches) >= 5 * run.run.decoder.spec.num_layers - 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_replayed(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """So torch computes nothing between the embedding and the logits."""

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from itertools import accumulate
+from time import perf_counter
 from typing import TypeAlias
 
 from numba import types
@@ -38,6 +39,8 @@ _EPOCH, _AT, _STEPS, _COUNT, _FIRST, _END, _SLEEPERS, _STOP, _NEXT = (_LINE * i 
 _DONE = _NEXT + _PHASES * _LINE
 _STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
+_FIRST_JOBS = 8  # of those deferred, which are run before it is known how long they take
+SIGNALS_S = 0.025  # that jobs run without Python, which hears signals in between
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -209,6 +212,8 @@ class Pool:
         self._workspace: ctypes.Array[ctypes.c_char] = (ctypes.c_char * 0)()
         self.moves = 0  # how often the workspace came to lie elsewhere
         self._recorded: list[Job] | None = None  # what is run is noted here
+        self._later = False  # and not run yet
+        self._outgrown: list[object] = []  # workspaces that jobs noted know the address of
         self._step, self._list = (ctypes.c_int64 * 2)(), (ctypes.c_int64 * 3)()
         self._memory = (ctypes.c_byte * (_STATE_BYTES + _LINE))()
         self._state = -(-ctypes.addressof(self._memory) // _LINE) * _LINE
@@ -231,6 +236,8 @@ class Pool:
         with self.lock:
             if self._recorded is not None:
                 self._recorded.append((function, bytes(args), keep))
+                if self._later:
+                    return
             self._step[:] = [function, ctypes.addressof(args)]
             self._launch(ctypes.addressof(self._step), 1, 1)
 
@@ -250,6 +257,34 @@ class Pool:
             finally:
                 self._recorded = None
 
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Note the jobs that this thread runs meanwhile, and run them at the end.
+
+        Whoever reads before that what a job writes has to `catch_up` first. Not within another.
+        """
+        with self.lock:
+            assert self._recorded is None
+            self._recorded, self._later = [], True
+            try:
+                yield
+                self.catch_up()
+            finally:
+                self._recorded, self._later = None, False
+                self._outgrown.clear()
+
+    def catch_up(self) -> None:
+        """Run the jobs that are deferred; Python hears signals every `SIGNALS_S` or so."""
+        if not self._recorded or not self._later:
+            return
+        jobs, self._recorded = JobList(self._recorded), []
+        first, count = 0, _FIRST_JOBS
+        while first < len(jobs):
+            start = perf_counter()
+            self._launch(jobs.address + _STEP_BYTES * first, min(count, len(jobs) - first), 1)
+            first += count
+            count = max(1, min(4 * count, int(count * SIGNALS_S / (perf_counter() - start))))
+
     def run_all(self, jobs: JobList, times: int = 1, first: int = 0) -> None:
         """Run jobs one after another, without Python in between, and wait for them.
 
@@ -262,6 +297,8 @@ class Pool:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
         if len(self._workspace) < nbytes:
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if self._later:
+                self._outgrown.append(self._workspace)
             self._workspace = (ctypes.c_char * nbytes).from_buffer(pages)
             self.moves += 1
         return ctypes.addressof(self._workspace)

@@ -1,8 +1,10 @@
-"""Recording what ops do on a CPU, as one list of jobs."""
+"""What ops do on a CPU as one list of jobs: recorded to be done again, or done later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -61,6 +63,10 @@ class JobRecorder:
                 work()
         return None if watch.computed else JobReplay(self, (moves, self._dropped), pool, jobs)
 
+    def deferring(self) -> AbstractContextManager[None]:
+        """See `deferring`."""
+        return deferring(self.pool)
+
     def _take(self, nbytes: int, used: Sequence[Tensor]) -> Tensor:
         """Memory that is free now. used: by the recording under way, whose jobs know it."""
         both = enumerate(zip(self._memory, self._views, strict=True))
@@ -73,8 +79,7 @@ class JobRecorder:
                 del self._memory[i], self._views[i]
                 self._dropped += 1
                 break
-        with torch.inference_mode(False):  # it is written in that mode and outside of it
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = _bytes(nbytes)
         self._memory.append(memory)
         self._views.append(_users(memory))
         return memory
@@ -134,6 +139,87 @@ class _Watch(TorchDispatchMode):
         ):
             self.computed = True
         return found
+
+
+@contextmanager
+def deferring(pool: Pool | None = None) -> Iterator[None]:
+    """Run the jobs of all ops within at the end, in one list, or when torch is to compute.
+
+    Python then goes from op to op in one go, while the caches have its memory, and the pool from
+    job to job. What is read otherwise than by torch or by jobs has to be done: `Pool.catch_up`.
+    """
+    pool = pool or default_pool()
+    mode = _Deferring(pool)  # its memory is there until the jobs are done
+    with pool.deferring(), mode:
+        yield
+
+
+class _Kind(Enum):
+    """What an operation of torch's does with memory."""
+
+    LOOKS = auto()  # views of it, sizes
+    ALLOCATES = auto()
+    TAKES = auto()  # what Python made: `torch.tensor`
+    COMPUTES = auto()
+
+
+_KINDS = dict.fromkeys(_EMPTY, _Kind.ALLOCATES) | {
+    torch.ops.aten.lift_fresh.default: _Kind.TAKES,
+}
+
+
+def _kind(func: Any) -> _Kind:
+    found = _KINDS.get(func)
+    if found is None:
+        aliases = [result.alias_info for result in func._schema.returns]
+        looks = aliases and all(alias is not None and not alias.is_write for alias in aliases)
+        found = _KINDS[func] = _Kind.LOOKS if looks else _Kind.COMPUTES
+    return found
+
+
+class _Deferring(TorchDispatchMode):
+    """Has jobs done before torch computes, and keeps the memory that they are to use.
+
+    What was allocated is used again when nobody has it any more, as it would be without this.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._allocated = list[tuple[Tensor, int]]()  # memory, and its users when nobody has it
+        self._kept = list[Any]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for `_Watch`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _kind(func)
+        if kind is _Kind.COMPUTES:
+            self._pool.catch_up()
+            self._kept.clear()
+        found = func(*args, **(kwargs or {}))
+        if kind is _Kind.ALLOCATES:
+            return self._own(found)
+        if kind is not _Kind.LOOKS:
+            self._kept.append(found)
+        return found
+
+    def _own(self, found: Tensor) -> Tensor:
+        """Memory for a tensor like this new one."""
+        for memory, users in self._allocated:
+            if memory.nbytes == found.nbytes and _users(memory) == users:
+                break
+        else:
+            memory = _bytes(found.nbytes)
+            self._allocated.append((memory, _users(memory)))
+        return memory.view(found.dtype).view(found.shape)
+
+
+def _bytes(count: int) -> Tensor:
+    """Memory that is written in inference mode and outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(count, dtype=torch.uint8)
 
 
 def _users(memory: Tensor) -> int:

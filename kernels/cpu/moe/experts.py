@@ -77,6 +77,7 @@ def experts(
             a.topk_ids, a.topk_weights = topk_ids[rows].data_ptr(), topk_weights[rows].data_ptr()
             _place(a, sizes, pool)
             pool.run(gate_up_job.address, a)
+            pool.catch_up()
             if ctypes.c_int64.from_address(a.sorted).value == 0:
                 low, high = (int(i) for i in topk_ids[rows].aminmax())
                 fail(_OP, f"experts {low} to {high} are chosen, but there are 0 to {a.experts - 1}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
@@ -30,7 +32,7 @@ def pack_blocks(
     keys: Tensor,
     values: Tensor,
     form: KVFormat,
-    origins: Tensor,
+    origins: NDArray[np.int64],
     records: Sequence[Tensor],
     *,
     rotated: bool = False,
@@ -45,22 +47,22 @@ def pack_blocks(
     `layout.rotation.rotate_values` does. Raises OpError for operands of another form.
     """
     _check(keys, values, form.head_dim, form.value_dim)
-    if origins.dtype != torch.int64 or origins.shape != (len(records), len(ORIGIN_FIELDS) - 1):
+    if origins.dtype != np.int64 or origins.shape != (len(records), len(ORIGIN_FIELDS) - 1):
         fail(_OP, f"origins of {len(records)} blocks are not {list(origins.shape)}")
     _check_places(origins[:, 0], origins[:, 1], BLOCK_TOKENS, values)
     shape = (values.shape[1], form.nbytes)
     for record in records:
         if record.dtype != torch.uint8 or record.shape != shape or not record.is_contiguous():
             fail(_OP, f"records are contiguous uint8 {list(shape)}, not {list(record.shape)}")
-    addresses = torch.tensor([[record.data_ptr()] for record in records], dtype=torch.int64)
-    table = torch.cat((origins, addresses), 1)
+    addresses = np.array([record.data_ptr() for record in records], np.int64)
+    table = np.column_stack((origins, addresses))
     signs = rotation_signs(form.head_dim) if rotated and not form.latent else None
     workers = pool or default_pool()
     with workers.lock:
         args = PackArguments(
             keys.data_ptr(), values.data_ptr(), values.shape[2], values.shape[1], form.head_dim,
             form.k_bits, form.v_bits, form.parts, address(signs), value_run(form.head_dim),
-            form.k_scale, form.v_codes, form.v_scale, form.nbytes, table.data_ptr(), len(records),
+            form.k_scale, form.v_codes, form.v_scale, form.nbytes, table.ctypes.data, len(records),
             workers.workspace(pack_bytes(workers.threads, form)), form.latent,
         )  # fmt: skip
         workers.run(pack_job.address, args, (table, signs))
@@ -69,7 +71,7 @@ def pack_blocks(
 def move_tokens(
     from_: tuple[Tensor, Tensor],
     to: tuple[Tensor, Tensor],
-    moves: Tensor,
+    moves: NDArray[np.int64],
     *,
     pool: Pool | None = None,
 ) -> None:
@@ -81,9 +83,9 @@ def move_tokens(
     (keys, values), (to_keys, to_values) = from_, to
     _check(keys, values, keys.shape[3], values.shape[3])
     _check(to_keys, to_values, keys.shape[3], values.shape[3])
-    if moves.dtype != torch.int64 or moves.shape[1:] != (len(MOVE_FIELDS),):
+    if moves.dtype != np.int64 or moves.shape[1:] != (len(MOVE_FIELDS),):
         fail(_OP, f"moves are int64 [n, {len(MOVE_FIELDS)}], not {list(moves.shape)}")
-    slot, place, tokens, to_slot, to_place = moves.unbind(1)
+    slot, place, tokens, to_slot, to_place = moves.T
     _check_places(slot, place, tokens, values)
     _check_places(to_slot, to_place, tokens, to_values)
     workers = pool or default_pool()
@@ -91,7 +93,7 @@ def move_tokens(
         args = MoveArguments(
             keys.data_ptr(), values.data_ptr(), values.shape[2], to_keys.data_ptr(),
             to_values.data_ptr(), to_values.shape[2], values.shape[1], keys.shape[3],
-            values.shape[3], moves.data_ptr(), len(moves),
+            values.shape[3], moves.ctypes.data, len(moves),
         )  # fmt: skip
         workers.run(move_job.address, args, moves)
 
@@ -103,7 +105,12 @@ def _check(keys: Tensor, values: Tensor, dim: int, value_dim: int) -> None:
     check_dense(_OP, "keys", keys, shape)
 
 
-def _check_places(slots: Tensor, first: Tensor, count: Tensor | int, values: Tensor) -> None:
+def _check_places(
+    slots: NDArray[np.int64],
+    first: NDArray[np.int64],
+    count: NDArray[np.int64] | int,
+    values: Tensor,
+) -> None:
     if not len(slots):
         return
     stop, (rows, _, capacity, _) = first + count, values.shape

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
@@ -207,17 +208,20 @@ class _SimulatedCache(PackedCache):
 class _SimulatedPass(PackedPass):
     _cache: _SimulatedCache
 
-    def _copy_recent(self, layer: int, to_keys: Tensor, to_values: Tensor) -> None:
-        """There are no tokens."""
-
     def _pack_blocks(
-        self, layer: int, tokens: tuple[Tensor, Tensor], origins: Tensor, records: Sequence[Tensor]
+        self,
+        layer: int,
+        tokens: tuple[Tensor, Tensor],
+        origins: NDArray[np.int64],
+        records: Sequence[Tensor],
     ) -> None:
         shape, machine = self._cache.shapes[layer], self._cache.machine
         nbytes = len(records) * 64 * shape.kv_heads * shape.cached_width * tokens[0].itemsize
         machine.compute(nbytes / machine.profile.device.bytes_per_s)
 
-    def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:
+    def _move_tokens(
+        self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], moves: NDArray[np.int64]
+    ) -> None:
         """There are no tokens."""
 
 

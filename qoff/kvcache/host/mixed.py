@@ -139,6 +139,10 @@ class _MixedPass(CachePass):
     def moves(self) -> bool:
         return any(part.moves for part in self._passes)
 
+    @property
+    def in_place(self) -> bool:
+        return all(part.in_place for part in self._passes)
+
     def arrive(self, layer: int) -> Hashable:
         part, index = self._layers[layer]
         return part.arrive(index)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.errors import ArgumentError
@@ -191,6 +194,10 @@ class PackedPass(SlotPass):
     def moves(self) -> bool:
         return any(view.moves for view in self._views)
 
+    @property
+    def in_place(self) -> bool:
+        return all(store.in_place for store in self._cache.stores)
+
     def arrive(self, layer: int) -> Hashable:
         view, inner = self._of(layer)
         return view.arrive(inner)
@@ -202,8 +209,10 @@ class PackedPass(SlotPass):
     def open(self, layer: int) -> LayerCache:
         view, inner = self._of(layer)
         keys, values = self._tokens(layer)
-        if self._apart:
-            self._copy_recent(layer, keys, values)
+        if self._apart and len(self._unmoved):
+            recent = self._cache.recent
+            here = recent.keys[layer], recent.values[layer]
+            self._move_tokens(here, (keys, values), self._unmoved)
         return LayerCache(
             keys,
             values,
@@ -225,8 +234,9 @@ class PackedPass(SlotPass):
     def end(self) -> None:
         """Pack what is complete; without a workspace no unpacked token has moved so far."""
         if not self._apart and self._completed:
-            for layer in range(len(self._cache.shapes)):
-                self._pack(layer)
+            with _deferring() if self.in_place else nullcontext():
+                for layer in range(len(self._cache.shapes)):
+                    self._pack(layer)
         super().end()
         if self._told is not None and not self._completed and not self.moves:
             self._cache.ended = self
@@ -266,15 +276,6 @@ class PackedPass(SlotPass):
             return cache.recent.keys[layer], cache.recent.values[layer]
         return self._workspace.take(cache.shapes[layer], len(self._slots), self._longest + 1)
 
-    def _copy_recent(self, layer: int, to_keys: Tensor, to_values: Tensor) -> None:
-        recent = self._cache.recent
-        for span in self.ragged.spans:
-            slot = self._slots[span.slot]
-            tokens = span.past - self._packed[span.slot]
-            vectors = -(-tokens // KEYS_PER_VECTOR)
-            to_keys[span.slot, :, :vectors] = recent.keys[layer][slot, :, :vectors]
-            to_values[span.slot, :, :tokens] = recent.values[layer][slot, :, :tokens]
-
     def _pack(self, layer: int) -> None:
         """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""
         cache, tokens = self._cache, self._tokens(layer)
@@ -290,10 +291,15 @@ class PackedPass(SlotPass):
             cache.stores[number].fill(inner, kept, fill)
         if len(self._moves):
             recent = cache.recent
-            self._move_tokens(tokens, (recent.keys[layer], recent.values[layer]))
+            here = recent.keys[layer], recent.values[layer]
+            self._move_tokens(tokens, here, self._moves)
 
     def _pack_blocks(
-        self, layer: int, tokens: tuple[Tensor, Tensor], origins: Tensor, records: Sequence[Tensor]
+        self,
+        layer: int,
+        tokens: tuple[Tensor, Tensor],
+        origins: NDArray[np.int64],
+        records: Sequence[Tensor],
     ) -> None:
         from qoff.kernels.cpu.packed_attention.pack import pack_blocks
 
@@ -301,15 +307,17 @@ class PackedPass(SlotPass):
         form = cache.forms[layer]
         pack_blocks(*tokens, form, origins, records, rotated=cache.values_rotated)
 
-    def _move_tokens(self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor]) -> None:
+    def _move_tokens(
+        self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], moves: NDArray[np.int64]
+    ) -> None:
         from qoff.kernels.cpu.packed_attention.pack import move_tokens
 
-        move_tokens(tokens, to, self._moves)
+        move_tokens(tokens, to, moves)
 
     @cached_property
-    def _origins(self) -> list[Tensor]:
+    def _origins(self) -> list[NDArray[np.int64]]:
         """Where the tokens of each group's new blocks are, as `pack_blocks` is told."""
-        first, found = self._cache.sinks, list[Tensor]()
+        first, found = self._cache.sinks, list[NDArray[np.int64]]()
         for new in self._new:
             rows = [
                 (place, first + BLOCK_TOKENS * i, first + self._packed[place] + i == 0)
@@ -317,11 +325,21 @@ class PackedPass(SlotPass):
                 if (made := new.get(self._slots[place])) is not None
                 for i in range(made.skipped, len(made.numbers))
             ]
-            found.append(torch.tensor(rows, dtype=torch.int64))
+            found.append(np.array(rows, np.int64).reshape(-1, 3))
         return found
 
     @cached_property
-    def _moves(self) -> Tensor:
+    def _unmoved(self) -> NDArray[np.int64]:
+        """Unpacked tokens that were there before, which come into the workspace."""
+        rows = [
+            (self._slots[span.slot], 0, span.past - self._packed[span.slot], span.slot, 0)
+            for span in self.ragged.spans
+            if span.past > self._packed[span.slot]
+        ]
+        return np.array(rows, np.int64).reshape(-1, 5)
+
+    @cached_property
+    def _moves(self) -> NDArray[np.int64]:
         """Unpacked tokens that go from where this pass has them to their places: `move_tokens`."""
         first, rows = self._cache.sinks, []
         for slot, tokens in self._unpacked.items():
@@ -332,4 +350,10 @@ class PackedPass(SlotPass):
                 rows.append((slot, 0, min(first, tokens), to, 0))
             if tokens > done and (blocks or self._apart):
                 rows.append((slot, done, tokens - done, to, first))
-        return torch.tensor(rows, dtype=torch.int64)
+        return np.array(rows, np.int64).reshape(-1, 5)
+
+
+def _deferring() -> AbstractContextManager[None]:
+    from qoff.kernels.cpu.jit.recorder import deferring
+
+    return deferring()

@@ -84,6 +84,8 @@ class _PlainPass(CachePass):
         self._cache: PlainCache = proxy(cache)  # which keeps the pass when it has ended
         self.ragged = ragged.kept_in(cache.steady) if ragged.is_decode else ragged
 
+    in_place = True
+
     def open(self, layer: int) -> LayerCache:
         cache, ragged = self._cache, self.ragged
         return LayerCache(cache.keys[layer], cache.values[layer], ragged.positions, ragged.longest)

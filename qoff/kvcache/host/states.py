@@ -104,6 +104,8 @@ class StatePass(CachePass):
         steady = slots is None and ragged.is_decode
         self._spans = cache.steady.put("spans", spans) if steady else spans
 
+    in_place = True
+
     def open(self, layer: int) -> LayerStates:
         return LayerStates(self._cache.conv[layer], self._cache.memory[layer], self._spans)
 

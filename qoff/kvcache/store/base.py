@@ -107,6 +107,11 @@ class BlockStore(Blocks):
     def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
         self.forms, self.kv_heads = tuple(forms), tuple(kv_heads)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether blocks are made where they stay, and nothing but kernels reads them."""
+        return False
+
     @abstractmethod
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
         """Have records of a layer made where they lie or are sent from, some at a time."""
@@ -143,6 +148,8 @@ class BlockStore(Blocks):
 
 class GrowingBlocks(BlockStore):
     """Blocks in host memory that grow as they are asked for."""
+
+    in_place = True
 
     def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
         super().__init__(forms, kv_heads)

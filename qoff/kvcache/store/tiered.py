@@ -123,6 +123,10 @@ class TieredBlocks(BlockStore):
         tier = next(tier for tier in reversed(TIERS) if block >= self._bases[tier])
         return self.pools[tier], block - self._bases[tier]
 
+    @property
+    def in_place(self) -> bool:
+        return self.spill is None and self.bounds is None
+
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
         near: list[tuple[int, Tensor]] = []
         on_disk: list[tuple[int, int]] = []

@@ -204,6 +204,8 @@ class Decoder:
         if key is not None and self.resident and stays:
             run.tokens = ids
             logits = yield from self._whole(run, key)
+        elif self._can_defer(run, stays):
+            logits = yield from self._at_once(run, ids)
         else:
             if rows is None and not swept:
                 rows = self.embedded(ids)
@@ -344,23 +346,40 @@ class Decoder:
             cached.close(layer)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
 
-    def _whole(self, run: ForwardPass, key: Hashable) -> Steps:
-        """Compute a pass as its recording, or record it: when all its weights are there."""
+    def _can_defer(self, run: ForwardPass, stays: bool) -> bool:
+        """Whether ops may compute later, as nothing but ops has to do with what they do."""
+        assert run.cached is not None
+        return (
+            self.replays is not None
+            and self.replays.while_done is not None
+            and self.resident
+            and stays
+            and run.cached.in_place
+            and run.states is None
+        )
+
+    def _at_once(self, run: ForwardPass, ids: Tensor) -> Steps:
+        """Compute a pass, of prompts for example, that no other will be like."""
+        weights = yield from self._all_weights()
+        assert self.replays is not None
+        assert self.replays.while_done is not None
+        with self.replays.while_done.deferring():
+            return _given(self._units(run, self.embedded(ids), run.logit_rows), weights)
+
+    def _all_weights(self) -> Generator[Unit, Weights, list[Weights]]:
+        """The weights of all units, which stay."""
         weights: list[Weights] = []
         for unit in (*range(self.spec.num_layers), HEAD):
             weights.append((yield unit))
+        return weights
+
+    def _whole(self, run: ForwardPass, key: Hashable) -> Steps:
+        """Compute a pass as its recording, or record it: when all its weights are there."""
+        weights = yield from self._all_weights()
         key = (*map(id, weights), key)
 
         def work(ids: Tensor) -> Tensor:
-            steps = self._units(run, self.embedded(ids), None)
-            next(steps)
-            for some in weights[:-1]:
-                steps.send(some)
-            try:
-                steps.send(weights[-1])
-            except StopIteration as finished:
-                return finished.value
-            raise AssertionError("the head streams")
+            return _given(self._units(run, self.embedded(ids), None), weights)
 
         assert self.replays is not None
         assert self._following is not None
@@ -368,6 +387,18 @@ class Decoder:
         self._following.note(run, key, weights)
         run.hidden = None
         return _taken(logits[: run.ragged.tokens], run.logit_rows)
+
+
+def _given(steps: Steps, weights: Sequence[Weights]) -> Tensor:
+    """What steps over all units return that are given these weights, which need no others."""
+    next(steps)
+    for some in weights[:-1]:
+        steps.send(some)
+    try:
+        steps.send(weights[-1])
+    except StopIteration as finished:
+        return finished.value
+    raise AssertionError("the head streams")
 
 
 def _kept(logit_rows: Tensor | None, count: int) -> list[int] | None:
