@@ -97,9 +97,7 @@ def test_replayed_steps_give_the_same_bits(cache: str, resident: bool, checkpoin
 def test_a_prompt_is_few_lists_of_jobs(
     cache: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The embedding; all but the end of the last layer; that, for the rows whose logits it wants;
-    the head.
-    """
+    """Torch computes once in the first layer, and takes the rows whose logits are wanted."""
     run = Run(checkpoint, cache, Replays(CPU, while_done=JobRecorder()), True)
     pool, launches = cpu.default_pool(), list[int]()
     launch = pool._launch
@@ -108,8 +106,7 @@ def test_a_prompt_is_few_lists_of_jobs(
     for _ in range(2):  # the second time there are tokens that are not packed
         launches.clear()
         run.pass_over((1,), (90,))
-        assert len(launches) <= 4
-        assert max(launches) >= 5 * run.run.decoder.spec.num_layers - 2
+        assert len(launches) <= 4 < 5 * run.run.decoder.spec.num_layers <= sum(launches)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
