@@ -43,9 +43,13 @@ back to an earlier token. So `draft_tokens`, `share_prefixes`, such a draft mode
 `QoffCache` are refused. Bits of `--kv` for single layers count the layers that attend. The matrix
 of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
-Gemma 4 31B and 26B-A4B run on a CPU only, too, in every other mode; K and V of their heads of 256
-and 512 channels are packed. Where keys are values as well, their matrix is stored twice. Gemma 4
-E2B and E4B, which have embeddings of their layers, are no family here.
+Gemma 4 runs on a CPU only, too, in every other mode; K and V of its heads of 256 and 512 channels
+are packed. Where keys are values as well, their matrix is stored twice. E2B and E4B have embeddings
+of their layers: a table of more than 2 billion numbers, of which a token reads 256 for each layer.
+It stays in memory where everything does; otherwise its rows come from host memory, where a budget
+has room for all of it, or from disk, 7 to 9 KB of a token at 6 bits. Their last layers attend to
+keys and values of earlier ones, and plans count a KV cache for the earlier ones alone. Gemma 3n,
+whose layers keep several streams of hidden states, runs through transformers' modules.
 
 ## Other architectures
 
@@ -148,6 +152,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "normalized values": spec.value_norm,
         "larger heads without a window": spec.full_heads is not None,
         "scaled layers": spec.layer_scale,
+        "embeddings of layers": spec.per_layer is not None,
+        "keys and values of earlier layers": spec.shared_kv,
         "latent attention": spec.latent is not None,
         "linear attention": spec.linear is not None,
         "gated attention": spec.gated_attention,

@@ -19,11 +19,13 @@ def embedding(
     *,
     offset: int = 0,
     scale: float = 1.0,
+    rows_each: int = 1,
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return residual + scale * the rows ids + offset of a weight [N, K] of any packing, [T, K].
 
+    rows_each: those from ids * rows_each + offset on, so many of each, [T * rows_each, K].
     ids: integers [T]. Computed in float32, which the result is, or else what the residual is; out
     may be the residual. Raises OpError for a row that is not there, unless the ids are on a GPU: to
     look at them would wait for it.
@@ -32,7 +34,11 @@ def embedding(
         from .cpu.embedding import embedding as job  # compiled when it is imported
 
         ids = ids.to("cpu", torch.int64)
-        return job(ids, weight, offset=offset, scale=scale, residual=residual, out=out)
+        more = {"rows_each": rows_each, "residual": residual, "out": out}
+        return job(ids, weight, offset=offset, scale=scale, **more)
+    if rows_each > 1:
+        each = torch.arange(rows_each, device=ids.device)
+        ids = (ids[:, None] * rows_each + each).flatten()
     rows = _dequantized(ids + offset if offset else ids, weight)
     rows = rows * scale if scale != 1 else rows
     if residual is not None:

@@ -140,7 +140,9 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> Tensor: ...
 
-    def gate(self, x: Tensor, by: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+    def gate(
+        self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
+    ) -> Tensor: ...
 
     def attention(
         self,

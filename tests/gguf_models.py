@@ -242,7 +242,14 @@ def _gemma4(config: Mapping[str, Any], slides: list[bool]) -> dict[str, Any]:
     """Lengths of heads without a window are the plain ones."""
     full = config["per_layer_config"][str(slides.index(False))]
     heads = config["num_key_value_heads"], full.get("num_key_value_heads")
-    found: dict[str, Any] = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
+    shared = config["num_kv_shared_layers"]
+    found: dict[str, Any] = {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+    }
+    if config["use_double_wide_mlp"]:
+        inner, own = config["intermediate_size"], len(slides) - shared
+        found["feed_forward_length"] = [inner] * own + [2 * inner] * shared
     for key in ("attention.key_length", "attention.value_length"):
         found |= {key: full["head_dim"], f"{key}_swa": config["head_dim"]}
     found["rope.dimension_count"] = full["head_dim"]

@@ -447,6 +447,22 @@ _GEMMA4 = {
 }
 FAMILIES |= {
     "gemma4": _GEMMA4,
+    "gemma4-small": {
+        **_GEMMA4,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 512,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "gemma4-moe": {
         **_GEMMA4,
         "num_hidden_layers": 2,

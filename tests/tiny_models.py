@@ -29,7 +29,15 @@ from qoff.errors import BudgetError
 from qoff.kernels.embedding import embedding
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, Unit, local_names, unit_files
+from qoff.memory.plan import (
+    EMBEDDING,
+    HEAD,
+    LM_HEAD,
+    PER_LAYER,
+    Unit,
+    local_names,
+    unit_files,
+)
 from qoff.models import names
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
@@ -189,6 +197,7 @@ def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             value = stored.dequantize() if isinstance(stored, QTensor) else stored
             for i, part in enumerate(weight.parts):
                 rows = value[weight.destination(i, 0, part.rows)] - part.plus
+                rows = rows.reshape(len(rows) // part.rows_each, -1) if value.dim() > 1 else rows
                 rows = rows.T if part.transposed else rows
                 if part.expert is not None:
                     experts.setdefault(part.source, {})[part.expert] = rows
@@ -246,8 +255,19 @@ class PlainRun:
         assert isinstance(table, QTensor)
         self._units[HEAD] = {LM_HEAD: table, **outer}
         spec = DecoderSpec.from_config(checkpoint.config)
+        layers = outer.get(PER_LAYER)
+
+        def of_layers(ids: Tensor, scale: float) -> Tensor:
+            assert isinstance(layers, QTensor)
+            rows = embedding(ids, layers, scale=scale, rows_each=spec.num_layers)
+            return rows.view(len(ids), -1)
+
         self.decoder = Decoder(
-            spec, ops, lambda ids, scale: embedding(ids, table, scale=scale), **options
+            spec,
+            ops,
+            lambda ids, scale: embedding(ids, table, scale=scale),
+            embed_layers=of_layers,
+            **options,
         )
 
     def forward(self, run: ForwardPass) -> Tensor:

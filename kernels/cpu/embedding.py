@@ -23,14 +23,14 @@ class EmbeddingArguments(ctypes.Structure):
     _fields_ = (
         *int64s(
             "ids", "offset", "tokens", "n", "k", "codes", "scale_min", "width", "group", "bits",
-            "residual", "residual_stride", "out", "out_stride", "wrong",
+            "residual", "residual_stride", "out", "out_stride", "wrong", "each",
         ),
         ("scale", ctypes.c_float),
     )  # fmt: skip
 
 
 (IDS, OFFSET, M, N, K, CODES, SCALE_MIN, WIDTH, GROUP, BITS, RESIDUAL, RESIDUAL_STRIDE, OUT,
- OUT_STRIDE, WRONG, FACTOR) = offsets(EmbeddingArguments)  # fmt: skip
+ OUT_STRIDE, WRONG, EACH, FACTOR) = offsets(EmbeddingArguments)  # fmt: skip
 _PART = 512  # numbers of a row, in one item: a multiple of every group size
 
 
@@ -76,8 +76,10 @@ def _write_group(args, codes, scale_min, lane, first, residual, out):
 
 @inner
 def _write_part(args, token, part):
-    """Some groups of one token's row."""
-    row = simd.peek_i64(simd.peek_i64(args + IDS) + 8 * token) + simd.peek_i64(args + OFFSET)
+    """Some groups of one row, of a token that has perhaps several."""
+    each = simd.peek_i64(args + EACH)
+    row = simd.peek_i64(simd.peek_i64(args + IDS) + 8 * (token // each)) * each + token % each
+    row += simd.peek_i64(args + OFFSET)
     if row < 0 or row >= simd.peek_i64(args + N):
         simd.poke_i64(args + WRONG, 1)
         return
@@ -112,33 +114,38 @@ def embedding(
     *,
     offset: int = 0,
     scale: float = 1.0,
+    rows_each: int = 1,
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return residual + scale * the rows ids + offset of a weight [N, K] of packing rows16.
 
-    ids: int64 [T]. residual, out: float32 [T, K], rows contiguous; they may be the same. Raises
-    OpError, for rows that are not there too.
+    ids: int64 [T]. rows_each: so many rows of each, from ids * rows_each + offset on. residual and
+    out: float32 [T * rows_each, K], rows contiguous; they may be the same. Raises OpError, for rows
+    that are not there too.
     """
     n, k = weight.shape
     if ids.dtype != torch.int64 or ids.dim() != 1:
         fail("embedding", f"ids are int64 [T], not {ids.dtype} {list(ids.shape)}")
     ids = ids.contiguous()
+    count = len(ids) * rows_each
     if out is None:
-        out = torch.empty(len(ids), k)
+        out = torch.empty(count, k)
     for name, rows in (("out", out), ("residual", residual)):
         if rows is not None:
-            check_rows("embedding", name, rows, len(ids), k)
+            check_rows("embedding", name, rows, count, k)
     if not len(ids):
         return out
     stride = 0 if residual is None else 4 * residual.stride(0)
     a = EmbeddingArguments(
-        ids.data_ptr(), offset, len(ids), n, k, weight.codes.data_ptr(),
+        ids.data_ptr(), offset, count, n, k, weight.codes.data_ptr(),
         weight.scale_min.data_ptr(), width_of(weight.scale_min.dtype), weight.group_size,
-        weight.bits, address(residual), stride, out.data_ptr(), 4 * out.stride(0), 0, scale,
+        weight.bits, address(residual), stride, out.data_ptr(), 4 * out.stride(0), 0,
+        rows_each, scale,
     )  # fmt: skip
     default_pool().run(embedding_job.address, a)
     if a.wrong:
-        low, high = (int(x) + offset for x in ids.aminmax())
+        low, high = (int(x) * rows_each + offset for x in ids.aminmax())
+        high += rows_each - 1
         fail("embedding", f"ids from {low} to {high}, rows 0 to {n - 1}")
     return out

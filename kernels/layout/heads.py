@@ -44,7 +44,8 @@ class HeadShape:
     have no columns of their own; RoPE rotates the key's other channels, i of those in its lower
     half with i of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that
     with one KV head. norm_last: norms of query and key heads come after RoPE. value_norm: each
-    value head has an RMSNorm without weights.
+    value head has an RMSNorm without weights. appends: without it there are queries alone, and the
+    cache is another layer's, which appended keys and values of these tokens before.
     """
 
     heads: int
@@ -59,6 +60,7 @@ class HeadShape:
     chunked: bool = False
     norm_last: bool = False
     value_norm: bool = False
+    appends: bool = True
 
     @property
     def reach(self) -> int:
@@ -73,6 +75,8 @@ class HeadShape:
     @property
     def qkv_width(self) -> int:
         """Columns of what attention is given: queries, keys, values."""
+        if not self.appends:
+            return self.heads * self.head_dim
         own = 0 if self.latent else self.kv_heads
         return (self.heads + self.kv_heads + own) * self.head_dim
 

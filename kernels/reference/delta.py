@@ -38,9 +38,9 @@ def delta(
     return found if out is None else out.copy_(found)
 
 
-def gate(x: Tensor, by: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return x * sigmoid(by), rows of attention [M, N] and of their gates."""
-    found = x * torch.sigmoid(by)
+def gate(x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None) -> Tensor:
+    """Return x * sigmoid(by), rows [M, N] and those of their gates; plain: x * by."""
+    found = x * (by if plain else torch.sigmoid(by))
     return found if out is None else out.copy_(found)
 
 

@@ -99,16 +99,16 @@ def attention(
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
 
-    qkv: [M, (heads + 2 kv_heads) * head_dim], of a latent shape without columns of values; cache:
-    the layer's keys and values, and which part of its packed blocks is attended in a pass of one
-    new token a sequence. sinks: [heads], scores of a key without a value. q_norm, k_norm:
-    [head_dim], RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all.
-    Returns [M, heads * value_dim].
+    qkv: [M, (heads + 2 kv_heads) * head_dim], of a latent shape without columns of values, and
+    queries alone where it does not append; cache: the layer's keys and values, and which part of
+    its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores of a
+    key without a value. q_norm, k_norm: [head_dim], RMSNorm over each head, or [heads * head_dim]
+    and [kv_heads * head_dim], over all. Returns [M, heads * value_dim].
     """
     if shape.norms_all(q_norm, k_norm):
         qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
     heads = qkv.view(qkv.shape[0], -1, shape.head_dim)
-    query, key, value = _split(heads, shape)
+    query, key, value = _split(heads, shape) if shape.appends else (heads, heads[:, :0], heads)
     if not shape.norm_last:
         query, key = _normed(query, q_norm, shape), _normed(key, k_norm, shape)
     if rotary is not None:
@@ -116,7 +116,7 @@ def attention(
         value = latent_values(key, shape.latent) if shape.latent else value
     if shape.norm_last:
         query, key = _normed(query, q_norm, shape), _normed(key, k_norm, shape)
-    if shape.value_norm:
+    if shape.value_norm and shape.appends:
         value = _normed(value, value.new_ones(shape.head_dim), shape)
     if shape.query_scale is not None:
         query = query * shape.query_scale.of(ragged.positions)[:, None, None].to(query.dtype)
@@ -124,7 +124,8 @@ def attention(
         out = qkv.new_empty(qkv.shape[0], shape.out_width)
     for span in ragged.spans:
         rows = slice(span.start, span.start + span.count)
-        _append(cache, span, key[rows], value[rows])
+        if shape.appends:
+            _append(cache, span, key[rows], value[rows])
         chosen = None
         if cache.packed and cache.top < 1 and ragged.is_decode:
             chosen = _chosen(cache, span, query[span.start], shape.reach)

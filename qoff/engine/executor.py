@@ -304,6 +304,7 @@ class CpuExecutor(Executor):
             values_rotated=quant.values_rotated,
             stores=self._stores_of(),
             workspace=self._recent_workspace,
+            lent=self.spec.lent_layers,
             **more,
         )
 

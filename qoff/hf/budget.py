@@ -274,7 +274,7 @@ def working_bytes(
     work = LayerWorkspace.nbytes(spec, tokens) + (
         LayerWorkspace.nbytes(spec, tokens, True) if tiled else 0
     )
-    work += 8 * tokens * spec.hidden_size + table_bytes(spec, longest)
+    work += 8 * tokens * (spec.hidden_size + spec.per_layer_width) + table_bytes(spec, longest)
     if decoder.replays is not None:
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)
@@ -284,6 +284,7 @@ def working_bytes(
         unpacked = count + kv.window + kv.sinks + 2 * 64
         each = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in decoder.head_shapes]
         work += 4 * max(each) * (sequences + PACKING)
+        work += 4 * sequences * sum(each[i] for i in spec.lent_layers)
     return work
 
 

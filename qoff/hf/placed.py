@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qoff.errors import OpError, QoffError
-from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, unit_files, unit_weights
+from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, row_tables, unit_files, unit_weights
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.units import format_size
@@ -50,10 +50,12 @@ class PlacedModel(PreTrainedModel):
                 tiled = unit in plan.tiled and unit not in on_disk
                 source = "cpu" if unit in plan.host or tiled else "disk"
                 places[LM_HEAD if unit == HEAD else f"{path}.{unit}"] = source
-        if EMBEDDING not in plan.resident:
-            tied = LM_HEAD not in checkpoint.outer.weights
-            source = "cpu" if EMBEDDING in plan.host else "disk"
-            places[EMBEDDING] = places[LM_HEAD] if tied else source
+        tables = row_tables(checkpoint.outer)
+        if EMBEDDING not in (*plan.resident, *tables):
+            places[EMBEDDING] = places[LM_HEAD]
+        for table in tables:
+            if table not in plan.resident:
+                places[table] = "cpu" if table in plan.host else "disk"
         return places
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -29,6 +29,7 @@ from .plan import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
+    PER_LAYER,
     ChosenExperts,
     Expert,
     Image,
@@ -41,6 +42,7 @@ from .plan import (
     is_expert,
     local_names,
     resident_images,
+    row_tables,
     streamed_images,
     tiled_matrices,
     unit_files,
@@ -184,9 +186,10 @@ class WeightStore:
         finally:
             self.release(unit)
 
-    def gather_rows(self, name: str, ids: Tensor, scale: float = 1.0) -> Tensor:
+    def gather_rows(self, name: str, ids: Tensor, scale: float = 1.0, rows_each: int = 1) -> Tensor:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], times `scale`, as float32 [T, K].
 
+        rows_each: so many rows from ids * rows_each on, [T * rows_each, K], of a model on the CPU.
         From memory, of the device or the host; rows that are in neither are read from disk, just
         these. The result is on the device. Raises OpError for rows that are not there, unless the
         ids are on a GPU, which is not waited for; DiskReadError.
@@ -198,7 +201,9 @@ class WeightStore:
         entry = self.checkpoint.outer.weights[name]
         matrix = self._resident.get(name)
         if isinstance(matrix, QTensor) and self._transfers.device.type == "cpu":
-            return embedding(ids, matrix, scale=scale)
+            return embedding(ids, matrix, scale=scale, rows_each=rows_each)
+        if rows_each > 1:
+            ids = (ids[:, None] * rows_each + torch.arange(rows_each)).flatten()
         looked_at = ids.numel() and not ids.is_cuda
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
@@ -220,7 +225,8 @@ class WeightStore:
     @property
     def all_resident(self) -> bool:
         """Whether no weight ever moves: all units, and the rows of `gather_rows`."""
-        return not self._streamed and not self.experts and EMBEDDING in self._resident
+        tables = {EMBEDDING, *row_tables(self.checkpoint.outer)}
+        return not self._streamed and not self.experts and self._resident.keys() >= tables
 
     @property
     def stats(self) -> StoreStats:
@@ -288,7 +294,7 @@ class WeightStore:
         load_host = partial(self._load_host, verify=verify)
         loaded = load(sources.values(), self.host_arena, load_host)
         self._sources = dict(zip(sources, loaded, strict=True))
-        self._host_rows = self._embedding_in_host(sources)
+        self._host_rows = self._tables_in_host(sources)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         self._tiled = tiled_matrices(checkpoint, plan)
         if plan.expert_slots:
@@ -362,16 +368,17 @@ class WeightStore:
             }
         return StreamedExperts(counts[layer], following, guessing)
 
-    def _embedding_in_host(self, images: Mapping[Unit, Image]) -> list[tuple[int, Weight]]:
-        """Parts of the embedding that are in host memory: first row, and rows."""
-        parts: list[tuple[int, Weight]] = []
+    def _tables_in_host(self, images: Mapping[Unit, Image]) -> dict[str, list[tuple[int, Weight]]]:
+        """Parts of tables that are in host memory: first row, and rows."""
+        parts: dict[str, list[tuple[int, Weight]]] = {EMBEDDING: [], PER_LAYER: []}
         for unit, memory in self._sources.items():
             views = images[unit].views(memory)
             if isinstance(unit, Tile):
                 if unit.unit == HEAD and LM_HEAD not in self.checkpoint.outer.weights:
-                    parts.append((unit.first_row, views[unit.name]))
-            elif EMBEDDING in views:
-                parts.append((0, views[EMBEDDING]))
+                    parts[EMBEDDING].append((unit.first_row, views[unit.name]))
+            else:
+                for table in parts.keys() & views.keys():
+                    parts[table].append((0, views[table]))
         return parts
 
     def _gather(self, name: str, ids: Tensor, out: Tensor, scale: float) -> None:
@@ -380,7 +387,7 @@ class WeightStore:
             out.copy_(rows_of(self._resident[name], ids, scale))
             return
         found = torch.empty(len(ids), out.shape[1])
-        missing = rows_of_parts(self._host_rows if name == EMBEDDING else (), ids, found)
+        missing = rows_of_parts(self._host_rows.get(name, ()), ids, found)
         if missing.any():
             outer, entry = self.checkpoint.outer, self.checkpoint.outer.weights[name]
             self._checks.check(outer)

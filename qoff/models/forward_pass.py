@@ -102,8 +102,8 @@ class LayerWorkspace:
         """
         attention = tokens * (spec.attention_width + spec.attended_width + spec.projected_rows)
         together = mlp_tokens(tokens, tiled)
-        mlp = together * spec.intermediate_size
-        extra = tokens * _extra_width(spec)
+        mlp = together * spec.widest_mlp
+        extra = tokens * _extra_width(spec) + together * per_layer_floats(spec)
         experts = 4 * (_kept_floats if kept else _experts_floats)(spec, tokens, tiled)
         return itemsize * (attention + mlp + extra) + experts
 
@@ -152,6 +152,8 @@ class ForwardPass:
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them
+    per_layer: Tensor | None = None  # float32 [M, spec.per_layer_width]: see `native.per_layer`
+    kv_layers: Sequence[int] = ()  # whose K and V each layer attends to; empty: its own
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
     added: Mapping[str, LowRanks] = field(default_factory=dict)  # by adapters to that layer's
 
@@ -163,6 +165,8 @@ class ForwardPass:
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone, ascending, in the place of the first ones."""
         self.hidden = moved_up(self.input, rows)
+        if self.per_layer is not None:
+            self.per_layer = moved_up(self.per_layer, rows)
         if self.workspace is not None:
             self.workspace = self.workspace.upto(len(rows))
         if self.adapters is not None:
@@ -177,7 +181,7 @@ class ForwardPass:
     def prefetch_cache(self, unit: Unit) -> None:
         """Of what `prefetch` brings the part that is brought further ahead."""
         if isinstance(unit, int) and self.cached is not None:
-            self.cached.prefetch(unit)
+            self.cached.prefetch(self.kv_layers[unit] if self.kv_layers else unit)
 
     def abandon(self) -> None:
         """Give back what was taken in the cache, if the pass has not ended."""
@@ -201,6 +205,12 @@ def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
 def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:
     """Tokens of which the MLP's intermediate values are kept at a time."""
     return tokens if tiled else min(tokens, GPU_MLP_TOKENS if on_gpu else MLP_TOKENS)
+
+
+def per_layer_floats(spec: DecoderSpec) -> int:
+    """Floats of a token that embeddings of layers take while one of these computes with them."""
+    of = spec.per_layer
+    return 0 if of is None else spec.per_layer_width + of.width + spec.hidden_size
 
 
 def _extra_width(spec: DecoderSpec) -> int:

@@ -27,6 +27,15 @@ Whatever a family calls its tensors, weights are stored under Llama's names, wit
     mlp.dense_norm, mlp.mixture_norm               those after MLP and experts side by side
     mlp.routed_norm, mlp.routing_norm              those before experts, and before their router
 
+Models with embeddings of their layers (`native.per_layer`) have in the outer file
+
+    model.embed_tokens_per_layer    a row for each token and layer, all of a token's together
+
+and in layers
+
+    per_layer.context, per_layer.context_norm       of layer 0: what is added to these
+    per_layer.gate, per_layer.projection, per_layer.post_norm
+
 Fused biases have the rows of their matrix in the same order. Queries and keys of families that
 rotate neighbouring channels have their rows in the order of halves. Norms that families store less
 one are stored whole. Matrices are called without the ".weight" of Hugging Face; vectors keep it.
@@ -44,7 +53,7 @@ from torch import Tensor
 
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.delta import DeltaShape
-from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import ROUTER_BITS
 
@@ -64,7 +73,7 @@ from .row_order import (
     with_gates,
 )
 from .spec import DecoderSpec
-from .spec_parts import ExpertsSpec, LatentSpec
+from .spec_parts import ExpertsSpec, LatentSpec, PerLayerSpec
 
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
@@ -79,6 +88,9 @@ GAINS = "mlp.router.gains"  # of their weights
 ROUTED_NORM, ROUTING_NORM = "mlp.routed_norm", "mlp.routing_norm"  # of experts beside an MLP
 DENSE_NORM, MIXTURE_NORM = "mlp.dense_norm", "mlp.mixture_norm"
 LAYER_SCALE = "layer_scale"
+CONTEXT, CONTEXT_NORM = "per_layer.context", "per_layer.context_norm"  # of layer 0
+LAYER_GATE, LAYER_PROJECTION = "per_layer.gate", "per_layer.projection"
+LAYER_NORM = "per_layer.post_norm"
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,7 @@ class Part:
     order: from its rows, int64, to those of the weight. unit: so many rows, from a multiple of it
     on, fill whole blocks of 16 rows of the weight. expert: number in a tensor [experts, ...].
     transposed: it is stored as [columns, rows]. stored: the shape of a vector that has another.
+    rows_each: one of its rows is so many of the weight, one after the other.
     plus: what is added to each value. of_exponential: minus their exponential is stored. times: the
     name of a matrix that it is multiplied by from the right, and whether that is stored transposed.
     """
@@ -99,6 +112,7 @@ class Part:
     expert: int | None = None
     transposed: bool = False
     stored: tuple[int, ...] | None = None
+    rows_each: int = 1
     plus: float = 0.0
     of_exponential: bool = False
     times: tuple[str, bool] | None = None
@@ -115,7 +129,7 @@ class Weight:
     @property
     def sensitive(self) -> bool:
         """Whether its codes have bits of their own: embeddings, head, routers, what forgets."""
-        return self.exact or self.name in (EMBEDDING, LM_HEAD, POSITIONS)
+        return self.exact or self.name in (EMBEDDING, LM_HEAD, POSITIONS, PER_LAYER)
 
     @property
     def exact(self) -> bool:
@@ -145,7 +159,8 @@ class Weight:
         one = self.parts[part]
         if self.columns is None:
             return one.stored or (one.rows,)
-        return (self.columns, one.rows) if one.transposed else (one.rows, self.columns)
+        rows, columns = one.rows // one.rows_each, self.columns * one.rows_each
+        return (columns, rows) if one.transposed else (rows, columns)
 
     def destination(self, part: int, start: int, stop: int) -> Tensor:
         """Return the stored rows, int64, in which rows start..stop-1 of a part lie."""
@@ -183,6 +198,10 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
     for name, source in sources.items():
         part = Part(source, spec.vocab_size, times=names.times.get(name))
         found.append(Weight(name, (part,), width))
+    if spec.per_layer is not None:
+        each, rows = spec.num_layers, spec.num_layers * spec.per_layer.vocab_size
+        part = Part(names.per_layer[0], rows, unit=each * ROW_BLOCK, rows_each=each)
+        found.append(Weight(PER_LAYER, (part,), spec.per_layer.width))
     return tuple(found)
 
 
@@ -193,7 +212,8 @@ class _Layer:
         self._spec, self._layer, self._names = spec, layer, names
         kv_heads, self._dim = spec.heads(layer)
         self._q, self._kv = spec.num_heads * self._dim, kv_heads * self._dim
-        sizes = {"head_dim": self._dim, "intermediate_size": spec.intermediate_size}
+        self._inner, self._lent = spec.intermediate(layer), spec.kv_layers[layer] != layer
+        sizes = {"head_dim": self._dim, "intermediate_size": self._inner}
         if spec.latent is not None:
             sizes["q_lora_rank"] = spec.latent.query_latent
         if spec.experts is not None:
@@ -213,11 +233,13 @@ class _Layer:
         if experts is not None and spec.has_experts(self._layer):
             rest = list(self._mixture(experts))
             if experts.beside:
-                rest += self._mlp("mlp", spec.intermediate_size, spec.mlp_bias)
+                rest += self._mlp("mlp", self._inner, spec.mlp_bias)
             # What lies at the end stays in memory first: experts come before the other matrices.
             matrices = rest + attention
         else:
-            rest = list(self._mlp("mlp", spec.intermediate_size, spec.mlp_bias))
+            rest = list(self._mlp("mlp", self._inner, spec.mlp_bias))
+            if spec.per_layer is not None:
+                rest += self._per_layer(spec.per_layer)
             matrices = attention + rest
         vectors = (w for w in attention + rest if w.columns is None)
         return (*vectors, *(w for w in matrices if w.columns is not None))
@@ -241,7 +263,7 @@ class _Layer:
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
         if spec.qk_norm in ("head", "rotated", "all") and not spec.is_linear(self._layer):
-            for x, rows in (("q", self._q), ("k", self._kv)):
+            for x, rows in (("q", self._q), ("k", self._kv))[: 1 if self._lent else 2]:
                 each = rows if spec.qk_norm == "all" else self._dim
                 yield self._vector(f"self_attn.{x}_norm", each)
         if spec.latent is not None:
@@ -271,7 +293,7 @@ class _Layer:
 
     def _qkv(self) -> tuple[Part, ...]:
         spec, names = self._spec, self._names
-        q, kv, dim = self._q, self._kv, self._dim
+        q, kv, dim = self._q, 0 if self._lent else self._kv, self._dim
         if names.fused_qkv == "heads":
             return (self._part(QKV, 3 * q, from_heads(spec.num_heads, dim)),)
         rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
@@ -287,7 +309,7 @@ class _Layer:
             parts.append(self._part("self_attn.q_proj", 2 * q, order, 2 * dim))
             first = q
         matrices = (("q", q, pairs), ("k", kv, pairs), (values, kv, 0))
-        for x, rows, turned in matrices[len(parts) :]:
+        for x, rows, turned in matrices[len(parts) : 1 if self._lent else 3]:
             order = unpaired(first, dim, turned, rows) if turned else after(first)
             unit = dim if turned else ROW_BLOCK
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
@@ -383,6 +405,17 @@ class _Layer:
             )
             yield from _linear(fused, tuple(parts), hidden, bias)
         yield from _linear(down, (self._part(down, hidden),), inner, bias)
+
+    def _per_layer(self, by: PerLayerSpec) -> Iterator[Weight]:
+        """What is done with embeddings of layers; the first one has what all of them need."""
+        hidden, width = self._spec.hidden_size, by.width
+        if self._layer == 0:
+            _, context, norm = self._names.per_layer
+            yield Weight(f"{CONTEXT_NORM}.weight", (Part(norm, width),))
+            yield Weight(CONTEXT, (Part(context, self._spec.num_layers * width),), hidden)
+        yield self._vector(LAYER_NORM, hidden)
+        yield Weight(LAYER_GATE, (self._part(LAYER_GATE, width),), hidden)
+        yield Weight(LAYER_PROJECTION, (self._part(LAYER_PROJECTION, hidden),), width)
 
     def _mixture(self, experts: ExpertsSpec) -> Iterator[Weight]:
         hidden, parts = self._spec.hidden_size, (self._part(ROUTER, experts.count),)

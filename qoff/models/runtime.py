@@ -23,7 +23,7 @@ from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.experts import ExpertStats
 from qoff.memory.instrumentation import PLAIN, Instrumentation
-from qoff.memory.plan import EMBEDDING, HEAD, Residency, unit_label
+from qoff.memory.plan import EMBEDDING, HEAD, PER_LAYER, Residency, unit_label
 from qoff.memory.turn import Turn
 from qoff.process import ForkLock, only_here
 from qoff.system_memory import refusals
@@ -117,7 +117,8 @@ class Runtime:
             elif ops.RECORDER is not None:
                 replays = Replays(where, while_done=ops.RECORDER())
             ops = with_scratch(ops, where, device_memory if bound is None else bound)
-            self.decoder = Decoder(spec, ops, self._embed, where, hidden, replays)
+            embed = self._embed, where, hidden, replays, self._embed_layers
+            self.decoder = Decoder(spec, ops, *embed)
         transfers = transfers or transfers_to(where)
         try:
             if callable(host_memory):
@@ -236,6 +237,10 @@ class Runtime:
 
     def _embed(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         return self.store.gather_rows(EMBEDDING, ids, scale)
+
+    def _embed_layers(self, ids: Tensor, scale: float) -> Tensor:
+        rows = self.store.gather_rows(PER_LAYER, ids, scale, rows_each=self.spec.num_layers)
+        return rows.view(len(ids), -1)
 
 
 def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tensor | None:

@@ -13,7 +13,15 @@ from qoff.kernels.layout.ending import ACTIVATIONS
 from qoff.kernels.layout.heads import QueryScale
 
 from .families import read_spec
-from .spec_parts import ExpertsSpec, HeadsSpec, LatentSpec, LinearSpec, RopeSpec, unsupported
+from .spec_parts import (
+    ExpertsSpec,
+    HeadsSpec,
+    LatentSpec,
+    LinearSpec,
+    PerLayerSpec,
+    RopeSpec,
+    unsupported,
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,11 @@ class DecoderSpec:
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
     linear: LinearSpec | None = None
+    # The last layers that attend to K and V of an earlier one: the last before them of their kind,
+    # with a sliding window or without; and how wide their MLPs are (0: as others).
+    shared_kv: int = 0
+    shared_intermediate_size: int = 0
+    per_layer: PerLayerSpec | None = None
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
@@ -106,6 +119,16 @@ class DecoderSpec:
         for window in self.sliding_window:
             if window is not None and window < 1:
                 raise unsupported("sliding_window", window, "null or a whole number above 0")
+        own = self.num_layers - self.shared_kv
+        kinds = [window is None for window in self.sliding_window]
+        if self.shared_kv < 0 or not set(kinds[max(own, 0) :]) <= set(kinds[: max(own, 0)]):
+            raise unsupported(
+                "num_kv_shared_layers", self.shared_kv, "layers with others of their kind before"
+            )
+        if self.per_layer is not None and self.per_layer.vocab_size < self.vocab_size:
+            raise unsupported(
+                "vocab_size_per_layer_input", self.per_layer.vocab_size, f"from {self.vocab_size}"
+            )
 
     @property
     def _heads(self) -> tuple[tuple[int, int], ...]:
@@ -215,8 +238,37 @@ class DecoderSpec:
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
-        """Those that attend, and have a KV cache."""
-        return tuple(i for i in range(self.num_layers) if not self.is_linear(i))
+        """Those that attend to K and V of their own, and have a KV cache."""
+        own = range(self.num_layers - self.shared_kv)
+        return tuple(i for i in own if not self.is_linear(i))
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layer whose K and V each attends to: itself, or an earlier one."""
+        own = self.num_layers - self.shared_kv
+        last = {self.sliding_window[i] is None: i for i in range(own)}
+        shared = (last[self.sliding_window[i] is None] for i in range(own, self.num_layers))
+        return (*range(own), *shared)
+
+    @cached_property
+    def lent_layers(self) -> frozenset[int]:
+        """Layers whose K and V later ones attend to, too."""
+        return frozenset(self.kv_layers[self.num_layers - self.shared_kv :])
+
+    def intermediate(self, layer: int) -> int:
+        """How wide a layer's MLP is."""
+        shared = self.kv_layers[layer] != layer
+        return (self.shared_intermediate_size if shared else 0) or self.intermediate_size
+
+    @property
+    def widest_mlp(self) -> int:
+        """How wide the widest MLP is."""
+        return max(self.intermediate_size, self.shared_intermediate_size)
+
+    @property
+    def per_layer_width(self) -> int:
+        """Numbers of a token that layers are given beside hidden states, of all layers together."""
+        return 0 if self.per_layer is None else self.num_layers * self.per_layer.width
 
     @property
     def delta_shapes(self) -> tuple[DeltaShape, ...]:

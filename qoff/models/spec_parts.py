@@ -189,6 +189,26 @@ class LinearSpec:
         return DeltaShape(*sizes, norm_eps)
 
 
+@dataclass(frozen=True)
+class PerLayerSpec:
+    """Embeddings of layers (Gemma 3n and 4): a second table has `width` numbers for each layer.
+
+    They are added to a projection of what the first layer is given; what a layer returns is
+    projected to so many numbers, multiplied by its own, and the product is projected back.
+    """
+
+    width: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for key, size, unit in (
+            ("hidden_size_per_layer_input", self.width, 32),
+            ("vocab_size_per_layer_input", self.vocab_size, 1),
+        ):
+            if type(size) is not int or size < 1 or size % unit:
+                raise unsupported(key, size, f"a multiple of {unit}")
+
+
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:
     """Return the error for a key of `config.json`."""
     return UnsupportedModelError(f"config.json: {key} is {shown(found)}; supported: {supported}")

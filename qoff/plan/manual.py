@@ -278,6 +278,11 @@ class Memory:
         unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
+        # What each pass of a round has of its own until its end.
+        lent = sum(RecentWorkspace.floats_for(shapes[i], 1, unpacked) for i in spec.lent_layers)
+        work += 4 * plan.batches * (1 + (plan.draft_tokens > 0)) * lent
+        held = plan.batches * (plan.prefill_tokens + plan.decode_tokens)
+        work += 2 * 4 * held * spec.per_layer_width  # perhaps gathered, and in a recording
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
         work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab, on_cpu=True))
         work += recorded_bytes(spec, plan.batch_size, plan.batches)

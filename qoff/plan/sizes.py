@@ -23,7 +23,7 @@ from qoff.checkpoint.layout import OUTER_FILE, layer_file
 from qoff.errors import OpError, UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.packing import packed_shapes
-from qoff.memory.plan import EMBEDDING, LM_HEAD, Layouts, is_expert
+from qoff.memory.plan import HEAD, Layouts, is_expert, unit_weights
 from qoff.models.families import converted
 from qoff.models.modules.configs import is_native
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
@@ -102,9 +102,8 @@ class ModelSizes:
     @cached_property
     def head_bytes(self) -> int:
         """Bytes of the weights that the logits are computed with."""
-        weights = self.checkpoint.outer.weights
-        untied = LM_HEAD in weights
-        return sum(e.nbytes for name, e in weights.items() if not (untied and name == EMBEDDING))
+        outer = self.checkpoint.outer
+        return sum(outer.weights[name].nbytes for name in unit_weights(HEAD, outer))
 
     @cached_property
     def nbytes(self) -> int:
@@ -125,7 +124,8 @@ class ModelSizes:
     def layer_columns(self) -> int:
         """Multiplications of one token by the matrices of all layers, without chosen experts'."""
         layers = range(self.spec.num_layers)
-        return sum(self._attention_columns(each) + self._mlp_columns(each) for each in layers)
+        kinds = self._attention_columns, self._mlp_columns, self._per_layer_columns
+        return sum(columns(each) for each in layers for columns in kinds)
 
     @property
     def last_columns(self) -> int:
@@ -135,7 +135,7 @@ class ModelSizes:
             attended = spec.delta.values
         else:
             attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
-        return spec.hidden_size * attended + self._mlp_columns(last)
+        return spec.hidden_size * attended + self._mlp_columns(last) + self._per_layer_columns(last)
 
     def _attention_columns(self, layer: int) -> int:
         spec = self.spec
@@ -148,14 +148,22 @@ class ModelSizes:
             return columns + spec.latent.shape(spec.num_heads).rows * spec.latent.latent
         kv_heads, dim = spec.heads(layer)
         matrices = 2 + spec.gated_attention  # of queries, outputs and gates
-        return spec.hidden_size * (matrices * spec.num_heads + 2 * kv_heads) * dim
+        own = 2 * kv_heads if spec.kv_layers[layer] == layer else 0
+        return spec.hidden_size * (matrices * spec.num_heads + own) * dim
 
     def _mlp_columns(self, layer: int) -> int:
         spec, each = self.spec, 3 if self.spec.gated else 2
-        inner = spec.intermediate_size
+        inner = spec.intermediate(layer)
         if spec.experts is not None and spec.has_experts(layer):
             inner = spec.intermediate_size * spec.experts.beside + spec.experts.shared_size
         return each * spec.hidden_size * inner
+
+    def _per_layer_columns(self, layer: int) -> int:
+        spec = self.spec
+        if spec.per_layer is None:
+            return 0
+        first = spec.per_layer_width if layer == 0 else 0
+        return spec.hidden_size * (2 * spec.per_layer.width + first)
 
     @property
     def expert_columns(self) -> int:

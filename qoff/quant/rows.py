@@ -76,3 +76,23 @@ def whole_blocks(weight: QTensor, order: Tensor) -> Tensor | None:
 
 def _kind(q: QTensor) -> tuple[int, int, int, torch.device]:
     return q.shape[1], q.bits, q.group_size, q.device
+
+
+def split_rows(data: Tensor | QTensor, into: int) -> Tensor | QTensor:
+    """Rows [N, K] as so many each, one after the other, [N * into, K / into]; codes stay."""
+    if isinstance(data, Tensor):
+        return data.reshape(len(data) * into, -1)
+    found, (n, k) = data.to_packing("split32"), data.shape
+    scale_min = found.scale_min.unflatten(0, (into, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    codes, shape = found.codes.view(n * into, -1), (n * into, k // into)
+    found = replace(found, codes=codes, scale_min=scale_min.contiguous(), shape=shape)
+    return found.to_packing(data.packing)
+
+
+def merge_rows(data: QTensor, of: int) -> QTensor:
+    """The other way round: [N, K] from [N * of, K / of]."""
+    found, (n, k) = data.to_packing("split32"), data.shape
+    scale_min = found.scale_min.unflatten(1, (-1, of)).permute(2, 0, 1, 3).flatten(0, 1)
+    codes, shape = found.codes.reshape(n // of, -1), (n // of, k * of)
+    found = replace(found, codes=codes, scale_min=scale_min.contiguous(), shape=shape)
+    return found.to_packing(data.packing)

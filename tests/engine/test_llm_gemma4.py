@@ -1,4 +1,4 @@
-"""Gemma 4 in batches: heads of two sizes, packed, and experts that come one by one."""
+"""Gemma 4 in batches: heads of two sizes, packed; experts; layers with others' keys and values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
+from qoff.memory.plan import PER_LAYER, plan_residency
 from qoff.models.convert.convert import convert
-from qoff.models.modules.configs import is_native
 from qoff.models.native.decoder import check_on_gpu
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
+from qoff.plan.sizes import ModelSizes
 from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer
 
 LETTERS = random.Random(6)
@@ -28,10 +29,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PLAN = Plan(batch_size=1, context=200, kv=KVQuant(8, 8, window=16))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gemma4-moe", "gemma4-small"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gemma4")
-    save_model(path / "model", "gemma4-moe", head_dim=64, global_head_dim=128, sliding_window=90)
+    save_model(path / "model", request.param, head_dim=64, global_head_dim=128, sliding_window=90)
     save_tokenizer(path / "model")
     return convert(path / "model", path / "converted", quant=QUANT)
 
@@ -61,10 +62,27 @@ def test_a_gpu_is_refused_in_a_line(checkpoint: Path) -> None:
         check_on_gpu(spec)
 
 
-def test_embeddings_of_layers_go_through_modules() -> None:
-    config = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
-    assert is_native(config)
-    assert is_native({"model_type": "gemma4", "text_config": config})
-    for key, value in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2)):
-        assert not is_native({**config, key: value})
-        assert not is_native({"model_type": "gemma4", "text_config": {**config, key: value}})
+def test_plans_count_layers_with_keys_of_their_own_and_no_table() -> None:
+    """Gemma 4 E2B and E4B, by the numbers of their config.json: nothing is read of a checkpoint."""
+    e2b = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35}
+    config = {
+        "model_type": "gemma4_text",
+        **e2b,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    }
+    sizes = ModelSizes.of(config)
+    assert len(sizes.shapes) == 15
+    assert sizes.spec.kv_layers == (*range(15), *([13] * 4 + [14]) * 4)
+    table = sizes.checkpoint.outer.weights[PER_LAYER]
+    assert table.shape == (262144 * 35, 256)
+    plan = plan_residency(sizes.checkpoint, sizes.nbytes - table.nbytes // 2)
+    assert table.nbytes > sizes.nbytes // 4
+    assert PER_LAYER not in plan.resident
+    assert not plan.streamed  # all that computes stays
+    plan = plan_residency(sizes.checkpoint, sizes.nbytes - table.nbytes // 2, host_memory=4 << 30)
+    assert plan.host == {PER_LAYER}
+    assert plan.host_weight_bytes >= table.nbytes

@@ -108,10 +108,11 @@ def test_the_recurrence_is_that_of_transformers() -> None:
     assert_close(kept.memory[1].transpose(1, 2).flatten(2), memory[0])
 
 
-def test_a_gate_is_a_sigmoid() -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_gate_is_a_sigmoid_or_a_factor(plain: bool) -> None:
     x, by = torch.randn(3, 1040), torch.randn(3, 2000)[:, :1040]
-    wanted = reference_ops.gate(x, by)
-    assert_close(cpu.gate(x, by, out=x), wanted)
+    wanted = reference_ops.gate(x, by, plain=plain)
+    assert_close(cpu.gate(x, by, plain=plain, out=x), wanted)
     with pytest.raises(OpError, match="multiple of 16 numbers"):
         cpu.gate(x[:, :7], by[:, :7])
 

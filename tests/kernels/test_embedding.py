@@ -34,3 +34,13 @@ def test_scaled_rows_are_added_in_place(scale_dtype: torch.dtype, packing: str) 
 def test_ids_out_of_range_are_refused(ids: list[int]) -> None:
     with pytest.raises(OpError, match="rows 0 to 32"):
         embedding(torch.tensor(ids), random_weight(33, 64))
+
+
+@pytest.mark.parametrize("packing", ["rows16", "split32"])
+def test_several_rows_of_each(packing: str) -> None:
+    weight = random_weight(35, 64, 6, 32, packing=packing)
+    ids = torch.tensor([4, 0, 6])
+    wanted = weight.dequantize().view(7, 5, 64)[ids].flatten(0, 1) * 1.5
+    assert torch.equal(embedding(ids, weight, scale=1.5, rows_each=5), wanted)
+    with pytest.raises(OpError, match="rows 0 to 34"):
+        embedding(torch.tensor([7]), weight, rows_each=5)

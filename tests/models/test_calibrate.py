@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.errors import ArgumentError, QuantizationError
-from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.convert import convert
 from qoff.models.convert.layerwise import Layerwise
@@ -55,7 +54,7 @@ def test_a_layer_at_a_time_is_the_whole_model(
     ids = texts(3, 20)
     run = Layerwise(model.spec, ids)
     outer = {w.name: builder.floats(w) for w in model.units[-1][1]}
-    hidden = run.embedded(outer[EMBEDDING][ids.flatten()])
+    hidden = run.embedded(lambda name, ids: outer[name][ids])
     for layer, (prefix, weights) in enumerate(model.units[:-1]):
         # tables of positions are looked up, and come quantized only
         built = {

@@ -118,7 +118,10 @@ def test_a_prompt_in_two_parts_gives_the_logits_of_the_whole(
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3", "qwen3.5-moe", "gemma4-moe"],
+    [
+        *("llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3", "qwen3.5-moe"),
+        *("gemma4-moe", "gemma4-small"),
+    ],
 )
 def test_only_the_wanted_rows_go_through_the_end_of_the_last_layer(
     family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

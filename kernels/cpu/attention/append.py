@@ -80,14 +80,15 @@ def _append_token(args, token):
     whole_norms, last = simd.peek_i64(args + f.WHOLE_NORMS), simd.peek_i64(args + f.NORM_LAST)
     latent, width = simd.peek_i64(args + f.LATENT), simd.peek_i64(args + f.VALUE_DIM)
     apart = pairs if latent == 0 else dim // 2
-    for head in range(kv_heads):  # a key goes to as many lines as it has channels
+    own = kv_heads if simd.peek_i64(args + f.APPENDS) != 0 else 0
+    for head in range(own):  # a key goes to as many lines as it has channels
         to = 4 * ((slot * kv_heads + head) * capacity + place // 16 * 16) * dim
         for i in range(dim):
             simd.prefetch_write(simd.peek_i64(args + f.KEYS) + to + 64 * i)
     if whole_norms != 0:
         _normalize(row, dim * heads, simd.peek_i64(args + f.Q_NORM), eps)
-        _normalize(row + 4 * dim * heads, dim * kv_heads, simd.peek_i64(args + f.K_NORM), eps)
-    for head in range(heads + kv_heads):
+        _normalize(row + 4 * dim * heads, dim * own, simd.peek_i64(args + f.K_NORM), eps)
+    for head in range(heads + own):
         x = row + 4 * dim * head
         norm = simd.peek_i64(args + f.Q_NORM) if head < heads else simd.peek_i64(args + f.K_NORM)
         of_head = norm != 0 and whole_norms == 0
@@ -102,7 +103,7 @@ def _append_token(args, token):
     ahead = position + simd.peek_i64(args + f.QUERY_AHEAD)
     if every != 0 and ahead >= every:  # log 1 before
         _scale_queries(row, dim * heads, simd.peek_f32(args + f.QUERY_BETA), ahead // every)
-    for head in range(kv_heads):
+    for head in range(own):
         to = 4 * (slot * kv_heads + head) * capacity
         key = row + 4 * dim * (heads + head)
         value = row + 4 * dim * (heads + kv_heads + head)

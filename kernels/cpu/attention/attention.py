@@ -94,7 +94,8 @@ def attention(
     """Norm and rotate queries and keys, append keys and values to the cache, attend to it.
 
     qkv: float32 [M, (heads + 2 kv_heads) * head_dim], one row a token of `ragged`, of a latent
-    shape without columns of values; it is overwritten. cache: the layer's, with room for every
+    shape without columns of values, or of queries alone where it does not append; it is
+    overwritten. cache: the layer's, with room for every
     place. rotary: cos and sin, float32 [positions, R / 2]: of the first R of head_dim channels, or
     of those that turn in a latent shape. q_norm, k_norm: float32 [head_dim],
     RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all. sinks:
@@ -139,8 +140,8 @@ def attention(
             shape.reach, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
             pool.workspace(scratch), width, shape.value_dim, shape.latent,
             0 if by is None else by.every, 0 if by is None else by.ahead,
-            shape.norm_last, shape.value_norm, 0.0 if by is None else by.beta, shape.norm_eps,
-            shape.scale, shape.soft_cap,
+            shape.norm_last, shape.value_norm, shape.appends,
+            0.0 if by is None else by.beta, shape.norm_eps, shape.scale, shape.soft_cap,
         )  # fmt: skip
         for first in range(0, tokens, together):
             if first:

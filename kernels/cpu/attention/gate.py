@@ -19,16 +19,18 @@ _TOGETHER = 1024  # numbers of a row that are an item
 class GateArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes."""
 
-    _fields_ = int64s("x", "x_stride", "by", "by_stride", "out", "out_stride", "tokens", "columns")
+    _fields_ = int64s(
+        "x", "x_stride", "by", "by_stride", "out", "out_stride", "tokens", "columns", "plain"
+    )
 
 
-X, X_STRIDE, BY, BY_STRIDE, OUT, OUT_STRIDE, M, COLUMNS = offsets(GateArguments)
+X, X_STRIDE, BY, BY_STRIDE, OUT, OUT_STRIDE, M, COLUMNS, PLAIN = offsets(GateArguments)
 
 
 @job
 def gate_job(pool, thread, threads, args):
     """All rows, in parts."""
-    columns = simd.peek_i64(args + COLUMNS)
+    columns, plain = simd.peek_i64(args + COLUMNS), simd.peek_i64(args + PLAIN)
     parts = (columns + _TOGETHER - 1) // _TOGETHER
     item = take(pool, 0)
     while item < simd.peek_i64(args + M) * parts:
@@ -37,13 +39,22 @@ def gate_job(pool, thread, threads, args):
         by = simd.peek_i64(args + BY) + token * simd.peek_i64(args + BY_STRIDE)
         out = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE)
         for i in range(4 * first, 4 * min(first + _TOGETHER, columns), 64):
-            share = sigmoid(simd.load_f32(by + i), np.float32(1.0))
+            share = simd.load_f32(by + i)
+            if plain == 0:
+                share = sigmoid(share, np.float32(1.0))
             simd.store_f32(out + i, simd.mul(simd.load_f32(x + i), share))
         item = take(pool, 0)
 
 
-def gate(x: Tensor, by: Tensor, *, out: Tensor | None = None, pool: Pool | None = None) -> Tensor:
-    """Return x * sigmoid(by): see `reference.delta.gate`.
+def gate(
+    x: Tensor,
+    by: Tensor,
+    *,
+    plain: bool = False,
+    out: Tensor | None = None,
+    pool: Pool | None = None,
+) -> Tensor:
+    """Return x * sigmoid(by), or with `plain` x * by: see `reference.delta.gate`.
 
     x, by, out: float32 [M, N], rows contiguous, N a multiple of 16; out may be x. Raises OpError.
     """
@@ -58,6 +69,7 @@ def gate(x: Tensor, by: Tensor, *, out: Tensor | None = None, pool: Pool | None 
         GateArguments(
             x=x.data_ptr(), x_stride=4 * x.stride(0), by=by.data_ptr(), by_stride=4 * by.stride(0),
             out=out.data_ptr(), out_stride=4 * out.stride(0), tokens=len(x), columns=x.shape[1],
+            plain=plain,
         ),
     )  # fmt: skip
     return out

@@ -27,7 +27,7 @@ from qoff.memory.io.copies import Copies
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.io.spill import SpillFile
 from qoff.memory.io.thread_transfers import ThreadTransfers
-from qoff.memory.plan import EMBEDDING, is_expert
+from qoff.memory.plan import EMBEDDING, PER_LAYER, is_expert
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
@@ -192,6 +192,11 @@ class _SimulatedRuntime(Runtime):
         if self.store.holds(EMBEDDING):
             return torch.empty(len(ids), self.spec.hidden_size)
         return super()._embed(ids, scale)
+
+    def _embed_layers(self, ids: Tensor, scale: float) -> Tensor:
+        if self.store.holds(PER_LAYER):
+            return torch.empty(len(ids), self.spec.per_layer_width)
+        return super()._embed_layers(ids, scale)
 
 
 class _SimulatedCache(PackedCache):

@@ -168,7 +168,9 @@ class SimulatedOps:
         self._machine.compute(self._device.call_s + seconds)
         return qkvz.new_empty(len(qkvz), shape.values) if out is None else out
 
-    def gate(self, x: Tensor, by: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def gate(
+        self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         self._machine.compute(self._device.call_s)
         return torch.empty_like(x) if out is None else out
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError, UnsupportedModelError
-from qoff.memory.plan import EMBEDDING
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.calibration import Calibration
 from qoff.models.convert.layerwise import Layerwise
@@ -62,7 +61,7 @@ class Sensitivities:
     is measured; single formats are compared without it.
 
     Raises as `Layerwise` does, QuantizationError for weights that are quantized already, and
-    UnsupportedModelError for mixtures of experts.
+    UnsupportedModelError for mixtures of experts and models with embeddings of layers.
     """
 
     def __init__(
@@ -77,6 +76,11 @@ class Sensitivities:
             raise UnsupportedModelError(
                 f"{model.spec.model_type}: a mixture of experts is given one format; choose it by "
                 "bits and group size"
+            )
+        if model.spec.shared_kv or model.spec.per_layer is not None:
+            raise UnsupportedModelError(
+                f"{model.spec.model_type}: its layers are given more than hidden states, so none "
+                "can be looked at alone; choose its format by bits and group size"
             )
         self._model, self._calibration = model, calibration
         self._source, self._units = model.source, model.units
@@ -101,7 +105,7 @@ class Sensitivities:
     @torch.no_grad()
     def _forward(self) -> None:
         """Run the model as it is; hidden states before each layer go to a file without a name."""
-        hidden = self._run.embedded(self._outer[EMBEDDING][self._run.ids.flatten()])
+        hidden = self._run.embedded(lambda name, ids: self._outer[name][ids])
         shape = (self._run.spec.num_layers, *hidden.shape)
         with tempfile.TemporaryFile() as file:
             self._states = np.memmap(file, np.float32, "w+", shape=shape)
@@ -187,7 +191,7 @@ class Sensitivities:
         """The loss with the weights of each layer that `built` returns, in order."""
         stored = {w.name: builder.build("", w) for w in self._units[-1][1]}
         outer = {n: w.dequantize() if isinstance(w, QTensor) else w for n, w in stored.items()}
-        hidden = self._run.embedded(outer[EMBEDDING][self._run.ids.flatten()])
+        hidden = self._run.embedded(lambda name, ids: outer[name][ids])
         for layer in range(self._run.spec.num_layers):
             hidden = self._run.run(layer, built(layer), hidden)
         return self._divergence(hidden, outer)

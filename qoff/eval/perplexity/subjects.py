@@ -13,7 +13,7 @@ from torch import Tensor
 from qoff.engine.schedule import Schedule
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVCache
-from qoff.memory.plan import EMBEDDING
+from qoff.memory.plan import EMBEDDING, PER_LAYER
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
@@ -164,8 +164,9 @@ class LayerwiseSubject:
         self.name, self._model = name, model
         self._builder = Builder(model.source, QuantConfig(), requantize=True)
         outer = {w.name: w for w in model.units[-1][1]}
-        self._table = outer[EMBEDDING]
-        if not model.spec.tie_word_embeddings:  # rows of it are read when they are wanted
+        self._tables = dict(outer)
+        outer.pop(PER_LAYER, None)  # of tables rows are read when they are wanted
+        if not model.spec.tie_word_embeddings:
             del outer[EMBEDDING]
         self._outer = {name: self._builder.floats(w) for name, w in outer.items()}
         self.vocab_size = model.spec.vocab_size
@@ -182,7 +183,7 @@ class LayerwiseSubject:
     def predict(self, windows: Tensor, place: int) -> Iterator[Predictions]:
         count, read_at_all = len(windows), windows.shape[1] - 1
         run = Layerwise(self._model.spec, windows[:, :-1])
-        hidden = run.embedded(self._builder.rows(self._table, run.ids.flatten()))
+        hidden = run.embedded(lambda name, ids: self._builder.rows(self._tables[name], ids))
         for index, (_, unit) in enumerate(self._model.units[:-1]):
             hidden = run.run(index, {w.name: self._builder.floats(w) for w in unit}, hidden)
         rows = hidden.view(count, read_at_all, -1)

@@ -19,7 +19,7 @@ from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
-from qoff.quant.rows import concat_rows, reordered, whole_blocks
+from qoff.quant.rows import concat_rows, merge_rows, reordered, split_rows, whole_blocks
 
 from .install import Packed, parameters_of
 
@@ -52,7 +52,8 @@ class Stored:
             whole = whole.to_packing("split32")  # once for all parts
         for part, target, order in zip(self.weight.parts, self.targets, orders, strict=True):
             if isinstance(whole, QTensor):
-                parts[target] = reordered(whole, order)
+                own = reordered(whole, order)
+                parts[target] = own if part.rows_each == 1 else merge_rows(own, part.rows_each)
             else:
                 vector = reordered(whole, order) - part.plus
                 parts[target] = vector if part.stored is None else vector.view(part.stored)
@@ -61,6 +62,9 @@ class Stored:
     def join(self, parts: Mapping[str, Packed | Tensor]) -> QTensor | Tensor:
         """The other way round: the weight; a vector in float32."""
         found = [parts[target] for target in self.targets]
+        if (each := self.weight.parts[0].rows_each) > 1:
+            assert isinstance(found[0], QTensor)
+            return split_rows(found[0], each)
         if self.expert is not None:
             assert isinstance(found[0], QExperts)
             return found[0].expert(self.expert)

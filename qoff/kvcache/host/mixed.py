@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import compress
 from weakref import proxy
 
@@ -29,11 +29,13 @@ def host_cache(
     capacity: int = 0,
     states: StateCache | None = None,
     linear: Sequence[bool] = (),
+    lent: Collection[int] = (),
 ) -> KVCache:
     """An empty cache of layers of these shapes: float32 without `kv`, else packed as it says.
 
     One in float32 has room for `capacity` tokens of each sequence at once. states: an empty one of
-    the layers that `linear` names among all; shapes are of the others. Raises OpError for a head
+    the layers that `linear` names among all; shapes are of the others. lent: see `PackedCache`.
+    Raises OpError for a head
     size that cannot be packed, ArgumentError for bits of a layer there is not.
     """
     forms = [None] * len(shapes) if kv is None else kv.forms(shapes)
@@ -49,6 +51,7 @@ def host_cache(
             attention_top=kv.attention_top,
             values_rotated=kv.values_rotated,
             frees=not kv.keeps,
+            lent=[sum(is_packed[:layer]) for layer in lent if is_packed[layer]],
         )
     plain = [shape for shape, there in zip(shapes, is_packed, strict=True) if not there]
     if plain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
@@ -43,8 +43,10 @@ class PackedCache(SlotCache):
     stores: of groups of layers instead. By default both are memory that grows, groups are those of
     the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; without `frees`, and
     where attention is to a part of the blocks, they are all kept. workspace: for passes of many
-    tokens, shared with other caches; None: each pass has its own. values_rotated: see `LayerCache`.
-    Raises ArgumentError for `sinks` with layers that attend to a sliding window.
+    tokens, shared with other caches; None: each pass has its own. lent: layers that are opened
+    again when others have been closed; those passes have room of their own for each.
+    values_rotated: see `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a
+    sliding window.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class PackedCache(SlotCache):
         store: BlockStore | None = None,
         stores: Mapping[LayerGroup, BlockStore] | None = None,
         workspace: RecentWorkspace | None = None,
+        lent: Collection[int] = (),
     ) -> None:
         if sinks % KEYS_PER_VECTOR or sinks < 0:
             raise ArgumentError(f"{sinks} sink tokens; use a multiple of {KEYS_PER_VECTOR}")
@@ -84,7 +87,7 @@ class PackedCache(SlotCache):
         self.stores = list(stores.values())
         self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]
         self.place = by_layer(self.groups)
-        self.workspace = workspace
+        self.workspace, self.lent = workspace, frozenset(lent)
         self.steady = SteadyMemory()
         self.recent = RecentTokens(self.shapes, sequences, self.recent_tokens(window, sinks))
 
@@ -146,6 +149,7 @@ class PackedPass(SlotPass):
             span.slot: span.past + span.count - self._packed[span.slot] for span in ragged.spans
         }
         self._workspace = cache.workspace or RecentWorkspace()
+        self._lent = dict[int, tuple[Tensor, Tensor]]()  # unpacked tokens, of layers that are
         self._closed = 0  # layers whose unpacked tokens are those after the pass
         sparse = cache.attention_top < 1 and ragged.is_decode
         for span in ragged.spans:
@@ -208,8 +212,9 @@ class PackedPass(SlotPass):
 
     def open(self, layer: int) -> LayerCache:
         view, inner = self._of(layer)
+        there = layer in self._lent
         keys, values = self._tokens(layer)
-        if self._apart and len(self._unmoved):
+        if self._apart and not there and len(self._unmoved):
             recent = self._cache.recent
             here = recent.keys[layer], recent.values[layer]
             self._move_tokens(here, (keys, values), self._unmoved)
@@ -227,16 +232,20 @@ class PackedPass(SlotPass):
         """Let go of the packed tokens; leave the unpacked ones of a workspace in the cache."""
         view, inner = self._of(layer)
         view.close(inner)
-        if self._apart:
+        if self._apart and layer not in self._lent:
             self._pack(layer)
             self._closed += 1
 
     def end(self) -> None:
         """Pack what is complete; without a workspace no unpacked token has moved so far."""
+        late = list(self._lent)
         if not self._apart and self._completed:
-            with _deferring() if self.in_place else nullcontext():
-                for layer in range(len(self._cache.shapes)):
-                    self._pack(layer)
+            late = list(range(len(self._cache.shapes)))
+        with _deferring() if late and self.in_place else nullcontext():
+            for layer in late:
+                self._pack(layer)
+        self._closed += len(self._lent)
+        self._lent.clear()
         super().end()
         if self._told is not None and not self._completed and not self.moves:
             self._cache.ended = self
@@ -274,7 +283,12 @@ class PackedPass(SlotPass):
         cache = self._cache
         if not self._apart:
             return cache.recent.keys[layer], cache.recent.values[layer]
-        return self._workspace.take(cache.shapes[layer], len(self._slots), self._longest + 1)
+        room = len(self._slots), self._longest + 1
+        if layer not in cache.lent:
+            return self._workspace.take(cache.shapes[layer], *room)
+        if layer not in self._lent:
+            self._lent[layer] = RecentWorkspace().take(cache.shapes[layer], *room)
+        return self._lent[layer]
 
     def _pack(self, layer: int) -> None:
         """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""

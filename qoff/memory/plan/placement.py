@@ -16,13 +16,7 @@ from qoff.memory.arena import PAGE
 
 from .layouts import Choice, Layouts
 from .residency import Residency, check_slots, joined, rows_image
-from .units import (
-    EMBEDDING,
-    HEAD,
-    LM_HEAD,
-    Unit,
-    unit_weights,
-)
+from .units import HEAD, Unit, row_tables, unit_weights
 
 _LOAD_BYTES = 64 << 20  # at most, of a staging buffer when all weights are resident
 _LEAST_LOAD_BYTES = 256 << 10
@@ -45,13 +39,13 @@ def plan_residency(
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
     First the head, whose slot would be the largest; then the ends of all layers alike, a tensor at
-    a time, the experts of a layer together; then one tensor more of as many layers as possible. An
-    untied embedding stays only when everything does. `workspace` bytes are left free for
-    computations, `tiled_workspace` (None: as many) where layers stream in parts. Where two whole
-    units do not fit, first the head streams in tiles, then the largest units, in as few tiles as
-    possible. With `one_by_one` the experts of a mixture come one by one where not all can stay:
-    the other weights are placed as above, and the rest of the budget is slots for experts.
-    layouts: those of the checkpoint in this packing, which other plans have asked before.
+    a time, the experts of a layer together; then one tensor more of as many layers as possible.
+    Tables of which rows are read (`row_tables`) stay only when everything does. `workspace` bytes
+    are left free for computations, `tiled_workspace` (None: as many) where layers stream in parts.
+    Where two whole units do not fit, first the head streams in tiles, then the largest units, in as
+    few tiles as possible. With `one_by_one` the experts of a mixture come one by one where not all
+    can stay: the other weights are placed as above, and the rest of the budget is slots for
+    experts. layouts: those of the checkpoint in this packing, which other plans have asked before.
 
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
@@ -95,8 +89,8 @@ def place_in_host(
     """The plan with `host_staging` buffers and as many sources in host memory as fit beside them.
 
     Experts that come one by one are all loaded where all of them fit; else what other sources leave
-    is slots for those that leave the device. Rows of an untied embedding come from host memory when
-    there is room besides all that streams.
+    is slots for those that leave the device. Rows of tables come from host memory when there is
+    room besides all that streams.
     Raises BudgetError when the buffers do not fit.
     """
     buffer = plan.slot_bytes or min(plan.resident_bytes, _LOAD_BYTES)
@@ -128,11 +122,10 @@ def place_in_host(
         count = min((left - used) // plan.expert_bytes, away)
         plan = replace(plan, host_expert_slots=count)
         return replace(plan, host=chosen, host_weight_bytes=used)
-    untied = LM_HEAD in checkpoint.outer.weights
-    if len(chosen) == len(nbytes) and untied and EMBEDDING not in plan.resident:
-        rows = rows_image(checkpoint).nbytes
-        if used + rows <= left:
-            chosen, used = chosen | {EMBEDDING}, used + rows
+    for table in row_tables(checkpoint.outer) if len(chosen) == len(nbytes) else ():
+        rows = rows_image(checkpoint, table).nbytes
+        if table not in plan.resident and used + rows <= left:
+            chosen, used = chosen | {table}, used + rows
     return replace(plan, host=chosen, host_weight_bytes=used)
 
 

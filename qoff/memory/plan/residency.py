@@ -22,13 +22,13 @@ from .image import Image, make_image
 from .parts import Total, kept_images, plan_unit, streamed_bytes, streamed_image
 from .tiles import tile_image
 from .units import (
-    EMBEDDING,
     HEAD,
     Expert,
     Tile,
     TiledMatrix,
     Unit,
     WholeUnit,
+    row_tables,
     stored_matrix,
     unit_files,
 )
@@ -47,7 +47,7 @@ class Residency:
     packing: str  # of quantized weights on the device
     # bytes in a slot of all that streams but experts one by one, in the order of computation
     streamed: Mapping[Unit, int] = field(default_factory=dict, hash=False)
-    host: frozenset[Unit] = frozenset()  # streamed from host memory; EMBEDDING: its rows
+    host: frozenset[Unit] = frozenset()  # streamed from host memory; `row_tables`: their rows
     host_weight_bytes: int = 0
     host_staging: int = 0  # buffers in host memory for what goes from disk to the device
     host_staging_bytes: int = 0  # of all of them
@@ -214,8 +214,9 @@ def host_images(
     for unit in expert_units(experts):
         if unit in plan.host:
             images[unit] = experts[unit.layer].image(unit.number)
-    if EMBEDDING in plan.host:
-        images[EMBEDDING] = rows_image(checkpoint)
+    for table in row_tables(checkpoint.outer):
+        if table in plan.host:
+            images[table] = rows_image(checkpoint, table)
     return images
 
 
@@ -226,6 +227,6 @@ def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:
     ]
 
 
-def rows_image(checkpoint: Checkpoint) -> Image:
-    """How an embedding lies whose rows are gathered: as in its file."""
-    return make_image(checkpoint.outer, [EMBEDDING], None)
+def rows_image(checkpoint: Checkpoint, table: str) -> Image:
+    """How a table lies whose rows are gathered: as in its file."""
+    return make_image(checkpoint.outer, [table], None)

@@ -61,6 +61,7 @@ class TiledMatrix:
 HEAD = "head"  # the outer weights: final norm, and head or tied embedding
 EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
+PER_LAYER = "model.embed_tokens_per_layer"  # a row for each token and layer
 _EXPERTS = ".mlp.experts."  # in the names of experts' weights
 _WHOLE = ".self_attn.kv_b_proj"  # the end of the name of a matrix that is read whole
 
@@ -86,11 +87,21 @@ def unit_files(checkpoint: Checkpoint) -> dict[WholeUnit, WeightFile]:
 def unit_weights(unit: WholeUnit, file: WeightFile) -> tuple[str, ...]:
     """Names of the weights in its file that a unit computes with, in file order.
 
-    An untied embedding belongs to no unit: its rows are gathered (`WeightStore.gather_rows`).
+    Tables belong to no unit: their rows are gathered (`WeightStore.gather_rows`).
     """
-    if unit != HEAD or LM_HEAD not in file.weights:
+    if unit != HEAD:
         return tuple(file.weights)
-    return tuple(name for name in file.weights if name != EMBEDDING)
+    tables = row_tables(file)
+    return tuple(name for name in file.weights if name not in tables)
+
+
+def row_tables(outer: WeightFile) -> tuple[str, ...]:
+    """The outer weights that nothing but rows is read of: untied embeddings, and those of layers.
+
+    They are on the device only where everything is.
+    """
+    tables = (EMBEDDING, PER_LAYER) if LM_HEAD in outer.weights else (PER_LAYER,)
+    return tuple(name for name in tables if name in outer.weights)
 
 
 def is_expert(name: str) -> bool:

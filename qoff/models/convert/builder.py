@@ -22,7 +22,7 @@ from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import Source
 from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
 from qoff.quant.matrix import CALIBRATED
-from qoff.quant.rows import reordered
+from qoff.quant.rows import reordered, split_rows
 
 PIECE = 1 << 21  # weights read at a time
 
@@ -98,10 +98,10 @@ class Builder:
         """Some rows of a matrix as the source has them, float32 [len(ids), columns]."""
         found = torch.empty(len(ids), table.columns or 0)
         for rows, piece in self.pieces(table):
-            place = torch.full((table.rows,), -1)
-            place[rows] = torch.arange(len(rows))
-            here = (place[ids] >= 0).nonzero()[:, 0]
-            found[here] = piece[place[ids[here]]]
+            ordered, order = rows.sort()
+            at = torch.searchsorted(ordered, ids).clamp_(max=len(rows) - 1)
+            here = (ordered[at] == ids).nonzero()[:, 0]
+            found[here] = piece[order[at[here]]]
         return found
 
     def description(self) -> dict[str, Any]:
@@ -206,7 +206,8 @@ class Builder:
             name, transposed = part.times
             factor = torch.cat([_floats(x, name) for x in self.source.chunks(name, ROW_BLOCK)])
             factor = factor.T if transposed else factor
-        for data in self.source.chunks(part.source, rows):
+        for data in self.source.chunks(part.source, rows // part.rows_each):
+            data = data if part.rows_each == 1 else split_rows(data, part.rows_each)
             yield data if factor is None else _floats(data, part.source) @ factor
 
     def quantized(

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qoff.memory.plan import EMBEDDING
 from qoff.models.names import Weight
 from qoff.quant import QTensor
 
@@ -29,8 +28,8 @@ class Calibration:
     def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:
         self._builder, self._units = builder, model.units
         self._run = Layerwise(model.spec, ids)
-        table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
-        self._hidden = self._run.embedded(builder.rows(table, self._run.ids.flatten()))
+        tables = {w.name: w for w in model.units[-1][1]}
+        self._hidden = self._run.embedded(lambda name, ids: builder.rows(tables[name], ids))
 
     @torch.no_grad()
     def layer(self, index: int) -> dict[str, QTensor | Tensor]:

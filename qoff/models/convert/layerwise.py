@@ -27,13 +27,14 @@ from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
 from qoff.kvcache.host.states import StateCache
 from qoff.memory import Weights
-from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import head_shapes, logits_ending
 from qoff.models.native.experts import MATRICES, Experts
 from qoff.models.native.layer import Layer
 from qoff.models.native.linear import norm_of
+from qoff.models.native.per_layer import table_scale
 from qoff.models.native.rope import RotaryTable
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
@@ -75,12 +76,22 @@ class Layerwise:
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         tables = {rope: RotaryTable(spec, rope).upto(tokens) for rope in ropes if rope is not None}
         self._rotary = [None if rope is None else tables[rope] for rope in ropes]
+        # Of the last time that layers were run which later ones take something from:
+        self._table: Tensor | None = None  # embeddings of layers, before the first and after it
+        self._per_layer: Tensor | None = None
+        self._lent = dict[int, LayerCache]()
 
-    def embedded(self, rows: Tensor) -> Tensor:
+    def embedded(self, rows_of: Callable[[str, Tensor], Tensor]) -> Tensor:
         """Hidden states before the first layer, float32 [texts * tokens, hidden_size].
 
-        rows: of the embedding, that of each token.
+        rows_of: rows of a table of the outer weights, by its name and their numbers, int64 [n].
         """
+        ids = self.ids.flatten()
+        if self.spec.per_layer is not None:
+            each = self.spec.num_layers
+            found = rows_of(PER_LAYER, (ids[:, None] * each + torch.arange(each)).flatten())
+            self._table = found.view(len(ids), -1) * table_scale(self.spec.per_layer)
+        rows = rows_of(EMBEDDING, ids)
         return rows * self.spec.embedding_scale if self.spec.embedding_scale != 1 else rows
 
     def run(
@@ -102,11 +113,14 @@ class Layerwise:
             PlainCache((), len(ragged.spans)),
             ragged.last_rows,
             workspace=LayerWorkspace(),
-            cached=_OneLayer(self.spec, self._shapes, ragged),
+            cached=_OneLayer(self.spec, self._shapes, ragged, self._lent, layer),
             rotary=self._rotary,
             positions=ragged.positions,
             hidden=hidden.clone(),
+            per_layer=self._per_layer,
         )
+        if layer == 0 and self._table is not None:
+            self._per_layer = run.per_layer = self._table.clone()
         decoder_layer = _WholeLayer(self.spec, cast(Ops, _DenseOps(seen)), self._shapes)
         unit = next(decoder_layer.steps(layer, cast(Weights, weights), run), None)
         assert unit is None  # waits for no tile
@@ -275,8 +289,15 @@ def _cpu() -> Any:
 class _OneLayer(CachePass):
     """Fresh memory for the keys and values, or the states, of whichever layer is at work."""
 
-    def __init__(self, spec: DecoderSpec, shapes: Sequence[HeadShape], ragged: Ragged) -> None:
-        self._spec, self._ragged = spec, ragged
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shapes: Sequence[HeadShape],
+        ragged: Ragged,
+        lent: dict[int, LayerCache],
+        layer: int,
+    ) -> None:
+        self._spec, self._ragged, self._lent, self._layer = spec, ragged, lent, layer
         self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
 
     def end(self) -> None:
@@ -287,7 +308,11 @@ class _OneLayer(CachePass):
         if delta is not None and self._spec.is_linear(layer):
             states = StateCache([delta], len(ragged.spans))
             return states.begin(ragged).open(0)
+        if layer in self._lent and layer != self._layer:
+            return self._lent[layer]
         cache = PlainCache([self._shapes[layer]], len(ragged.spans), ragged.longest + 1)
         opened = cache.begin(ragged).open(0)
         assert isinstance(opened, LayerCache)
+        if layer in self._spec.lent_layers:
+            self._lent[layer] = opened
         return opened

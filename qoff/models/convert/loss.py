@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.names import Weight
 from qoff.quant import QTensor
 from qoff.quant.rows import reordered
@@ -53,13 +53,13 @@ class LossProbe:
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids
         self.loss: Loss | None = None
-        self._run: Layerwise | None = None
+        self._run: Layerwise | None = None  # of the source's weights
 
     @torch.no_grad()
     def begin(self, model: Unconverted, builder: Builder) -> None:
         """Before the first layer is built."""
         matrices = [(at, w) for at, unit in model.units for w in unit if w.columns is not None]
-        weights = sum(w.rows * (w.columns or 0) for _, w in matrices)
+        weights = sum(w.rows * (w.columns or 0) for _, w in matrices if w.name != PER_LAYER)
         tokens = min(_MOST, max(_FEWEST, int(_PRODUCTS / weights)))
         ids = self._ids[: min(tokens, model.spec.position_limit or tokens)]
         imported = all(builder.format(at, w)[1] for at, w in matrices)
@@ -72,14 +72,23 @@ class LossProbe:
             or (free is not None and held > free // 2)
         ):
             return
-        self._run = Layerwise(model.spec, ids[None])
+        self._run, self._run_written = (Layerwise(model.spec, ids[None]) for _ in range(2))
         self._builder, self._units = builder, model.units
-        table = next(w for w in model.units[-1][1] if w.name == EMBEDDING)
-        form, imported = builder.format("", table)
-        own = builder.rows(table, self._run.ids.flatten())
-        # Codes that are taken over have the source's values.
-        written = own if imported else builder.quantized(own, form, EMBEDDING).dequantize()
-        self._own, self._written = self._run.embedded(own), self._run.embedded(written)
+        tables = {w.name: w for w in model.units[-1][1]}
+        found = dict[str, Tensor]()
+
+        def rows(name: str, ids: Tensor) -> Tensor:
+            found[name] = builder.rows(tables[name], ids)
+            return found[name]
+
+        def written(name: str, ids: Tensor) -> Tensor:
+            form, imported = builder.format("", tables[name])
+            # Codes that are taken over have the source's values.
+            own = found.pop(name)
+            return own if imported else builder.quantized(own, form, name).dequantize()
+
+        self._own = self._run.embedded(rows)
+        self._written = self._run_written.embedded(written)
 
     @torch.no_grad()
     def layer(self, index: int, built: Mapping[str, QTensor | Tensor]) -> None:
@@ -91,7 +100,7 @@ class LossProbe:
         self._own = self._run.run(index, own, self._own)
         del own
         written = {w.name: built[f"{prefix}{w.name}"] for w in weights}
-        self._written = self._run.run(index, written, self._written)
+        self._written = self._run_written.run(index, written, self._written)
 
     @torch.no_grad()
     def outer(self, built: Mapping[str, QTensor | Tensor]) -> None:

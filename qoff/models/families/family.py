@@ -46,6 +46,7 @@ class TensorNames:
     convolution as a matrix.
     rope_pairs: neighbouring channels of queries and keys turn together.
     correction_in_row: the correction of a router is stored as [1, experts].
+    per_layer: the table of embeddings of layers, what is added to them, and the norm of that.
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
     that it is multiplied by from the right, and whether that is stored transposed.
     """
@@ -55,6 +56,11 @@ class TensorNames:
     leaves: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     embedding: str = "model.embed_tokens.weight"
     positions: str = ""
+    per_layer: tuple[str, str, str] = (
+        "model.embed_tokens_per_layer.weight",
+        "model.per_layer_model_projection.weight",
+        "model.per_layer_projection_norm.weight",
+    )
     norm: str = "model.norm"
     head: str = "lm_head.weight"
     fused_qkv: Literal["", "rows", "heads"] = ""
@@ -88,15 +94,13 @@ class Family:
     transformers' config object.
 
     converted: the config of the checkpoint that a model becomes, and what its tensors are called;
-    None: its own config, and `names`. runs: whether the native decoder runs models of a config at
-    all; others go through transformers' modules.
+    None: its own config, and `names`.
     """
 
     models: str
     fields: Callable[[Any], Fields]
     names: TensorNames = TensorNames()  # frozen
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
-    runs: Callable[[Config], bool] = lambda config: True
 
 
 def full_config(config: Mapping[str, Any]) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from qoff.models.spec_parts import ExpertsSpec, HeadsSpec, unsupported
+from qoff.models.spec_parts import ExpertsSpec, HeadsSpec, PerLayerSpec, unsupported
 
 from .family import (
     Family,
@@ -66,10 +65,9 @@ def _gemma3(config: Any) -> Fields:
 def _gemma4(config: Any) -> Fields:
     """Layers without a window have larger heads; values are normalized, scores are not scaled.
 
-    Experts, where there are any, are beside the MLP.
+    Experts, where there are any, are beside the MLP. Small ones have embeddings of their layers,
+    the last of which attend to others' keys and values, perhaps with MLPs that are twice as wide.
     """
-    if not runs_gemma4(vars(config)):
-        raise unsupported("hidden_size_per_layer_input, num_kv_shared_layers", "more", "0")
     full, sliding = (_heads(config, kind) for kind in ("full_attention", "sliding_attention"))
     ropes, layers = config.rope_parameters, config.num_hidden_layers
     fields = {
@@ -90,7 +88,15 @@ def _gemma4(config: Any) -> Fields:
         ),
         "rope_layers": (True,) * layers,
     }
+    shared = config.num_kv_shared_layers or 0
+    if shared and config.use_double_wide_mlp:
+        fields["shared_intermediate_size"] = 2 * config.intermediate_size
+    fields["shared_kv"] = shared
+    if width := config.hidden_size_per_layer_input:
+        fields["per_layer"] = PerLayerSpec(width, config.vocab_size_per_layer_input)
     if config.enable_moe_block:
+        if width or shared:
+            raise unsupported("enable_moe_block", True, "false beside embeddings of layers")
         fields["experts"] = ExpertsSpec(
             count=config.num_experts,
             top_k=config.top_k_experts,
@@ -115,12 +121,6 @@ def _heads(config: Any, kind: str) -> HeadsSpec:
     return HeadsSpec(dim, kv_heads, bool(config.attention_k_eq_v) and kind == "full_attention")
 
 
-def runs_gemma4(config: Mapping[str, Any]) -> bool:
-    """Whether a Gemma 4 has no embeddings of its layers, and no layers with others' keys."""
-    layers = config.get("hidden_size_per_layer_input", 256)
-    return not layers and not config.get("num_kv_shared_layers", 0)
-
-
 _SANDWICH = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "self_attn.post_norm": "post_attention_layernorm",
@@ -138,6 +138,9 @@ GEMMA4_NAMES = TensorNames(
         "mlp.dense_norm": "post_feedforward_layernorm_1",
         "mlp.mixture_norm": "post_feedforward_layernorm_2",
         "layer_scale": "layer_scalar",
+        "per_layer.gate": "per_layer_input_gate",
+        "per_layer.projection": "per_layer_projection",
+        "per_layer.post_norm": "post_per_layer_input_norm",
     },
     stacked_experts="bare-halves",
 )
@@ -145,5 +148,5 @@ FAMILIES = {
     "gemma": Family("Gemma 1", _gemma, TensorNames(norm_offset=1.0)),
     "gemma2": Family("Gemma 2", _gemma2, _NAMES),
     "gemma3_text": Family("Gemma 3 1B", _gemma3, _NAMES),
-    "gemma4_text": Family("Gemma 4 31B, 26B-A4B", _gemma4, GEMMA4_NAMES, runs=runs_gemma4),
+    "gemma4_text": Family("Gemma 4", _gemma4, GEMMA4_NAMES),
 }

@@ -61,6 +61,7 @@ def _text_alone(
         names,
         layer=f"{begin}layers.{{}}.",
         embedding=f"{begin}embed_tokens.weight",
+        per_layer=tuple(begin + name.removeprefix("model.") for name in names.per_layer),
         norm=f"{begin}norm",
         head=head,
     )
@@ -91,13 +92,8 @@ SOURCES: Mapping[str, Family] = {
         gemma.FAMILIES,
         {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")},
     ),
-    "gemma4": replace(
-        _family(
-            "Gemma 4 31B, 26B-A4B",
-            gemma.FAMILIES,
-            {"gemma4_text": ("gemma4_text", "Gemma4ForCausalLM")},
-        ),
-        runs=lambda config: gemma.runs_gemma4(config.get("text_config") or {}),
+    "gemma4": _family(
+        "Gemma 4", gemma.FAMILIES, {"gemma4_text": ("gemma4_text", "Gemma4ForCausalLM")}
     ),
     "llama4": _family(
         "Llama 4",

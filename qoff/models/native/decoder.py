@@ -30,6 +30,7 @@ from qoff.models.forward_pass import (
     LayerWorkspace,
     ResidentActivations,
     mlp_tokens,
+    per_layer_floats,
 )
 from qoff.models.spec import DecoderSpec
 
@@ -37,6 +38,7 @@ from .following import Following, check_ids
 from .graphs import Replays
 from .layer import Layer
 from .linear import Linear, Steps, norm_of, tiled
+from .per_layer import table_scale
 from .rope import CPU, RotaryTable
 
 
@@ -68,6 +70,8 @@ def check_on_gpu(spec: DecoderSpec) -> None:
     kind = None
     if spec.value_norm:
         kind = "attention with values that are normalized (Gemma 4)"
+    elif spec.per_layer is not None or spec.shared_kv:
+        kind = "attention to keys and values of other layers, or embeddings of layers,"
     elif spec.linear is not None:
         kind = "linear attention (Qwen3-Next, Qwen3.5)"
     if kind is not None:
@@ -104,7 +108,8 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
 class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
-    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype, times a factor.
+    `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype, times a factor;
+    `embed_layers` into float32 [M, spec.per_layer_width], for models with embeddings of layers.
     The head's inputs are never rounded to fewer than 16 bits. device, dtype: of hidden states;
     dense weights are on that device too. replays: what is computed at decode is recorded there and
     replayed, a layer at a time, or a whole pass where `resident` says that no weight ever moves.
@@ -120,12 +125,13 @@ class Decoder:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         replays: Replays | None = None,
+        embed_layers: Callable[[Tensor, float], Tensor] | None = None,
     ) -> None:
         self.spec = spec
         self.device, self.dtype = device, dtype
         self._ops = ops
         self.replays = replays
-        self._embed = embed
+        self._embed, self._embed_layers = embed, embed_layers
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
         self._following = None if replays is None else Following(spec, replays)
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
@@ -163,7 +169,8 @@ class Decoder:
         if kv is None or not self.caches_on_device:
             states, linear = new_states(self.spec, sequences), self.spec.linear
             layers = () if linear is None else linear.layers
-            return host_cache(self.head_shapes, sequences, kv, capacity, states, layers)
+            lent = self.spec.lent_layers
+            return host_cache(self.head_shapes, sequences, kv, capacity, states, layers, lent)
         return DeviceCache(
             self.head_shapes,
             kv.packed_forms(self.head_shapes),
@@ -185,7 +192,7 @@ class Decoder:
         return LayerWorkspace(
             torch.empty(tokens, spec.attention_width),
             torch.empty(tokens, spec.attended_width),
-            torch.empty(mlp_tokens(tokens, tiled), spec.intermediate_size),
+            torch.empty(mlp_tokens(tokens, tiled), spec.widest_mlp),
             tiled,
             None if spec.latent is None else torch.empty(tokens, spec.projected_rows),
         )
@@ -208,7 +215,7 @@ class Decoder:
             logits = yield from self._at_once(run, ids)
         else:
             if rows is None and not swept:
-                rows = self.embedded(ids)
+                rows = self.embedded(ids, run)
             logits = yield from self._units(run, rows, run.logit_rows, key)
         assert run.cached is not None
         run.cached.end()
@@ -221,6 +228,7 @@ class Decoder:
         ids = run.tokens
         check_ids(ids, self.spec.vocab_size)
         run.cached = cached = run.cache.begin(ragged)
+        run.kv_layers = self.spec.kv_layers if self.spec.shared_kv else ()
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None
@@ -258,8 +266,11 @@ class Decoder:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
         return [] if self._following is None else self._following.tokens(run, *choosing)
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """What the first layer is given, [M, hidden_size] on the device."""
+    def embedded(self, ids: Tensor, run: ForwardPass) -> Tensor:
+        """What the first layer is given, [M, hidden_size] on the device; the pass has the rest."""
+        if self.spec.per_layer is not None:
+            assert self._embed_layers is not None
+            run.per_layer = self._embed_layers(ids, table_scale(self.spec.per_layer))
         rows = self._embed(ids, self.spec.embedding_scale)
         return rows.to(self.device, self.dtype)
 
@@ -315,7 +326,7 @@ class Decoder:
                 of_tiles = self.new_workspace(count, tiled=True)
             run.workspace = of_tiles if in_tiles else workspace
             run.hidden = activations.load()
-            if key is None or in_tiles:
+            if key is None or in_tiles or run.per_layer is not None:  # which lies anywhere
                 kept = keep if layer == last else None
                 yield from self.layer.steps(layer, weights, run, kept)
             else:
@@ -339,11 +350,12 @@ class Decoder:
         cached, hidden = run.cached, run.input
         assert cached is not None
         assert self.replays is not None
-        place = cached.arrive(layer)
+        kv_layer = self.spec.kv_layers[layer]
+        place = cached.arrive(kv_layer)
         whole = (layer, id(weights), key, place)
         found = self.replays.run(whole, weights, hidden, work, self.spec.num_layers)
         if place is not None:
-            cached.close(layer)
+            cached.close(kv_layer)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
 
     def _can_defer(self, run: ForwardPass, stays: bool) -> bool:
@@ -364,7 +376,7 @@ class Decoder:
         assert self.replays is not None
         assert self.replays.while_done is not None
         with self.replays.while_done.deferring():
-            return _given(self._units(run, self.embedded(ids), run.logit_rows), weights)
+            return _given(self._units(run, self.embedded(ids, run), run.logit_rows), weights)
 
     def _all_weights(self) -> Generator[Unit, Weights, list[Weights]]:
         """The weights of all units, which stay."""
@@ -379,7 +391,7 @@ class Decoder:
         key = (*map(id, weights), key)
 
         def work(ids: Tensor) -> Tensor:
-            return _given(self._units(run, self.embedded(ids), None), weights)
+            return _given(self._units(run, self.embedded(ids, run), None), weights)
 
         assert self.replays is not None
         assert self._following is not None
@@ -424,7 +436,7 @@ def logits_ending(spec: DecoderSpec) -> Ending:
 
 def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     """The most bytes that embedding this many tokens allocates: in float32, scaled, in `dtype`."""
-    return tokens * spec.hidden_size * (8 + dtype.itemsize)
+    return tokens * (spec.hidden_size * (8 + dtype.itemsize) + 4 * spec.per_layer_width)
 
 
 def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
@@ -433,7 +445,8 @@ def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
     Hidden states and logits, of which a smaller step has a part, and what each is given; beside a
     workspace. passes: of as many sequences each, whose layers are recorded together.
     """
-    return 4 * rows * (3 * passes * spec.hidden_size + spec.vocab_size)
+    each = 3 * spec.hidden_size + spec.per_layer_width + per_layer_floats(spec)
+    return 4 * rows * (passes * each + spec.vocab_size)
 
 
 def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:

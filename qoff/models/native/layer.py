@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,6 +24,7 @@ from .experts import Choice, Experts
 from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
+from .per_layer import PerLayer
 
 _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
@@ -42,6 +44,8 @@ class Layer:
         """shapes: of the layers that attend. device: of hidden states."""
         self._spec, self._ops = spec, ops
         self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
+        for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
+            self._shapes[i] = replace(self._shapes[spec.kv_layers[i]], appends=False)
         self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops)
         self._exact_ops = exact(ops)  # for scores that decide
@@ -52,6 +56,8 @@ class Layer:
         self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
         self._linear_attention = None if spec.linear is None else LinearAttention(spec, ops)
+        own = spec.per_layer
+        self._per_layer = None if own is None else PerLayer(spec, own, ops)
 
     def steps(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None
@@ -64,12 +70,16 @@ class Layer:
             run.added = run.adapters.layers[layer]
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
+        if self._per_layer is not None and layer == 0:
+            yield from self._per_layer.begin(run, weights)
         attend = self._linearly if self._spec.is_linear(layer) else self._attention
         attended = yield from attend(layer, weights, run, keep)
         if self._spec.has_experts(layer):
             yield from self._mixture(layer, weights, run)
         else:
             yield from self._mlp(weights, run, attended if self._spec.parallel else None)
+        if self._per_layer is not None:
+            yield from self._per_layer.end(layer, run, weights, self._layer_scale(weights))
         return run.input
 
     def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
@@ -98,6 +108,7 @@ class Layer:
         assert workspace is not None
         norm = self._norm_before(weights, "self_attn")
         shape, gated = self._shapes[layer], self._spec.gated_attention
+        kv_layer = self._spec.kv_layers[layer]
         widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
         memory = columns(workspace.attended, shape.out_width)
         if self._latent is None:
@@ -112,7 +123,7 @@ class Layer:
         attended = self._ops.attention(
             qkv,
             shape,
-            cached.open(layer),
+            cached.open(kv_layer),
             run.ragged,
             rotary=run.rotary[layer],
             q_norm=q_norm,
@@ -120,7 +131,7 @@ class Layer:
             sinks=vector(weights, "self_attn.sinks"),
             out=memory,
         )
-        cached.close(layer)
+        cached.close(kv_layer)
         if gates is not None:
             attended = self._ops.gate(attended, gates, out=memory)
         if keep is not None:
@@ -195,6 +206,8 @@ class Layer:
         if module == "mlp":
             assert run.workspace is not None
             out = first_rows(run.workspace.gated, part.stop - part.start)
+        if out is not None:
+            out = columns(out, cast(QTensor, weights[name]).shape[0] // (1 + self._spec.gated))
         return (
             yield from self._linear(
                 run, weights, name, x, out=out, part=part, norm=norm, end=self._activation
@@ -326,7 +339,7 @@ class Layer:
         spec = self._spec
         if not (spec.post_norm or spec.norm_after_add) and spec.residual_scale == 1:
             return PLAIN
-        last = spec.layer_scale and module == "mlp"
+        last = spec.layer_scale and module == "mlp" and spec.per_layer is None
         return Ending(
             post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
             scale=spec.residual_scale,
@@ -384,7 +397,7 @@ def layer_bytes(
         activated = 3 * part * inner * item
         return first + activated + linear(part, hidden, inner)
 
-    rest = mlp(spec.intermediate_size)
+    rest = mlp(spec.widest_mlp)
     if spec.experts is not None:
         experts = spec.experts
         some = mlp_tokens(tokens, tiled, on_gpu=True)

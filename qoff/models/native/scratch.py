@@ -119,7 +119,10 @@ def _layer(spec: DecoderSpec, passes: Passes, threads: int) -> Iterator[int]:
 def _matrices(spec: DecoderSpec) -> frozenset[tuple[bool, int]]:
     """Of the matrices that `w4_linear` multiplies by: whether they are an MLP's, and columns."""
     layers = range(spec.num_layers)
-    kinds = {(spec.has_experts(layer), spec.is_linear(layer)): layer for layer in layers}
+    kinds = {
+        (spec.has_experts(layer), spec.is_linear(layer), spec.intermediate(layer)): layer
+        for layer in layers
+    }
     return frozenset(
         (weight.name.startswith("mlp."), weight.columns)
         for layer in kinds.values()

@@ -37,7 +37,7 @@ def sweep_layers(
         begun.append(run.begun)
     # Rows that are read from disk come now: later the threads that read wait for slots.
     for run, one in zip(runs, begun, strict=True):
-        run.begun = one._replace(rows=decoder.embedded(one.ids))
+        run.begun = one._replace(rows=decoder.embedded(one.ids, run))
     begun = [run.begun for run in runs if run.begun is not None]
     sweep = begin()
     if sweep is None:
@@ -56,6 +56,12 @@ def _swept(
     replays: Replays,
 ) -> None:
     counts = [len(one.ids) for one in begun]
+    steady: Tensor | None = None
+    if runs[0].per_layer is not None:
+        rows = [run.per_layer for run in runs if run.per_layer is not None]
+        steady = replays.steady("per layer", torch.cat(rows))
+        for run, part in zip(runs, steady.split(counts), strict=True):
+            run.per_layer = part
 
     def work(hidden: Tensor) -> Tensor:
         for run, rows in zip(runs, hidden.split(counts), strict=True):
@@ -71,10 +77,13 @@ def _swept(
         run.workspace = (run.workspace or decoder.steady_workspace(count)).upto(count)
         assert run.cached is not None
         for layer in range(len(sweep.weights)):
-            run.cached.arrive(layer)  # nothing moves, but states are written to from here on
+            run.cached.arrive(
+                decoder.spec.kv_layers[layer]
+            )  # nothing moves, but states are written to from here on
     x = torch.cat([one.rows for one in begun if one.rows is not None])
-    key = (*map(id, sweep.weights), *((one.key, len(one.ids)) for one in begun))
+    place = 0 if steady is None else steady.data_ptr()
+    key = (*map(id, sweep.weights), place, *((one.key, len(one.ids)) for one in begun))
     hidden = replays.run(key, sweep.weights, x, work, using=sweep.run)
     for run, rows in zip(runs, hidden.split(counts), strict=True):
-        run.hidden, run.swept = None, True
+        run.hidden, run.per_layer, run.swept = None, None, True
         run.activations.store(rows)

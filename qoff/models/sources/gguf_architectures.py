@@ -90,6 +90,7 @@ class Architecture:
             embedding=EMBEDDING,
             norm="output_norm",
             head=HEAD,
+            per_layer=gemma4.PER_LAYER,
             fused_qkv="rows" if metadata.has(fused) and not self.linear else "",
             fused_gate_up=self.fused_gate_up,
             stacked_experts=stacked(metadata),

@@ -19,6 +19,7 @@ def common(
     head_dim: int | None = None,
     rope: Config | None = None,
     kv_heads: int | None = None,
+    inner: int | None = None,
 ) -> Config:
     """What all have. partial: a part of each head may turn. Others: where no key has them."""
     hidden, heads = metadata.need("embedding_length"), metadata.need("attention.head_count")
@@ -27,7 +28,7 @@ def common(
         metadata.only("attention.value_length", head_dim)
     return {
         "hidden_size": hidden,
-        "intermediate_size": metadata.need("feed_forward_length"),
+        "intermediate_size": inner or metadata.need("feed_forward_length"),
         "num_hidden_layers": metadata.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or metadata.get("attention.head_count_kv", heads),

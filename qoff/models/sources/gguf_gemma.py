@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qoff.errors import FormatError, UnsupportedModelError
+from qoff.schema import shown
 
 from .gguf_fields import FULL, SLIDING, Config, attention_bias, common, rms, windows
 from .gguf_metadata import Metadata
@@ -19,15 +20,21 @@ MODULES = {
     "mlp.dense_norm": "post_ffw_norm_1",
     "mlp.mixture_norm": "post_ffw_norm_2",
     "layer_scale": "layer_output_scale.weight",
+    "per_layer.gate": "inp_gate",
+    "per_layer.projection": "proj",
+    "per_layer.post_norm": "post_norm",
 }
+PER_LAYER = (
+    "per_layer_token_embd.weight",
+    "per_layer_model_proj.weight",
+    "per_layer_proj_norm.weight",
+)
 _KV_HEADS = "attention.head_count_kv"
 _STAYS = 1e29  # a frequency divided by more
 
 
 def base(metadata: Metadata) -> Config:
     """What all architectures have; lengths of heads are those of layers without a window."""
-    for key in ("attention.shared_kv_layers", "embedding_length_per_layer_input"):
-        metadata.only(key, 0)
     full = metadata.need("attention.key_length")
     local = metadata.get("attention.key_length_swa", full)
     for key, size in (("attention.value_length", full), ("attention.value_length_swa", local)):
@@ -37,15 +44,17 @@ def base(metadata: Metadata) -> Config:
     kinds = windows(metadata, metadata.layers, 6, 0)["layer_types"]
     slides = [kind == SLIDING for kind in kinds]
     heads, full_heads = _kv_heads(metadata, slides)
+    inner, twice = _widths(metadata)
     return {
-        **common(metadata, head_dim=local, rope=_ropes(metadata, full), kv_heads=heads),
+        **common(metadata, False, local, _ropes(metadata, full), heads, inner),
+        "use_double_wide_mlp": twice,
         "global_head_dim": full,
         "num_global_key_value_heads": full_heads,
     }
 
 
 def gemma4(metadata: Metadata, config: Config) -> Config:
-    """Without embeddings of its layers. V are K where no layer without a window has a matrix."""
+    """V are K where no layer without a window has a matrix."""
     found = windows(metadata, metadata.layers, 6, 0)
     full = [i for i, kind in enumerate(found["layer_types"]) if kind == FULL]
     experts: Config = {"enable_moe_block": False}
@@ -56,17 +65,38 @@ def gemma4(metadata: Metadata, config: Config) -> Config:
             "top_k_experts": metadata.need("expert_used_count"),
             "moe_intermediate_size": metadata.need("expert_feed_forward_length"),
         }
+    width = metadata.get("embedding_length_per_layer_input", 0)
+    table: Config = {"hidden_size_per_layer_input": width}
+    if width:
+        table["vocab_size_per_layer_input"] = metadata.shape(PER_LAYER[0])[0]
     return {
         **rms(metadata),
         **found,
         **experts,
+        **table,
         "attention_bias": attention_bias(metadata),
         "attention_k_eq_v": not any(metadata.has(f"blk.{i}.attn_v.weight") for i in full),
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
     }
+
+
+def _widths(metadata: Metadata) -> tuple[int, bool]:
+    """How wide MLPs are, and whether those of layers with others' keys are twice as wide."""
+    key = f"{metadata.architecture}.feed_forward_length"
+    found = metadata.values.get(key)
+    shared = metadata.get("attention.shared_kv_layers", 0)
+    if not isinstance(found, np.ndarray) or not shared or len(set(found.tolist())) < 2:
+        return metadata.need("feed_forward_length"), False
+    widths = [int(x) for x in found.tolist()]
+    one, own = widths[0], metadata.layers - shared
+    if widths != [one] * own + [2 * one] * shared:
+        raise UnsupportedModelError(
+            f"{metadata.path}: {key} is {shown(widths)}; supported: one number, or twice as much "
+            f"in the last {shared} layers, which share keys and values"
+        )
+    return one, True
 
 
 def _kv_heads(metadata: Metadata, slides: list[bool]) -> tuple[int, int]:
