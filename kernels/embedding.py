@@ -34,8 +34,9 @@ def embedding(
         from .cpu.embedding import embedding as job  # compiled when it is imported
 
         ids = ids.to("cpu", torch.int64)
-        more = {"rows_each": rows_each, "residual": residual, "out": out}
-        return job(ids, weight, offset=offset, scale=scale, **more)
+        return job(
+            ids, weight, offset=offset, scale=scale, rows_each=rows_each, residual=residual, out=out
+        )
     if rows_each > 1:
         each = torch.arange(rows_each, device=ids.device)
         ids = (ids[:, None] * rows_each + each).flatten()

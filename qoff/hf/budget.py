@@ -15,7 +15,8 @@ from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import Decoder, logits_bytes, recorded_bytes
+from qoff.models.native.decoder import Decoder
+from qoff.models.native.pass_bytes import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import Passes, scratch_bytes
 from qoff.models.runtime import AnyDecoder, Runtime

@@ -86,16 +86,24 @@ class CostModel:
             found += most * sum(self._records[layer] for layer in group.layers)
         return found
 
-    def _block_bytes(self, seen: Sequence[Array], on_disk: bool = False) -> Array:
+    def _block_bytes(
+        self, seen: Sequence[Array], on_disk: bool = False, read: bool = False
+    ) -> Array:
         """Bytes of a block in all layers. seen: the part of the blocks of each group that count.
 
-        on_disk: where those of each group begin at pages.
+        on_disk: where those of each group begin at pages. read: by each layer that attends to them.
         """
         each = [[self._records[layer] for layer in group.layers] for group in self._groups]
         if on_disk and self.frees:
             each = [[round_up(max(records), PAGE)] * len(records) for records in each]
         elif on_disk:
             each = [[round_up(max(self._records), PAGE)] * len(records) for records in each]
+        if read:
+            groups = zip(each, self._groups, strict=True)
+            each = [
+                [n * self.sizes.readers[i] for n, i in zip(r, group.layers, strict=True)]
+                for r, group in groups
+            ]
         found: Array = np.sum([sum(r) * part for r, part in zip(each, seen, strict=True)], axis=0)
         return found
 
@@ -157,7 +165,8 @@ class CostModel:
         shape, past = sizes.shapes[0], self.mean_blocks * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(shape.heads / shape.kv_heads)
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
-        unpacked = sum(s.kv_heads * s.cached_width for s in sizes.shapes) * recent
+        attending = zip(sizes.shapes, sizes.readers, strict=True)
+        unpacked = sum(n * s.kv_heads * s.cached_width for s, n in attending) * recent
         each = device.unpacked_s(queries, np.asarray(recent))
         seconds = seconds + active * unpacked * self.activation_bytes * each
         seconds = seconds + self._states(active, active)
@@ -181,7 +190,8 @@ class CostModel:
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         seconds = self._passes(piece, np.minimum(prompts, c.batch_size), passes, c.block)
         own = np.minimum(piece, work.prompt.mean)
-        heads = sum(s.heads * s.cached_width for s in self.sizes.shapes) / 2
+        attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
+        heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
         seconds = seconds + device.prompt_s(own) * heads * read * own / 2
         seconds = seconds + self._states(read, passes * prompts)
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
@@ -231,7 +241,8 @@ class CostModel:
             [part * there for part, there in zip(parts, away, strict=True)]
             for parts in (seen, kept)
         )
-        packed, packed_on_disk = self._block_bytes(seen), self._block_bytes(seen, on_disk=True)
+        packed = self._block_bytes(seen, read=True)
+        packed_on_disk = self._block_bytes(seen, on_disk=True, read=True)
         new_packed, new_on_disk = self._block_bytes(kept), self._block_bytes(kept, on_disk=True)
         pairs = zip(self._groups, away, strict=True)
         layers = sum(len(group.layers) for group, there in pairs if there)
@@ -341,7 +352,8 @@ class CostModel:
                 continue
             heads = Counter[KVFormat]()
             for layer in group.layers:
-                heads[self._forms[layer]] += self.sizes.shapes[layer].kv_heads
+                read = self.sizes.readers[layer]
+                heads[self._forms[layer]] += read * self.sizes.shapes[layer].kv_heads
             tokens = np.maximum(BLOCK_TOKENS, past * part)
             each += [
                 part * n * processor.attention_s(form, queries, tokens) for form, n in heads.items()

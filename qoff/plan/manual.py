@@ -24,7 +24,7 @@ from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.kvcache.store.sparse import BlockBounds
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
-from qoff.models.native.decoder import logits_bytes, recorded_bytes
+from qoff.models.native.pass_bytes import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import Passes, scratch_bytes
 from qoff.models.spec import DecoderSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -88,6 +89,12 @@ class ModelSizes:
     def shapes(self) -> tuple[HeadShape, ...]:
         """The attention of each layer that attends."""
         return head_shapes(self.spec)
+
+    @cached_property
+    def readers(self) -> tuple[int, ...]:
+        """How many layers attend to the keys and values of each of `shapes`."""
+        counts = Counter(self.spec.kv_layers)
+        return tuple(counts[layer] for layer in self.spec.attention_layers)
 
     @cached_property
     def layouts(self) -> Callable[[str], Layouts]:

@@ -57,11 +57,12 @@ def _text_alone(
     for key in _TOKENS:
         if config.get(key) is not None:
             found.setdefault(key, config[key])
+    table, context, norm = (begin + name.removeprefix("model.") for name in names.per_layer)
     names = replace(
         names,
         layer=f"{begin}layers.{{}}.",
         embedding=f"{begin}embed_tokens.weight",
-        per_layer=tuple(begin + name.removeprefix("model.") for name in names.per_layer),
+        per_layer=(table, context, norm),
         norm=f"{begin}norm",
         head=head,
     )
