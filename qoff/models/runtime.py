@@ -105,7 +105,14 @@ class Runtime:
         self.decoder: AnyDecoder
         workspace = 0
         if is_modules(self.checkpoint):
-            self.decoder = ModuleDecoder(self.checkpoint, ops, self._embed, trust_remote_code, kv)
+            self.decoder = ModuleDecoder(
+                self.checkpoint,
+                ops,
+                self._embed,
+                trust_remote_code,
+                kv,
+                lambda ids: self.store.gather_rows(PER_LAYER, ids),
+            )
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qoff.kernels.ops import ops_for
 from qoff.memory import Weights
@@ -26,16 +26,17 @@ class ModuleCalibration:
     """Takes a text through a model's own code, which stops before each layer for its weights.
 
     structure: of the model without weights, which this replaces modules of. outer: what is outside
-    of layers, embedding and head, by its names in the model. rows: of the embedding, from ids.
-    quantized: of each layer, the names of the matrices that are. ids: int64 [texts, tokens], cut to
-    the model's positions. Memory holds what the tokens take in a layer.
+    of layers, embedding and head, by its names in the model. rows: of the embedding, and of those
+    of layers where there are any, from ids. quantized: of each layer, the names of the matrices
+    that are. ids: int64 [texts, tokens], cut to the model's positions. Memory holds what the tokens
+    take in a layer.
     """
 
     def __init__(
         self,
         structure: Structure,
         outer: Mapping[str, Tensor],
-        rows: Callable[[Tensor], Tensor],
+        rows: Sequence[Callable[[Tensor], Tensor]],
         quantized: list[set[str]],
         ids: Tensor,
     ) -> None:
@@ -48,7 +49,9 @@ class ModuleCalibration:
         buffers_from_config(model)
         for place in structure.outer():
             place.put(outer[place.name])
-        bind_embedding(model.get_input_embeddings(), rows)
+        bind_embedding(model.get_input_embeddings(), rows[0])
+        if structure.layer_table is not None:
+            bind_embedding(cast(nn.Embedding, structure.layer_table.module), rows[1])
         multiply = _Solver(ops_for(torch.device("cpu")))
         for i, layer in enumerate(structure.layers):
             wait_for_weights(layer, WeightBinder(structure, i, quantized[i], multiply))

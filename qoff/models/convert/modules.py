@@ -73,7 +73,7 @@ class ModulesJob:
         structure, group, outer = self._structure, self._quant.group_size, unit + 1 == self.units
         calibration = None if outer else self._calibration
         moments = Moments()
-        tables = [place for place in (structure.embedding, structure.head) if place is not None]
+        tables = structure.tables
         places = [*structure.outer(), *tables] if outer else structure.layer(unit)
         loaded = self._load(None if outer else unit, places)
         floats: dict[str, QTensor | Tensor] = {}
@@ -85,7 +85,7 @@ class ModulesJob:
                 fits = columns % group == 0
                 matrices = [Matrix(name, (rows, columns))] if fits else []
             else:
-                matrices = matrices_of(place, group)
+                matrices = [] if outer else matrices_of(place, group)
             bits = self._quant.head_bits if place in tables else self._quant.bits
             for matrix in matrices:
                 if calibration is not None and not matrix.routes:
@@ -133,13 +133,12 @@ class ModulesJob:
             {matrix.name for place in structure.layer(i) for matrix in matrices_of(place, group)}
             for i in range(len(structure.layers))
         ]
-        outer = self._load(None, [*structure.outer(), structure.embedding])
-        table, seen = outer.pop(structure.embedding.name), ids.unique()
-        check_ids(ids, len(table))
-        rows = table[seen]
-        return ModuleCalibration(
-            self._described(), outer, lambda x: rows[torch.searchsorted(seen, x)], quantized, ids
-        )
+        tables = [table for table in structure.tables if table is not structure.head]
+        outer, seen = self._load(None, [*structure.outer(), *tables]), ids.unique()
+        check_ids(ids, len(outer[structure.embedding.name]))
+        rows = [outer.pop(table.name)[seen] for table in tables]
+        of_ids = [lambda x, of=of: of[torch.searchsorted(seen, x)] for of in rows]
+        return ModuleCalibration(self._described(), outer, of_ids, quantized, ids)
 
     def _unsolved(self, matrix: Matrix, weight: Tensor, moments: Moments) -> Unsolved:
         quant = self._quant

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from qoff.kernels.processor import pool_threads
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
-from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
 from qoff.models.native.scratch import Passes, attention_bytes
@@ -65,10 +64,11 @@ class ModuleLayer:
 class ModuleDecoder:
     """Runs a checkpoint of layout "modules" on weights that it is handed step by step.
 
-    embed: looks up rows of the embedding, from ids int64 [U] to float [U, K]. Layers hold weights
-    only while they are computed; what lies outside of layers, embedding and head is read at once,
-    `outer_bytes` of it, and stays. Raises UnsupportedModelError for a config that transformers has
-    no model for, FormatError where the checkpoint is another model's.
+    embed: looks up rows of the embedding, from ids int64 [U] to float [U, K]; embed_layers: those
+    of embeddings of layers, where a model has them. Layers hold weights only while they are
+    computed; what lies outside of layers, embedding and head is read at once, `outer_bytes` of it,
+    and stays. Raises UnsupportedModelError for a config that transformers has no model for,
+    FormatError where the checkpoint is another model's.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class ModuleDecoder:
         embed: Callable[[Tensor], Tensor],
         trust_remote_code: bool,
         kv: KVQuant | None = None,
+        embed_layers: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if ops.CACHE != "host":
             raise ArgumentError(
@@ -114,6 +115,9 @@ class ModuleDecoder:
         self.cache_shapes = (described,) * len(structure.layers)
         self._install(checkpoint, structure)
         bind_embedding(self.model.get_input_embeddings(), embed)
+        if structure.layer_table is not None:
+            assert embed_layers is not None
+            bind_embedding(cast(nn.Embedding, structure.layer_table.module), embed_layers)
 
     @property
     def max_positions(self) -> int:
@@ -300,8 +304,7 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
         for i, file in enumerate(checkpoint.layers)
         for place in structure.layer(i)
     ]
-    outer = {EMBEDDING, *(place.name for place in structure.outer())}
-    outer |= set() if structure.head is None else {LM_HEAD}
+    outer = {structure.stored_as(place) for place in (*structure.outer(), *structure.tables)}
     wanted += [(checkpoint.outer, {name}) for name in sorted(outer)]
     for file, names in wanted:
         if not names & file.weights.keys():

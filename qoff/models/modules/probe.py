@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
@@ -85,13 +86,24 @@ def _try(model: Any, call: Callable[..., object], states: Any, attention: _Shape
 
     ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
     real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
-    with torch.device("meta"), _without_experts(model):
+    with torch.device("meta"), _without_experts(model), _unvalidated():
         run = ModulePass(
             lambda: call(ids, states, attention_mask=real, position_ids=positions),
             torch.empty(2, 0),
         )
         run.attention = attention
         run.switch()
+
+
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Without torch's checks of distributions (Gemma 3n has one), which look at values."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _reason(error: Exception) -> str:

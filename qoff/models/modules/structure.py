@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.errors import UnsupportedModelError
-from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
@@ -69,6 +69,7 @@ class Structure:
     layers: nn.ModuleList
     embedding: UnitWeight
     head: UnitWeight | None  # None: tied to the embedding
+    layer_table: UnitWeight | None = None  # embeddings of layers, of which rows are read
 
     @classmethod
     def of(cls, model: Any) -> Structure:
@@ -108,7 +109,7 @@ class Structure:
                 f"{type(model).__name__} shares weights among modules ({others[0]}); supported: a "
                 "head tied to the embedding"
             )
-        return cls(model, path, layers, table, own)
+        return cls(model, path, layers, table, own, _layer_table(model))
 
     @property
     def outputs(self) -> Any:
@@ -120,11 +121,17 @@ class Structure:
         return list(_places(self.layers[index], f"{self.path}.{index}."))
 
     def outer(self) -> list[UnitWeight]:
-        """What is outside of layers, embedding and head: norms, positions, the head's bias."""
+        """What is outside of layers and tables: norms, positions, the head's bias."""
         inside = {id(x) for x in (*self.layers.parameters(), *self.layers.buffers())}
-        inside |= {id(self.embedding.module.weight), id(self.outputs.weight)}
+        inside |= {id(self.outputs.weight), *(id(table.tensor) for table in self.tables)}
         found = _places(self.model, "")
         return [p for p in found if id(p.tensor) not in inside]
+
+    @property
+    def tables(self) -> list[UnitWeight]:
+        """Embeddings, and the head that is tied to none."""
+        found = (self.embedding, self.head, self.layer_table)
+        return [table for table in found if table is not None]
 
     def unit_of(self, name: str) -> int | None:
         """The layer that a name of the state dict belongs to; None: outside of them."""
@@ -135,6 +142,8 @@ class Structure:
         """The name in the checkpoint."""
         if place is self.embedding:
             return EMBEDDING
+        if place is self.layer_table:
+            return PER_LAYER
         return LM_HEAD if place is self.head else place.name
 
 
@@ -187,6 +196,14 @@ def buffers_from_config(model: Any) -> None:
         if tensor.is_meta:
             tensor._is_hf_initialized = True
     model.initialize_weights()
+
+
+def _layer_table(model: Any) -> UnitWeight | None:
+    """Embeddings of layers (Gemma 3n)."""
+    for name, module in model.named_modules():
+        if name.endswith("embed_tokens_per_layer") and isinstance(module, nn.Embedding):
+            return UnitWeight(f"{name}.weight", module, "weight")
+    return None
 
 
 def _layers(model: Any) -> tuple[str, nn.ModuleList]:
