@@ -100,6 +100,7 @@ _TRAITS = {
     "gpt2": "GPT-2: transposed linear layers, learned positions",
     "vaultgemma": "VaultGemma: sliding windows, capped logits",
     "falcon_h1": "Falcon H1: Mamba 2 and attention side by side",
+    "gemma3n": "Gemma 3n: streams of hidden states, embeddings of layers, their rows from disk",
     "mamba2": "Mamba 2: no attention",
 }
 

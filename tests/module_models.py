@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.memory.plan import EMBEDDING, LM_HEAD
+from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.convert.convert import convert
 from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight, matrices_of
 from tests.tiny_families import BOS, EOS, PAD, TINY
@@ -60,6 +60,21 @@ MODULES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_chunk_size": 8,
         "head_dim": 16,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "head_dim": 16,
+        "sliding_window": 6,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 32,
+        "altup_num_inputs": 2,
+        "tie_word_embeddings": True,
     },
     "mamba2": {
         "model_type": "mamba2",
@@ -158,16 +173,15 @@ def dequantized(source: Path, path: Path) -> Any:
         for i, file in enumerate(checkpoint.layers):
             for place in structure.layer(i):
                 _put(file, place, structure)
-        for place in (structure.embedding, structure.head, *structure.outer()):
-            if place is not None:
-                _put(checkpoint.outer, place, structure)
+        for place in (*structure.tables, *structure.outer()):
+            _put(checkpoint.outer, place, structure)
     return model
 
 
 def _put(file: WeightFile, place: UnitWeight, structure: Structure) -> None:
     weight = getattr(place.module, place.attribute)
     name = structure.stored_as(place)
-    if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, LM_HEAD):
+    if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, LM_HEAD, PER_LAYER):
         weight.copy_(dense(file, name))
         return
     for matrix in matrices_of(place, 1):

@@ -78,7 +78,7 @@ def _kind(q: QTensor) -> tuple[int, int, int, torch.device]:
     return q.shape[1], q.bits, q.group_size, q.device
 
 
-def split_rows(data: Weight, into: int) -> Weight:
+def split_rows(data: Tensor | QTensor, into: int) -> Tensor | QTensor:
     """Rows [N, K] as so many each, one after the other, [N * into, K / into]; codes stay."""
     if isinstance(data, Tensor):
         return data.reshape(len(data) * into, -1)
