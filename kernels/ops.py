@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -159,25 +159,19 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
 
-class RoundedOps:
-    """Ops that round activations to fewer than 16 bits; `exact` are those that do not."""
+class ChangedOps:
+    """Ops of which some attributes are others than those of `unchanged`."""
 
-    def __init__(self, exact: Ops, activation_bits: int) -> None:
-        launchers: Any = exact  # these take the bits with each call
-        self.exact = exact
-        self.PACKING, self.CACHE, self.USES_OUT = exact.PACKING, exact.CACHE, exact.USES_OUT
-        self.RECORDER = exact.RECORDER
-        self.ACTIVATION_BITS: tuple[int, ...] = (activation_bits,)
-        self.norm: Callable[..., Tensor] = exact.norm
-        self.route: Callable[..., tuple[Tensor, Tensor]] = exact.route
-        self.add_experts, self.low_rank = exact.add_experts, exact.low_rank
-        self.absorb, self.expand = exact.absorb, exact.expand
-        self.delta, self.gate = exact.delta, exact.gate
-        self.w4_linear = partial(launchers.w4_linear, activation_bits=activation_bits)
-        self.experts = partial(launchers.experts, activation_bits=activation_bits)
-        self.attention: Callable[..., Tensor] = partial(
-            launchers.attention, activation_bits=activation_bits
-        )
+    def __init__(self, unchanged: Ops, **changed: Any) -> None:
+        self.unchanged = unchanged
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unchanged, name)
+
+
+class RoundedOps(ChangedOps):
+    """Ops that round activations to fewer than 16 bits; `unchanged` are those that do not."""
 
 
 def with_activation_bits(ops: Ops, activation_bits: int) -> Ops:
@@ -191,22 +185,13 @@ def with_activation_bits(ops: Ops, activation_bits: int) -> Ops:
         raise ArgumentError(
             f"there are no {activation_bits}-bit activations on this device; use activation_bits=16"
         )
-    return ops if activation_bits == 16 else RoundedOps(ops, activation_bits)
-
-
-class ScratchOps:
-    """Ops of a GPU whose matmuls may take so many bytes for dequantized weights."""
-
-    def __init__(self, ops: Ops, scratch_bytes: int) -> None:
-        launchers: Any = ops  # these take the bytes with each call
-        self.PACKING, self.CACHE, self.USES_OUT = ops.PACKING, ops.CACHE, ops.USES_OUT
-        self.RECORDER = ops.RECORDER
-        self.ACTIVATION_BITS = ops.ACTIVATION_BITS
-        self.attention, self.experts, self.low_rank = ops.attention, ops.experts, ops.low_rank
-        self.norm, self.route, self.add_experts = ops.norm, ops.route, ops.add_experts
-        self.absorb, self.expand = ops.absorb, ops.expand
-        self.delta, self.gate = ops.delta, ops.gate
-        self.w4_linear = partial(launchers.w4_linear, scratch_bytes=scratch_bytes)
+    if activation_bits == 16:
+        return ops
+    rounding = ("w4_linear", "experts", "attention")
+    calls = {
+        name: partial(getattr(ops, name), activation_bits=activation_bits) for name in rounding
+    }
+    return cast(Ops, RoundedOps(ops, ACTIVATION_BITS=(activation_bits,), **calls))
 
 
 def with_scratch(ops: Ops, device: torch.device, bound: int | None) -> Ops:
@@ -215,12 +200,14 @@ def with_scratch(ops: Ops, device: torch.device, bound: int | None) -> Ops:
         return ops
     from .triton.linear.linear import scratch_bytes
 
-    return ScratchOps(ops, scratch_bytes(device, bound))
+    launch: Any = ops.w4_linear  # takes the bytes with each call
+    linear = partial(launch, scratch_bytes=scratch_bytes(device, bound))
+    return cast(Ops, ChangedOps(ops, w4_linear=linear))
 
 
 def exact(ops: Ops) -> Ops:
     """The same ops with 16-bit activations, for routers."""
-    return ops.exact if isinstance(ops, RoundedOps) else ops
+    return ops.unchanged if isinstance(ops, RoundedOps) else ops
 
 
 def ops_for(device: torch.device) -> Ops:
