@@ -162,8 +162,13 @@ class ForwardPass:
         assert self.hidden is not None
         return self.hidden
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, ascending, in the place of the first ones."""
+    def keep(self, rows: Sequence[int] | None, attended: Tensor) -> Tensor:
+        """Go on with these rows alone, ascending, in the place of the first ones; None: with all.
+
+        Returns those of `attended`, in its first rows.
+        """
+        if rows is None:
+            return attended
         self.hidden = moved_up(self.input, rows)
         if self.per_layer is not None:
             self.per_layer = moved_up(self.per_layer, rows)
@@ -172,6 +177,7 @@ class ForwardPass:
         if self.adapters is not None:
             of, key = self.adapters, tuple(self.adapters.key[row] for row in rows)
             self.adapters = AdaptedRows(key, of.which[list(rows)], of.layers)
+        return moved_up(attended, rows)
 
     def prefetch(self, unit: Unit) -> None:
         """Start to bring what the pass, under way, will want for a unit, weights aside."""

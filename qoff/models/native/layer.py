@@ -17,7 +17,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.memory import EXPERTS, Expert, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
-from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_tokens, moved_up
+from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .experts import Choice, Experts
@@ -134,9 +134,7 @@ class Layer:
         cached.close(kv_layer)
         if gates is not None:
             attended = self._ops.gate(attended, gates, out=memory)
-        if keep is not None:
-            attended = moved_up(attended, keep)
-            run.keep(keep)
+        attended = run.keep(keep, attended)
         if self._latent is not None:
             attended = self._latent.values(run, weights, attended)
         aside = torch.empty_like(run.input) if self._spec.parallel else None
@@ -155,9 +153,7 @@ class Layer:
         assert self._linear_attention is not None
         norm = self._norm_before(weights, "self_attn")
         found = yield from self._linear_attention.steps(layer, run, weights, norm)
-        if keep is not None:
-            found = moved_up(found, keep)
-            run.keep(keep)
+        found = run.keep(keep, found)
         return (
             yield from self._linear(run, weights, names.OUT, found, residual="hidden", out="hidden")
         )
@@ -250,23 +246,26 @@ class Layer:
         self, run: ForwardPass, weights: Weights, part: slice
     ) -> Generator[Unit, Weights, tuple[Tensor, Tensor]]:
         """What experts of some tokens are given, and their router's scores."""
-        x, routing = self._routing_inputs(weights, run.input[part])
+        inputs = self._routing_inputs(weights, run.input[part])
+        assert inputs is not None
+        x, routing = inputs
         scores = yield from self._exact_linear(run, weights, names.ROUTER, routing)
         return x, scores
 
-    def _routing_inputs(self, weights: Weights, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What experts are given, which several matrices read, and their router."""
+    def _routing_inputs(self, weights: Weights, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What experts are given, which several matrices read, and their router.
+
+        None where the norms of these are not among the weights.
+        """
         spec, ops = self._spec, self._exact_ops
         assert spec.experts is not None
         beside = spec.experts.beside
         norm = norm_of(spec, weights, names.ROUTED_NORM if beside else _NORMS["mlp"])
-        assert norm is not None
+        own = norm_of(spec, weights, names.ROUTING_NORM) if beside else norm
+        if norm is None or own is None:
+            return None
         x = ops.norm(hidden, norm)
-        if not beside:
-            return x, x
-        norm = norm_of(spec, weights, names.ROUTING_NORM)
-        assert norm is not None
-        return x, ops.norm(hidden, norm, scale=spec.hidden_size**-0.5)
+        return x, ops.norm(hidden, own, scale=spec.hidden_size**-0.5) if beside else x
 
     def _beside(self, run: ForwardPass, weights: Weights, part: slice, experts: Tensor) -> Steps:
         """hidden += norm(norm(MLP) + norm(experts)); experts: what those of some tokens gave."""
@@ -319,13 +318,14 @@ class Layer:
         """The next layer's experts as its router would choose them now, the likeliest first."""
         given = streamed.guessing
         router = given.get(names.ROUTER)
-        beside = experts.spec.beside
-        norms = (names.ROUTED_NORM, names.ROUTING_NORM) if beside else (_NORMS["mlp"],)
-        there = all(norm_of(self._spec, given, norm) is not None for norm in norms)
-        if streamed.following is None or not isinstance(router, QTensor) or not there:
+        if streamed.following is None or not isinstance(router, QTensor):
             return ()
-        x = self._routing_inputs(given, hidden)[1]
-        scores = self._exact_ops.w4_linear(x, router, bias=vector(given, f"{names.ROUTER}.bias"))
+        inputs = self._routing_inputs(given, hidden)
+        if inputs is None:
+            return ()
+        scores = self._exact_ops.w4_linear(
+            inputs[1], router, bias=vector(given, f"{names.ROUTER}.bias")
+        )
         ids, votes = experts.route(scores, given)[0].cpu().unique(return_counts=True)
         order = votes.argsort(descending=True, stable=True)
         return tuple(Expert(streamed.following, number) for number in ids[order].tolist())
