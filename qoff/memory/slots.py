@@ -9,7 +9,7 @@ were skipped dropped, and the sequence goes on from there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,9 +80,7 @@ class SlotRing:
         self._order = tuple[Unit, ...](images)
         self._next = 0  # the element of the order that is read next
         self._loads: list[_Load] = []  # in the order of the sequence
-        self._free: list[tuple[int, Mark]] = [
-            (slot, transfers.recycle(memory)) for slot, memory in enumerate(slots)
-        ]
+        self._free = self._recycled(range(len(slots)))
         self._closed = False
         self._words: Slots | None = None  # of the slots, in sweeps
         self._sweep: _Sweep | None = None  # under way
@@ -210,9 +208,11 @@ class SlotRing:
         for load in self._unsettled:
             load.read.settle()
         if self._unsettled:
-            self._unsettled = []
-            recycle = self._transfers.recycle
-            self._free = [(slot, recycle(memory)) for slot, memory in enumerate(self._slots)]
+            self._unsettled, self._free = [], self._recycled(range(len(self._slots)))
+
+    def _recycled(self, slots: Iterable[int]) -> list[tuple[int, Mark]]:
+        """Slots that nobody reads or writes, and what has to be reached before they are filled."""
+        return [(slot, self._transfers.recycle(self._slots[slot])) for slot in slots]
 
     def _find(self, unit: Unit) -> _Load | None:
         """The first element of this unit; the idle ones before it are dropped."""
@@ -265,8 +265,7 @@ class SlotRing:
         for load in loads:
             load.read.settle()
             self._loads.remove(load)
-            memory = self._slots[load.slot]
-            self._free.append((load.slot, self._transfers.recycle(memory)))
+            self._free += self._recycled([load.slot])
 
     def _only_read(self, unit: Unit, stamp: Stamp | None) -> bool:
         """Whether a unit is there when its file, which has this stamp, has been read."""

@@ -151,8 +151,8 @@ class DiskReader:
         """Start reading `dest.numel()` bytes at `offset` of a file into `dest`, uint8 on the host.
 
         An urgent request goes before all that wait; beside a list it is read here and now. The
-        future ends with DiskReadError, naming file
-        and offset, when the file cannot be opened or read or is too short.
+        future ends with DiskReadError, naming file and offset, when the file cannot be opened or
+        read or is too short.
         """
         return self.submit_parts(path, [(offset, dest)], urgent)
 
