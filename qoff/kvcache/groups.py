@@ -86,6 +86,11 @@ def one_group(shapes: Sequence[HeadShape]) -> tuple[LayerGroup, ...]:
     return (LayerGroup(tuple(range(len(shapes)))),)
 
 
+def groups_of(shapes: Sequence[HeadShape], frees: bool) -> tuple[LayerGroup, ...]:
+    """The groups of layers of a cache that frees blocks as soon as it can, or keeps all."""
+    return layer_groups(shapes) if frees else one_group(shapes)
+
+
 @lru_cache(maxsize=1024)
 def _blocks_at_once(reach: int, back: int, tokens: int, window: int) -> int:
     past = np.arange(max(1, tokens), dtype=np.int64)  # of a pass of one token

@@ -22,6 +22,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import CachePass, DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, offloaded_blocks
 from qoff.kvcache.device.write_back import WriteBackBuffer, WriteBackQueue
+from qoff.kvcache.groups import one_group
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.plan import BlockPlan
@@ -95,7 +96,9 @@ class Pair:
         )
         pool = BlockPool(DEVICE, layers, BLOCKS, poison=True)
         store = DeviceBlocks(forms, pool, placement, self.offloaded, queue)
-        self.hybrid = DeviceCache(shapes, forms, sequences, **options, store=store)
+        self.hybrid = DeviceCache(
+            shapes, forms, sequences, **options, stores={one_group(shapes)[0]: store}
+        )
 
     @property
     def offloaded_tokens(self) -> list[int]:

@@ -22,6 +22,7 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import CachePass, KVCache, PackedCache
+from qoff.kvcache.groups import one_group
 from qoff.kvcache.slots import SlotSubset
 from qoff.kvcache.store.base import BlockStore
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
@@ -113,7 +114,9 @@ def cache_on(
     top: float = 1.0,
 ) -> PackedCache:
     options: dict[str, Any] = {"window": WINDOW, "sinks": sinks, "attention_top": top}
-    cache = PackedCache([shape] * len(FORMS), FORMS, sequences, store=store, **options)
+    shapes = [shape] * len(FORMS)
+    stores = None if store is None else {one_group(shapes)[0]: store}
+    cache = PackedCache(shapes, FORMS, sequences, stores=stores, **options)
     for slot in range(sequences):
         cache.reset(slot, tokens)
     return cache

@@ -15,7 +15,7 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import DeviceCache, PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.groups import FORGETTABLE, LayerGroup, layer_groups
+from qoff.kvcache.groups import FORGETTABLE, LayerGroup, layer_groups, one_group
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.pool import BlockPool
@@ -43,7 +43,8 @@ class Twins:
     def caches(self, sequences: int) -> tuple[SlotCache, SlotCache]:
         store = GrowingBlocks(FORMS, [shape.kv_heads for shape in SHAPES])
         frees = PackedCache(SHAPES, FORMS, sequences, window=WINDOW)
-        return frees, PackedCache(SHAPES, FORMS, sequences, window=WINDOW, store=store)
+        stores = {one_group(SHAPES)[0]: store}
+        return frees, PackedCache(SHAPES, FORMS, sequences, window=WINDOW, stores=stores)
 
     def forward(self, *counts: int) -> None:
         ragged = Ragged.of(counts, self.frees.lengths)
@@ -86,8 +87,8 @@ class DeviceTwins(Twins):
         forms, heads, device = FORMS[:3], [1, 1, 1], torch.device("cpu")
         store = DeviceBlocks(forms, BlockPool.growing("device", forms, heads, 0, device))
         frees, keeps = (
-            DeviceCache(self.shapes, forms, sequences, window=0, device=device, store=given)
-            for given in (None, store)
+            DeviceCache(self.shapes, forms, sequences, window=0, device=device, stores=stores)
+            for stores in (None, {one_group(self.shapes)[0]: store})
         )
         return frees, keeps
 

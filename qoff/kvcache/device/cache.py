@@ -16,15 +16,7 @@ from qoff.kernels.layout.layer_cache import PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kernels.upload import on_device
-from qoff.kvcache.groups import (
-    FORGETTABLE,
-    GroupBlocks,
-    LayerGroup,
-    NewBlocks,
-    by_layer,
-    layer_groups,
-    one_group,
-)
+from qoff.kvcache.groups import GroupBlocks, LayerGroup, NewBlocks, by_layer, groups_of
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockView
 from qoff.kvcache.store.placement import DEVICE
@@ -44,10 +36,10 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told at decode takes few values, so that it can be recorded and
-    replayed. values_rotated: see `DeviceLayerCache`. store: blocks of all layers, all of which are
-    kept, that this cache shares with others; stores: of groups of layers instead. Some of the first
-    one's may be offloaded. By default it has its own, which grow, of groups by the layers' windows,
-    and `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
+    replayed. values_rotated: see `DeviceLayerCache`. stores: blocks of each group of layers, shared
+    with other caches; some of the first one's may be offloaded. By default it has its own, which
+    grow, of groups by the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time;
+    without `frees` all blocks are kept.
     """
 
     def __init__(
@@ -63,19 +55,16 @@ class DeviceCache(SlotCache):
         device: torch.device,
         dtype: torch.dtype = torch.float16,
         frees: bool = True,
-        store: DeviceBlocks | None = None,
         stores: Mapping[LayerGroup, DeviceBlocks] | None = None,
     ) -> None:
         super().__init__(sequences, window, expected=self.blocks_of(capacity, window, 0))
         self.steady, self.values_rotated = steady, values_rotated
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
         self.forms = tuple(forms)
-        if store is not None:
-            stores = {one_group(shapes)[0]: store}
-        elif stores is None:
+        if stores is None:
             stores = {
                 group: _growing(group, shapes, forms, self._most_each(group, capacity), device)
-                for group in (layer_groups(shapes, FORGETTABLE) if frees else one_group(shapes))
+                for group in groups_of(shapes, frees)
             }
         self.stores = list(stores.values())
         self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]

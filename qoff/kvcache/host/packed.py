@@ -19,14 +19,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kernels.reference.kv_blocks import dequantize_blocks
-from qoff.kvcache.groups import (
-    FORGETTABLE,
-    GroupBlocks,
-    LayerGroup,
-    by_layer,
-    layer_groups,
-    one_group,
-)
+from qoff.kvcache.groups import GroupBlocks, LayerGroup, by_layer, groups_of
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockStore, BlockView, GrowingBlocks
 
@@ -39,14 +32,13 @@ class PackedCache(SlotCache):
     shapes, forms: per layer. window: so many of the newest tokens are never packed, nor are the
     oldest `sinks`, a multiple of 16. A block is packed when 64 tokens have left the window, once
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
-    their blocks. attention_top: see `LayerCache.top`. store: where all blocks lie, which are kept.
-    stores: of groups of layers instead. By default both are memory that grows, groups are those of
-    the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; without `frees`, and
-    where attention is to a part of the blocks, they are all kept. workspace: for passes of many
-    tokens, shared with other caches; None: each pass has its own. lent: layers that are opened
-    again when others have been closed; those passes have room of their own for each.
-    values_rotated: see `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a
-    sliding window.
+    their blocks. attention_top: see `LayerCache.top`. stores: where the blocks of each group of
+    layers lie. By default in memory that grows, and groups are those of the layers' windows, of
+    which `FORGETTABLE` tokens can be forgotten at any time; without `frees`, and where attention is
+    to a part of the blocks, they are all kept. workspace: for passes of many tokens, shared with
+    other caches; None: each pass has its own. lent: layers that are opened again when others
+    have been closed; those passes have room of their own for each. values_rotated: see
+    `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a sliding window.
     """
 
     def __init__(
@@ -60,7 +52,6 @@ class PackedCache(SlotCache):
         attention_top: float = 1.0,
         values_rotated: bool = False,
         frees: bool = True,
-        store: BlockStore | None = None,
         stores: Mapping[LayerGroup, BlockStore] | None = None,
         workspace: RecentWorkspace | None = None,
         lent: Collection[int] = (),
@@ -73,15 +64,12 @@ class PackedCache(SlotCache):
         self.shapes = tuple(shapes)
         self.attention_top = attention_top
         self.values_rotated = values_rotated
-        if store is not None:
-            stores = {one_group(shapes)[0]: store}
-        elif stores is None:
-            frees = frees and attention_top == 1
+        if stores is None:
             stores = {
                 group: GrowingBlocks(
                     [forms[i] for i in group.layers], [shapes[i].kv_heads for i in group.layers]
                 )
-                for group in (layer_groups(shapes, FORGETTABLE) if frees else one_group(shapes))
+                for group in groups_of(shapes, frees and attention_top == 1)
             }
         self.forms = tuple(forms)
         self.stores = list(stores.values())
