@@ -56,9 +56,6 @@ class SimulatedOps:
         x: Tensor,
         weight: QTensor,
         *,
-        norm: Norm | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
         end: Ending = PLAIN,
         activation_bits: int = 16,
         out: Tensor | None = None,
@@ -71,16 +68,7 @@ class SimulatedOps:
             return out
         return x.new_empty(len(x), rows // 2 if end.gated else rows)
 
-    def norm(
-        self,
-        x: Tensor,
-        by: Norm,
-        *,
-        scale: float = 1.0,
-        residual: Tensor | None = None,
-        sum_scale: float = 1.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def norm(self, x: Tensor, by: Norm, *, out: Tensor | None = None, **_: Any) -> Tensor:
         self._machine.compute(self._device.call_s)
         return torch.empty_like(x) if out is None else out
 
@@ -103,7 +91,6 @@ class SimulatedOps:
         topk_weights: Tensor,
         mlp: ExpertsMlp,
         *,
-        residual: Tensor | None = None,
         activation_bits: int = 16,
         out: Tensor | None = None,
         **_: Any,
@@ -122,9 +109,7 @@ class SimulatedOps:
             weights = count * one.shape[0] * one.shape[1]
             self._matmul(rows, weights, one.bits, activation_bits=activation_bits)
 
-    def add_experts(
-        self, weighted: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def add_experts(self, weighted: Tensor, *, out: Tensor | None = None, **_: Any) -> Tensor:
         self._machine.compute(self._device.call_s)
         if out is not None:
             return out

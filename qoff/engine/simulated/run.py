@@ -27,7 +27,6 @@ from .executor import open_simulated
 from .experts import Router, warm
 from .machine import OnMachine, VirtualMachine
 
-_WARM, _MEASURED = 1, 1  # rounds
 _CHUNKS = 8  # reads of a layer, where it is not small
 
 
@@ -118,16 +117,13 @@ class Simulation(OnMachine):
             raise
 
     def measured(self, one_round: Callable[[], None]) -> SimulatedRound:
-        """What a round takes, when some like it were before."""
-        for _ in range(_WARM):
-            one_round()
+        """What a round takes, when one like it was before."""
+        one_round()
         machine = self.machine
         start, computed, before = machine.clock.now(), machine.computed_s, dict(machine.bytes)
-        for _ in range(_MEASURED):
-            one_round()
-        moved = {link: (now - before[link]) / _MEASURED for link, now in machine.bytes.items()}
-        seconds = (machine.clock.now() - start) / _MEASURED
-        return SimulatedRound(seconds, (machine.computed_s - computed) / _MEASURED, moved)
+        one_round()
+        moved = {link: float(now - before[link]) for link, now in machine.bytes.items()}
+        return SimulatedRound(machine.clock.now() - start, machine.computed_s - computed, moved)
 
     def warm(self, router: Router, sequences: int) -> None:
         """Let so many sequences have decoded before, as far as experts are concerned."""
