@@ -7,7 +7,7 @@ from typing import Any
 
 from qoff.models.spec_parts import ExpertsSpec, unsupported
 
-from .family import Family, Fields, TensorNames, activation, biases, positive, windows
+from .family import Family, Fields, TensorNames, activation, biases, mixture, positive, windows
 from .llama import exaone4
 
 
@@ -54,31 +54,19 @@ def _exaone_moe(config: Any) -> Fields:
 
 def _minimax_m2(config: Any) -> Fields:
     """Norms of all queries and of all keys; a part of each head rotates; no shared expert."""
-    experts = ExpertsSpec(
-        count=config.num_local_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.intermediate_size,
-        layers=after(config, 0),
-        shares="sigmoid",
-        correction=True,
-        activation=activation(config.hidden_act),
-    )
-    return {"qk_norm": "all", "experts": experts}
+    return {"qk_norm": "all", "experts": mixture(config, shares="sigmoid", correction=True)}
 
 
 def _hy_v3(config: Any) -> Fields:
     """Llama with norms of query and key heads, and experts in most layers."""
     if config.mlp_bias:  # the shared expert would have them, too
         raise unsupported("mlp_bias", True, "false")
-    experts = ExpertsSpec(
-        count=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        layers=tuple(kind == "sparse" for kind in config.mlp_layer_types),
+    experts = mixture(
+        config,
+        (kind == "sparse" for kind in config.mlp_layer_types),
         shares="sigmoid",
         scale=positive(config, "router_scaling_factor"),
         correction=True,
-        activation=activation(config.hidden_act),
         shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
     )
     return {
@@ -113,18 +101,15 @@ def _ernie4_5_moe(config: Any) -> Fields:
 def deepseek_experts(config: Any, layers: Iterable[bool], shared: int | None = None) -> ExpertsSpec:
     """Experts as DeepSeek V3 has them, arXiv 2412.19437, with shared ones beside them."""
     shared = config.n_shared_experts if shared is None else shared
-    return ExpertsSpec(
-        count=config.num_experts if hasattr(config, "num_experts") else config.n_routed_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        layers=tuple(layers),
+    return mixture(
+        config,
+        layers,
         shares="sigmoid",
         normalized=bool(config.norm_topk_prob),
         groups=config.n_group or 1,
         top_groups=config.topk_group or 1,
         scale=positive(config, "routed_scaling_factor"),
         correction=True,
-        activation=activation(config.hidden_act),
         shared_size=config.moe_intermediate_size * (shared or 0),
     )
 

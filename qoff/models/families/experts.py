@@ -7,14 +7,13 @@ from typing import Any
 from qoff.kernels.layout.heads import QueryScale
 from qoff.models.spec_parts import ExpertsSpec, unsupported
 
-from .family import Family, Fields, TensorNames, activation, biases, one_window, positive, windows
+from .family import Family, Fields, TensorNames, biases, mixture, one_window, positive, windows
 from .llama import granite
 
 
 def _mixtral(config: Any) -> Fields:
     """Mistral with experts in every layer."""
-    experts = _everywhere(config, activation=activation(config.hidden_act))
-    return {"sliding_window": one_window(config), "experts": experts}
+    return {"sliding_window": one_window(config), "experts": mixture(config)}
 
 
 def _qwen3_moe(config: Any) -> Fields:
@@ -43,36 +42,22 @@ def qwen_experts(config: Any, **more: Any) -> ExpertsSpec:
     layers = range(config.num_hidden_layers)
     step = int(positive(config, "decoder_sparse_step"))
     plain = config.mlp_only_layers or ()
-    return ExpertsSpec(
-        count=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        layers=tuple(i not in plain and (i + 1) % step == 0 for i in layers),
-        normalized=config.norm_topk_prob,
-        activation=activation(config.hidden_act),
-        **more,
-    )
+    found = (i not in plain and (i + 1) % step == 0 for i in layers)
+    return mixture(config, found, normalized=config.norm_topk_prob, **more)
 
 
 def _olmoe(config: Any) -> Fields:
     """Norms of all queries and of all keys; experts in every layer."""
     if config.clip_qkv is not None:
         raise unsupported("clip_qkv", config.clip_qkv, "null")
-    experts = _everywhere(
-        config, normalized=config.norm_topk_prob, activation=activation(config.hidden_act)
-    )
+    experts = mixture(config, normalized=config.norm_topk_prob)
     return {**biases(config.attention_bias), "qk_norm": "all", "experts": experts}
 
 
 def _granite_moe(config: Any) -> Fields:
     """Granite with experts in every layer, whose weights have the factor of the residual."""
-    experts = _everywhere(
-        config,
-        shares="topk",
-        normalized=False,
-        scale=float(config.residual_multiplier),
-        activation=activation(config.hidden_act),
-    )
+    scale = float(config.residual_multiplier)
+    experts = mixture(config, shares="topk", normalized=False, scale=scale)
     return {**granite(config), "experts": experts}
 
 
@@ -85,7 +70,7 @@ def _gpt_oss(config: Any) -> Fields:
         **biases(config.attention_bias),
         "sinks": True,
         "sliding_window": windows(config),
-        "experts": _everywhere(
+        "experts": mixture(
             config,
             shares="topk",
             normalized=False,
@@ -115,29 +100,15 @@ def _llama4(config: Any) -> Fields:
         "qk_norm": "unweighted" if config.use_qk_norm else "none",
         "query_scale": scale if config.attn_temperature_tuning else None,
         "scaled_layers": tuple(not x for x in rotates),
-        "experts": ExpertsSpec(
-            count=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            intermediate_size=config.intermediate_size,
-            layers=tuple(i in config.moe_layers for i in layers),
+        "experts": mixture(
+            config,
+            (i in config.moe_layers for i in layers),
             shares="sigmoid",
             normalized=False,
             weighs_input=True,
-            activation=activation(config.hidden_act),
             shared_size=config.intermediate_size,
         ),
     }
-
-
-def _everywhere(config: Any, **more: Any) -> ExpertsSpec:
-    """Experts in all layers."""
-    return ExpertsSpec(
-        count=getattr(config, "num_local_experts", None) or config.num_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.intermediate_size,
-        layers=(True,) * config.num_hidden_layers,
-        **more,
-    )
 
 
 _QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})

@@ -6,7 +6,7 @@ transformers' own config classes fill in defaults and bring the keys of old file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from qoff.dynamo import import_configurations
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.kernels.layout.heads import QueryScale
-from qoff.models.spec_parts import RopeSpec, unsupported
+from qoff.models.spec_parts import ExpertsSpec, RopeSpec, unsupported
 from qoff.schema import is_number, shown
 
 from .config_fields import check_counts
@@ -205,6 +205,22 @@ def query_scale(config: Any) -> tuple[Fields, dict[str, Any]]:
             "rope_parameters.original_max_position_embeddings", every, "a whole number above 0"
         )
     return {"query_scale": QueryScale(float(beta), every)}, rope
+
+
+def mixture(config: Any, layers: Iterable[bool] | None = None, **more: Any) -> ExpertsSpec:
+    """Experts by the names that most configs have, and more. layers: that have them; None: all."""
+
+    def read(*names: str) -> Any:
+        return next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+    every = (True,) * config.num_hidden_layers
+    usual = {
+        "count": read("num_experts", "num_local_experts", "n_routed_experts"),
+        "top_k": config.num_experts_per_tok,
+        "intermediate_size": read("moe_intermediate_size", "intermediate_size"),
+        "activation": activation(config.hidden_act),
+    }
+    return ExpertsSpec(layers=every if layers is None else tuple(layers), **{**usual, **more})
 
 
 def activation(name: str) -> str:

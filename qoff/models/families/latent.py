@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec_parts import ExpertsSpec, LatentSpec, unsupported
+from qoff.models.spec_parts import LatentSpec, unsupported
 
 from .corrected import NAMES, SHARED, after, deepseek_experts
-from .family import Config, Family, Fields, Has, TensorNames, activation, positive
+from .family import Config, Family, Fields, Has, TensorNames, mixture, positive
 
 
 def _latent(config: Any) -> Fields:
@@ -62,17 +62,14 @@ def _deepseek_v2(config: Any) -> Fields:
     grouped = {"greedy": False, "group_limited_greedy": True}.get(config.topk_method)
     if grouped is None:
         raise unsupported("topk_method", config.topk_method, "greedy, group_limited_greedy")
-    experts = ExpertsSpec(
-        count=config.n_routed_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        layers=after(config, config.first_k_dense_replace),
+    experts = mixture(
+        config,
+        after(config, config.first_k_dense_replace),
         normalized=False,
         groups=(config.n_group or 1) if grouped else 1,
         top_groups=(config.topk_group or 1) if grouped else 1,
         group_best=1,
         scale=positive(config, "routed_scaling_factor"),
-        activation=activation(config.hidden_act),
         shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
     )
     return {**_latent(config), "experts": experts}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec_parts import ExpertsSpec, LinearSpec, unsupported
+from qoff.models.spec_parts import LinearSpec, unsupported
 
 from .experts import qwen_experts
-from .family import Config, Family, Fields, Has, TensorNames, activation, biases
+from .family import Config, Family, Fields, Has, TensorNames, biases, mixture
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -48,19 +48,10 @@ def _qwen3_next(config: Any) -> Fields:
 def _qwen3_5_moe(config: Any) -> Fields:
     """Experts in every layer, whose weights are divided by their sum."""
     shared = config.shared_expert_intermediate_size
-    experts = ExpertsSpec(
-        count=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        layers=(True,) * config.num_hidden_layers,
-        activation=activation(config.hidden_act),
-        shared_size=shared,
-        shared_gate=True,
-    )
     return {
         **_layers(config),
         "intermediate_size": shared or config.moe_intermediate_size,
-        "experts": experts,
+        "experts": mixture(config, shared_size=shared, shared_gate=True),
     }
 
 

@@ -114,24 +114,23 @@ def find(metadata: Metadata) -> Architecture:
 _ONE_NORM = {"post_attention_layernorm": "attn_norm"}  # before attention and MLP side by side
 _NORM_BEHIND_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 _MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", experts.mixtral, rope_pairs=True)
-_DEEPSEEK_V3 = Architecture(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    latent.deepseek_v3,
+_DEEPSEEK_V2 = Architecture(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    latent.deepseek_v2,
     rope_pairs=True,
     modules=latent.MODULES,
     base=latent.base,
 )
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    model_type="deepseek_v3",
+    model="DeepseekV3ForCausalLM",
+    fields=latent.deepseek_v3,
+)
 _YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", model="YoutuForCausalLM", fields=latent.youtu)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "deepseek2": Architecture(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        latent.deepseek_v2,
-        rope_pairs=True,
-        modules=latent.MODULES,
-        base=latent.base,
-    ),
+    "deepseek2": _DEEPSEEK_V2,
     "llama": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
     "mistral3": Architecture(
         "ministral3", "Ministral3ForCausalLM", dense.mistral3, rope_pairs=True
