@@ -1,18 +1,15 @@
-"""Latent attention in batches: the same answers whatever the plan, on every tier of the cache."""
+"""Latent attention: its packed cache, on every tier, and what is refused."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import qoff
 from qoff.checkpoint import Checkpoint
-from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
 from qoff.eval.mixing.kv_bits import measured
 from qoff.kernels.cpu import ops as cpu
@@ -22,66 +19,17 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.decoder import check_kv, head_shapes
+from qoff.models.native.decoder import check_kv
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
-from qoff.plan import Plan
-from qoff.plan.manual import Memory
-from tests.instruments import POISON
+from tests.engine.test_llm_plans import BATCHES, PLAN, PROMPTS, QUANT, answers
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import PACKED_ATTENTION, assert_close
-
-LETTERS = random.Random(5)
-PROMPTS = [[LETTERS.randrange(4, 128) for _ in range(n)] for n in (150, 1, 64, 97)]
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-QUANT = KVQuant(window=16)
-PLAN = Plan(batch_size=1, context=200, kv=QUANT)
-BATCHES = replace(PLAN, batch_size=2, batches=2)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "deepseek-v3")
-
-
-def answers(
-    checkpoint: Path, plan: Plan, prompts: list[list[int]] = PROMPTS
-) -> list[tuple[int, ...]]:
-    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
-        return [result.token_ids for result in llm.generate(prompts, PARAMS)]
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[tuple[int, ...]]:
-    """The answers when everything is resident, one sequence at a time."""
-    return answers(checkpoint, PLAN)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kv_placement": KVPlacement(0.3, 0.4), "activations": "disk", "draft_tokens": 3},
-        {"kv_placement": KVPlacement(0, 0), "cpu_attention": "never", "schedule": "sequential"},
-        {"kv_placement": KVPlacement(0, 1), "cpu_attention": "never", "prefill_tokens": 170},
-    ],
-)
-def test_the_answers_do_not_depend_on_the_plan(
-    checkpoint: Path, expected: list[tuple[int, ...]], changes: dict[str, Any]
-) -> None:
-    assert answers(checkpoint, replace(BATCHES, **changes)) == expected
-
-
-def test_weights_stream_and_change_no_bit(
-    checkpoint: Path, expected: list[tuple[int, ...]]
-) -> None:
-    plan = replace(BATCHES, prefill_tokens=2)  # more take more than all weights of this model
-    with LLM(checkpoint, plan) as llm:
-        spec, weights = llm.runtime.spec, llm.runtime.residency.device_bytes
-    beside = Memory.of(plan, spec, head_shapes(spec), tiled=True).total("device")
-    plan = replace(plan, device_memory=beside + weights // 2)
-    with LLM(checkpoint, plan) as llm:
-        assert not llm.runtime.store.all_resident
-    assert answers(checkpoint, plan, PROMPTS[1:3]) == expected[1:3]
 
 
 def test_sparse_attention_is_the_same_wherever_blocks_lie(checkpoint: Path) -> None:
