@@ -45,6 +45,7 @@ from qoff.kernels.triton.linear.linear import (
     TUNED,
     Config,
     ScratchConfig,
+    scratch_bytes,
     tuned_key,
     w4_linear,
 )
@@ -179,7 +180,13 @@ def _linear(m: int, n: int, k: int, dtype: torch.dtype) -> Search:
     def build(device: torch.device) -> Callable[[Any], Call]:
         q = random_weight(n, k, device, _BITS, GROUP)
         x = torch.randn(m, k, device=device).to(dtype)
-        return lambda config: partial(w4_linear, x, q, None, config)
+        scratch = scratch_bytes(device)  # as a plan of all its memory has it
+
+        def call(config: Any) -> Call:
+            given = ScratchConfig(scratch) if isinstance(config, ScratchConfig) else config
+            return partial(w4_linear, x, q, None, given, scratch=scratch)
+
+        return call
 
     return Search("w4_linear", key, tuple(_configs(m)), build, {t: op for op, t in TUNED.items()})
 
