@@ -3,21 +3,95 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile
+from qoff.errors import OpError
 from qoff.kernels.embedding import embedding
 from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.upload import on_device
+from qoff.kernels.upload import on_device, pinned
 
 from .io.disk import DiskReader
-from .plan import Weight
+from .io.transfers import Transfers
+from .load import FileChecks
+from .plan import EMBEDDING, HEAD, LM_HEAD, PER_LAYER, Image, Tile, Unit, Weight
 
 _NEAR = 4096  # bytes: pieces closer than this are read as one
+_ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
+
+
+class Rows:
+    """Rows of the weights of a file, from wherever they are.
+
+    resident: those on the device. in_host: parts of tables in host memory, as in `rows_of_parts`.
+    """
+
+    def __init__(
+        self,
+        file: WeightFile,
+        resident: Mapping[str, Weight],
+        in_host: Mapping[str, list[tuple[int, Weight]]],
+        transfers: Transfers,
+        checks: FileChecks,
+    ) -> None:
+        self._file, self._resident, self.in_host = file, resident, in_host
+        self._transfers, self._checks = transfers, checks
+
+    def gather(self, name: str, ids: Tensor, scale: float, rows_each: int) -> Tensor:
+        """See `WeightStore.gather_rows`."""
+        entry, matrix = self._file.weights[name], self._resident.get(name)
+        device = self._transfers.device
+        if isinstance(matrix, QTensor) and device.type == "cpu":
+            return embedding(ids, matrix, scale=scale, rows_each=rows_each)
+        if rows_each > 1:
+            ids = (ids[:, None] * rows_each + torch.arange(rows_each)).flatten()
+        looked_at = ids.numel() and not ids.is_cuda
+        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
+            raise OpError(
+                f"{name} has rows 0 to {entry.shape[0] - 1}, "
+                f"wanted {int(ids.min())} to {int(ids.max())}"
+            )
+        rows = torch.empty(len(ids), entry.shape[1], device=device)
+        if matrix is None:
+            ids = ids.cpu()
+        for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
+            if matrix is not None and len(some):
+                out.copy_(rows_of(matrix, some, scale))
+            elif len(some):
+                found = self._from_elsewhere(name, some)
+                found = found if scale == 1 else found.mul_(scale)
+                out.copy_(pinned(found, device), non_blocking=True)
+        return rows
+
+    def _from_elsewhere(self, name: str, ids: Tensor) -> Tensor:
+        """Rows that are not on the device, float32 in host memory."""
+        entry = self._file.weights[name]
+        found = torch.empty(len(ids), entry.shape[1])
+        missing = rows_of_parts(self.in_host.get(name, ()), ids, found)
+        if missing.any():
+            self._checks.check(self._file)
+            found[missing] = read_rows(self._transfers.reader, self._file, entry, ids[missing])
+        return found
+
+
+def tables_in_host(
+    file: WeightFile, images: Mapping[Unit, Image], sources: Mapping[Unit, Tensor]
+) -> dict[str, list[tuple[int, Weight]]]:
+    """Parts of the tables of a file that are in host memory: first row, and rows."""
+    parts: dict[str, list[tuple[int, Weight]]] = {EMBEDDING: [], PER_LAYER: []}
+    for unit, memory in sources.items():
+        views = images[unit].views(memory)
+        if isinstance(unit, Tile):
+            if unit.unit == HEAD and LM_HEAD not in file.weights:
+                parts[EMBEDDING].append((unit.first_row, views[unit.name]))
+        else:
+            for table in parts.keys() & views.keys():
+                parts[table].append((0, views[table]))
+    return parts
 
 
 def rows_of(weight: Weight, ids: Tensor, scale: float = 1.0) -> Tensor:

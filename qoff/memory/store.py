@@ -10,14 +10,10 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, OpError
-from qoff.kernels.embedding import embedding
-from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.upload import pinned
+from qoff.errors import ArgumentError
 from qoff.process import Opener
 
 from .experts import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
@@ -29,12 +25,10 @@ from .plan import (
     EMBEDDING,
     HEAD,
     LM_HEAD,
-    PER_LAYER,
     ChosenExperts,
     Expert,
     Image,
     Residency,
-    Tile,
     TiledMatrix,
     Unit,
     Weight,
@@ -48,7 +42,7 @@ from .plan import (
     unit_files,
     unit_weights,
 )
-from .rows import read_rows, rows_of, rows_of_parts
+from .rows import Rows, tables_in_host
 from .slots import SlotRing
 from .sweep import Sweep
 
@@ -56,7 +50,6 @@ EXPERTS = "mlp.experts"  # among a layer's weights: those that come one by one
 Weights = Mapping[str, Weight | TiledMatrix | StreamedExperts | ExpertWave]
 
 _NOTHING: Mapping[Path, Callable[[], Mapping[str, Tensor]]] = MappingProxyType({})
-_ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
 
 
 @dataclass(frozen=True)
@@ -198,25 +191,7 @@ class WeightStore:
             raise ArgumentError("the weight store is closed")
         if name not in self._resident:
             self._opener.check()
-        entry = self.checkpoint.outer.weights[name]
-        matrix = self._resident.get(name)
-        if isinstance(matrix, QTensor) and self._transfers.device.type == "cpu":
-            return embedding(ids, matrix, scale=scale, rows_each=rows_each)
-        if rows_each > 1:
-            ids = (ids[:, None] * rows_each + torch.arange(rows_each)).flatten()
-        looked_at = ids.numel() and not ids.is_cuda
-        if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
-            raise OpError(
-                f"{name} has rows 0 to {entry.shape[0] - 1}, "
-                f"wanted {int(ids.min())} to {int(ids.max())}"
-            )
-        if name not in self._resident:
-            ids = ids.cpu()
-        rows = torch.empty(len(ids), entry.shape[1], device=self._transfers.device)
-        for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
-            if len(some):
-                self._gather(name, some, out, scale)
-        return rows
+        return self._rows.gather(name, ids, scale, rows_each)
 
     def holds(self, name: str) -> bool:
         """Whether all of a weight is on the device."""
@@ -265,7 +240,7 @@ class WeightStore:
             for views in (self._complete, self._views, self._resident, self._sources):
                 views.clear()
             self._slots.clear()
-            self._host_rows.clear()
+            self._rows.in_host.clear()
 
     def __enter__(self) -> WeightStore:
         return self
@@ -294,7 +269,8 @@ class WeightStore:
         load_host = partial(self._load_host, verify=verify)
         loaded = load(sources.values(), self.host_arena, load_host)
         self._sources = dict(zip(sources, loaded, strict=True))
-        self._host_rows = self._tables_in_host(sources)
+        in_host = tables_in_host(checkpoint.outer, sources, self._sources)
+        self._rows = Rows(checkpoint.outer, self._resident, in_host, self._transfers, self._checks)
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         self._tiled = tiled_matrices(checkpoint, plan)
         if plan.expert_slots:
@@ -367,33 +343,6 @@ class WeightStore:
                 if name in self._resident
             }
         return StreamedExperts(counts[layer], following, guessing)
-
-    def _tables_in_host(self, images: Mapping[Unit, Image]) -> dict[str, list[tuple[int, Weight]]]:
-        """Parts of tables that are in host memory: first row, and rows."""
-        parts: dict[str, list[tuple[int, Weight]]] = {EMBEDDING: [], PER_LAYER: []}
-        for unit, memory in self._sources.items():
-            views = images[unit].views(memory)
-            if isinstance(unit, Tile):
-                if unit.unit == HEAD and LM_HEAD not in self.checkpoint.outer.weights:
-                    parts[EMBEDDING].append((unit.first_row, views[unit.name]))
-            else:
-                for table in parts.keys() & views.keys():
-                    parts[table].append((0, views[table]))
-        return parts
-
-    def _gather(self, name: str, ids: Tensor, out: Tensor, scale: float) -> None:
-        """Write rows `ids` of a weight, scaled, to `out`."""
-        if name in self._resident:
-            out.copy_(rows_of(self._resident[name], ids, scale))
-            return
-        found = torch.empty(len(ids), out.shape[1])
-        missing = rows_of_parts(self._host_rows.get(name, ()), ids, found)
-        if missing.any():
-            outer, entry = self.checkpoint.outer, self.checkpoint.outer.weights[name]
-            self._checks.check(outer)
-            found[missing] = read_rows(self._transfers.reader, outer, entry, ids[missing])
-        found = found if scale == 1 else found.mul_(scale)
-        out.copy_(pinned(found, out.device), non_blocking=True)
 
     def _check(self, unit: Unit) -> None:
         self._opener.check()
