@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from qoff.memory import DiskReader, Transfers
+from qoff.checkpoint import Checkpoint
+from qoff.memory import (
+    HEAD,
+    DiskReader,
+    Residency,
+    Transfers,
+    Unit,
+    WeightStore,
+    place_in_host,
+    residency_of,
+)
 from qoff.memory.arena import map_pages
+from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copy_stream import Copy, CopyStream, Event
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.io.thread_transfers import ThreadTransfers
 from qoff.memory.io.workers import Workers
+from tests.instruments import POISON
 
 KINDS = ["threads", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 STAGING = {"threads": 0, "simulated": 2, "cuda": 2}
 DELAYS = random.Random(6)
+LAYERS = 4
+UNITS: list[Unit] = [*range(LAYERS), HEAD]
+PACKING = "split32"
 
 
 class Done:
@@ -95,6 +111,17 @@ class _Job:
         self.ended.happened.set()
 
 
+def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Reads that take any time and so end in any order."""
+    time.sleep(DELAYS.random() * 3e-4)
+    return os.preadv(fd, views, offset)
+
+
+def racing_transfers(kind: str = "threads") -> Transfers:
+    """Transfers of a kind whose reads end in any order."""
+    return make(kind, DiskReader(threads=4, chunk=4096, preadv=racing))
+
+
 def make(kind: str, reader: DiskReader | None = None) -> Transfers:
     """Transfers of a kind."""
     if kind == "threads":
@@ -102,3 +129,33 @@ def make(kind: str, reader: DiskReader | None = None) -> Transfers:
     if kind == "simulated":
         return CudaTransfers("cpu", reader, stream=SimulatedStream)
     return CudaTransfers("cuda", reader)
+
+
+def plan_for(
+    kind: str,
+    checkpoint: Checkpoint,
+    resident: Sequence[str] = (),
+    slots: int = 2,
+    tile_bytes: int | None = None,
+    sources: int = 0,
+) -> Residency:
+    """A residency, with up to so many bytes of sources in host memory."""
+    plan = residency_of(checkpoint, resident, slots, packing=PACKING, tile_bytes=tile_bytes)
+    buffers = place_in_host(checkpoint, plan, None, STAGING[kind]).host_bytes
+    return place_in_host(checkpoint, plan, buffers + sources, STAGING[kind])
+
+
+def opened(
+    kind: str,
+    checkpoint: Checkpoint,
+    plan: Residency,
+    instrumentation: Instrumentation = POISON,
+    **options: object,
+) -> WeightStore:
+    return WeightStore(
+        checkpoint,
+        plan,
+        transfers=racing_transfers(kind),
+        instrumentation=instrumentation,
+        **options,  # type: ignore[arg-type]
+    )

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Sequence
 from os import preadv
 from pathlib import Path
@@ -26,9 +25,9 @@ from qoff.memory import (
 )
 from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, all_names, same_bits, write_checkpoint
+from tests.memory.kinds import racing_transfers
 
 LAYERS = 4
-DELAYS = random.Random(3)
 UNITS: list[Unit] = [*range(LAYERS), HEAD]
 KINDS = [("rows16", True), ("rows16", False), ("split32", True), ("split32", False)]
 
@@ -50,16 +49,6 @@ def truth(checkpoint: Checkpoint) -> dict[str, Truth]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write_checkpoint(tmp_path_factory.mktemp("ck") / "small", LAYERS)
-
-
-def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Reads that take any time and so end in any order."""
-    time.sleep(DELAYS.random() * 5e-4)
-    return preadv(fd, views, offset)
-
-
-def racing_transfers() -> ThreadTransfers:
-    return ThreadTransfers(DiskReader(threads=4, chunk=4096, preadv=racing))
 
 
 @settings(max_examples=20)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import time
-from collections.abc import Sequence
-from os import preadv
 from pathlib import Path
 
 import pytest
@@ -19,9 +15,7 @@ from qoff.errors import BudgetError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
-    DiskReader,
     Residency,
-    ThreadTransfers,
     WeightStore,
     plan_residency,
     residency_of,
@@ -30,9 +24,9 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD, streamed_images
 from qoff.memory.plan.tiles import TILE_ROWS, slot_bytes, split_rows
 from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, check_pass, same_bits, write_checkpoint
+from tests.memory.kinds import racing_transfers
 
 LAYERS = 3
-DELAYS = random.Random(4)
 KINDS = [(p, t) for p in ("rows16", "split32") for t in (True, False)]
 
 
@@ -48,14 +42,6 @@ def checkpoint(
 @pytest.fixture(scope="module")
 def truth(checkpoint: Checkpoint) -> dict[str, Truth]:
     return {packing: Truth(checkpoint, packing) for packing in ("rows16", "split32")}
-
-
-def racing_transfers() -> ThreadTransfers:
-    def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        time.sleep(DELAYS.random() * 3e-4)
-        return preadv(fd, views, offset)
-
-    return ThreadTransfers(DiskReader(threads=4, chunk=4096, preadv=racing))
 
 
 @settings(max_examples=8)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
-import random
-import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,17 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, ChecksumError, DiskReadError
+from qoff.errors import ArgumentError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
-    DiskReader,
-    Residency,
     Timeline,
-    Transfers,
     Unit,
     WeightStore,
-    place_in_host,
     plan_residency,
     residency_of,
 )
@@ -44,87 +36,24 @@ from tests.memory.checkpoints import (
     same_bits,
     write_checkpoint,
 )
-from tests.memory.kinds import KINDS, STAGING, SimulatedStream, make
+from tests.memory.kinds import (
+    LAYERS,
+    PACKING,
+    STAGING,
+    UNITS,
+    SimulatedStream,
+    make,
+    opened,
+    plan_for,
+)
 
-LAYERS = 4
-DELAYS = random.Random(7)
-UNITS: list[Unit] = [*range(LAYERS), HEAD]
-PACKING = "split32"
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return write_checkpoint(tmp_path_factory.mktemp("ck") / "model", LAYERS, PACKING, tied=False)
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture(scope="module")
 def six_bits(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("six") / "model"
     return write_checkpoint(path, LAYERS, PACKING, tied=False, six=True)
-
-
-@pytest.fixture
-def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
-    shutil.copytree(pristine.path, tmp_path / "model")
-    return Checkpoint.open(tmp_path / "model")
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    threads = set(threading.enumerate())
-    yield
-    left = [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("qoff-")]
-    assert left == []
-
-
-def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    time.sleep(DELAYS.random() * 3e-4)
-    return os.preadv(fd, views, offset)
-
-
-def racing_transfers(kind: str) -> Transfers:
-    return make(kind, DiskReader(threads=4, chunk=4096, preadv=racing))
-
-
-def plan_for(
-    kind: str,
-    checkpoint: Checkpoint,
-    resident: Sequence[str] = (),
-    slots: int = 2,
-    tile_bytes: int | None = None,
-    sources: int = 0,
-) -> Residency:
-    """A residency, with up to so many bytes of sources in host memory."""
-    plan = residency_of(checkpoint, resident, slots, packing=PACKING, tile_bytes=tile_bytes)
-    buffers = place_in_host(checkpoint, plan, None, STAGING[kind]).host_bytes
-    return place_in_host(checkpoint, plan, buffers + sources, STAGING[kind])
-
-
-def consume(store: WeightStore, passes: int = 1) -> None:
-    for unit in UNITS * passes:
-        with store.use(unit):
-            pass
-
-
-def opened(
-    kind: str,
-    checkpoint: Checkpoint,
-    plan: Residency,
-    instrumentation: Instrumentation = POISON,
-    **options: object,
-) -> WeightStore:
-    return WeightStore(
-        checkpoint,
-        plan,
-        transfers=racing_transfers(kind),
-        instrumentation=instrumentation,
-        **options,  # type: ignore[arg-type]
-    )
 
 
 @settings(max_examples=20)
@@ -191,124 +120,6 @@ def test_everything_resident(kind: str, pristine: Checkpoint) -> None:
     plan = plan_residency(pristine, None, packing=PACKING, host_staging=STAGING[kind])
     with opened(kind, pristine, plan) as store:
         check_pass(store, Truth(pristine, PACKING))
-
-
-def test_a_read_error_is_raised_where_the_unit_is_acquired(
-    kind: str, checkpoint: Checkpoint
-) -> None:
-    truth = Truth(checkpoint, PACKING)
-    name, broken = checkpoint.layers[2].path.name, True
-
-    def faulty(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        if broken and Path(f"/proc/self/fd/{fd}").resolve().name == name:
-            raise OSError(5, "Input/output error")
-        return os.preadv(fd, views, offset)
-
-    plan = plan_for(kind, checkpoint)
-    transfers = make(kind, DiskReader(preadv=faulty))
-    with WeightStore(checkpoint, plan, transfers=transfers) as store:
-        for _ in range(2):
-            for unit in UNITS:
-                if unit == 2:
-                    with pytest.raises(DiskReadError, match=rf"{name}.*Input/output error"):
-                        store.acquire(unit)
-                else:
-                    with store.use(unit) as weights:
-                        assert truth.wrong(unit, weights) == []
-        broken = False
-        with store.use(2) as weights:
-            assert truth.wrong(2, weights) == []
-
-
-@pytest.mark.parametrize("where", ["header", "data", "last"])
-@pytest.mark.parametrize("place", ["streamed", "resident", "host", "pieces"])
-def test_a_flipped_bit_is_found(kind: str, where: str, place: str, checkpoint: Checkpoint) -> None:
-    file = checkpoint.layers[1]
-    at = {"header": 9, "data": file.data_start + 100, "last": file.nbytes - 1}[where]
-    content = bytearray(file.path.read_bytes())
-    content[at] ^= 0x10
-    file.path.write_bytes(content)
-    every = all_names(checkpoint)
-    resident = {"streamed": [], "host": [], "resident": every, "pieces": list(file.weights)}[place]
-    if place == "pieces":
-        resident = [n for n in every if n != "model.norm.weight"]
-    plan = plan_for(kind, checkpoint, resident, sources=1 << 20 if place == "host" else 0)
-    with (
-        pytest.raises(ChecksumError, match=file.path.name),
-        opened(kind, checkpoint, plan) as store,
-    ):
-        store.acquire(1)
-    with opened(kind, checkpoint, plan, verify=False) as store:
-        store.acquire(1)
-
-
-def test_use_after_release_shows_as_nan(kind: str, pristine: Checkpoint) -> None:
-    gate = threading.Event()
-    gate.set()
-
-    def gated(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        gate.wait(20)
-        return os.preadv(fd, views, offset)
-
-    plan = plan_for(kind, pristine)
-    transfers = make(kind, DiskReader(preadv=gated))
-    with WeightStore(pristine, plan, transfers=transfers, instrumentation=POISON) as store:
-        store.acquire(1)
-        matrix = store.acquire(0)["mlp.down_proj"]
-        assert isinstance(matrix, QTensor)
-        assert not matrix.dequantize().isnan().any()
-        gate.clear()
-        store.release(0)
-        assert matrix.dequantize().isnan().all()
-        gate.set()
-
-
-def test_close_while_units_are_under_way(kind: str, pristine: Checkpoint) -> None:
-    def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        time.sleep(0.02)
-        return os.preadv(fd, views, offset)
-
-    plan = plan_for(kind, pristine, sources=30_000)
-    transfers = make(kind, DiskReader(threads=1, chunk=4096, preadv=slow))
-    store = WeightStore(pristine, plan, transfers=transfers, verify=False)
-    outcome: list[object] = []
-
-    def consume() -> None:
-        try:
-            for unit in UNITS:
-                with store.use(unit):
-                    pass
-        except (DiskReadError, ValueError) as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    time.sleep(0.03)
-    start = time.perf_counter()
-    store.close()
-    thread.join(20)
-    assert time.perf_counter() - start < 5
-    assert len(outcome) == 1
-
-
-@pytest.mark.parametrize("death", [SystemExit(1), KeyboardInterrupt()])
-def test_the_death_of_a_reading_thread_is_an_error(
-    kind: str, pristine: Checkpoint, death: BaseException
-) -> None:
-    name = pristine.layers[3].path.name
-
-    def deadly(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        if Path(f"/proc/self/fd/{fd}").resolve().name == name:
-            raise death
-        return os.preadv(fd, views, offset)
-
-    transfers = make(kind, DiskReader(preadv=deadly))
-    plan = plan_for(kind, pristine)
-    with (
-        WeightStore(pristine, plan, transfers=transfers) as store,
-        pytest.raises(DiskReadError),
-    ):
-        consume(store)
 
 
 def test_timelines_have_every_link(kind: str, pristine: Checkpoint) -> None:

@@ -1,0 +1,38 @@
+"""A checkpoint for every kind of transfers."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qoff.checkpoint import Checkpoint
+from tests.memory.checkpoints import write_checkpoint
+from tests.memory.kinds import KINDS, LAYERS, PACKING
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("ck") / "model", LAYERS, PACKING, tied=False)
+
+
+@pytest.fixture
+def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
+    shutil.copytree(pristine.path, tmp_path / "model")
+    return Checkpoint.open(tmp_path / "model")
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    yield
+    left = [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("qoff-")]
+    assert left == []
