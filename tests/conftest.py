@@ -178,6 +178,20 @@ def cpu_for_auto(device: torch.device | str) -> torch.device:
     return torch.device("cpu" if device == "auto" else device)
 
 
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests of a process keep the models that they share."""
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(base: Path) -> Path:
+    """A model whose heads can be packed; folders and files may have another one."""
+    from tests.tiny_models import tiny_checkpoint  # imports transformers, which many do without
+
+    return tiny_checkpoint(base, "llama-head64")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Start every test from the same random numbers."""

@@ -21,14 +21,8 @@ from qoff.errors import ConversionError
 from qoff.interrupts import TERMINATED, check, ending_by_signals, whole
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
-from tests.tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
 
 
 @pytest.fixture(autouse=True)

@@ -20,14 +20,9 @@ from qoff.models.convert.convert import convert
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
 from qoff.system_memory import machine_memory, refusals, return_freed
-from tests.tiny_models import QUANT, tiny_checkpoint, tiny_model
+from tests.tiny_models import QUANT, tiny_model
 
 HUGE = 1 << 61
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
 
 
 def fake_machine(tmp_path: Path, group: str, limits: dict[str, str]) -> int | None:

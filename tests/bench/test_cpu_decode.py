@@ -20,12 +20,7 @@ from qoff.kvcache import KVQuant
 from qoff.measure.samples import Samples
 from qoff.models.runtime import Runtime
 from tests.tiny_families import VOCAB
-from tests.tiny_models import reference_model, tiny_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+from tests.tiny_models import reference_model
 
 
 def test_rates_of_a_generation() -> None:

@@ -18,14 +18,8 @@ from qoff.engine.request import SamplingParams
 from qoff.errors import QoffError
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import load_tokenizer, open_runtime
-from tests.tiny_models import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
 
 
 @pytest.fixture

@@ -15,15 +15,10 @@ import pytest
 from qoff.cli import progress
 from qoff.eval.perplexity.metrics import Scores
 from tests.cli.test_cli import fail, succeed
-from tests.tiny_models import load_budgets, tiny_checkpoint, tiny_model
+from tests.tiny_models import load_budgets, tiny_model
 
 FAMILY = "llama-head64"
 WORDS = "the quick brown fox jumps over the lazy dog while nine judges watch. "
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), FAMILY)
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,6 @@ WORKSPACES = ("workspace", "tiled_workspace")
 PACKED = ["gpt2-head64", "vaultgemma-head64", "jamba-head64"]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 def prompts() -> list[list[int]]:
     """Five for four places, two of them as long."""
     torch.manual_seed(0)

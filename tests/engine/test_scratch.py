@@ -33,11 +33,6 @@ WAYS: list[dict[str, Any]] = [
 HEAD64 = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is asked of pools."""

@@ -9,19 +9,8 @@ import pytest
 
 from qoff.eval.perplexity.models import open_runtime
 from qoff.models.runtime import Runtime
-from tests.tiny_models import tiny_checkpoint
 
 FAMILY = "llama-head64"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(base: Path) -> Path:
-    return tiny_checkpoint(base, FAMILY)
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,6 @@ GRID = "bits=4,8 group=32 solver=rtn kv=float,4:4"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
-@pytest.fixture(scope="module")
 def source(base: Path) -> Path:
     return tiny_model(base, "llama-head64")
 

@@ -45,11 +45,6 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
-
-
-@pytest.fixture(scope="module")
 def peer(checkpoint: Path) -> HFLM:
     """The harness's model for transformers, on the dequantized weights."""
     _, tokenizer = qoff.load(checkpoint)

@@ -19,11 +19,6 @@ from tests.tiny_models import load_budgets, tiny_checkpoint
 RUN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 def allocated(work: Callable[[], Any]) -> int:
     """The most bytes that torch's allocator held at once of what it gave out meanwhile."""
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -18,11 +18,6 @@ from tests.tolerances import PACKED_8, assert_close
 PROMPTS = ["hello world", "hi"]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 @pytest.mark.parametrize("name", ["stablelm", "jamba", "bloom"])
 def test_generate_gives_what_transformers_gives(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)

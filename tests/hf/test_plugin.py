@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoTokenizer, pipeline
 
 import qoff
 from qoff.checkpoint import Checkpoint, read_weight
@@ -28,26 +28,10 @@ from qoff.hf.packed.derived import QoffEmbedding, QoffRouter
 from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.plugin.install import packed_modules
 from qoff.kernels.layout.qtensor import QTensor
+from tests.hf.plugin_models import CONFIG, IDS, load, logits
 from tests.tiny_families import EXPERTS, FAMILIES
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, RELATIVE_RMS, assert_close
-
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]])
-CONFIG = {"group_size": 32, "solver": "rtn"}  # that of tiny checkpoints
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
-def load(path: Path, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, **options)
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    return model(IDS).logits
 
 
 def weights(path: Path) -> dict[str, QTensor | Tensor]:

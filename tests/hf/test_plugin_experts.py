@@ -8,35 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import qoff
 from qoff.errors import FormatError, OpError, UnsupportedModelError
 from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
 from qoff.hf.packed.linear import QoffLinear
+from tests.hf.plugin_models import CONFIG, IDS, load, logits
 from tests.module_models import module_source
 from tests.tiny_families import EXPERTS
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
-
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 23]])
-CONFIG = {"group_size": 32, "solver": "rtn"}  # that of tiny checkpoints
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
-def load(path: Path, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, **options)
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    return model(IDS).logits
 
 
 def experts_of(model: Any) -> list[QoffExperts]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import WeightFile, tensors_of
@@ -18,13 +17,8 @@ from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.hf.plugin.streaming import Streaming
 from qoff.memory import WeightStore
 from qoff.models.convert.convert import convert
+from tests.hf.plugin_models import IDS, load
 from tests.tiny_models import QUANT, save_model, tiny_checkpoint
-
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 21]])
-
-
-def load(path: Path, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, **options)
 
 
 def generated(model: Any) -> Tensor:
@@ -38,11 +32,6 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[WeightStore]:
     start = Streaming.start
     monkeypatch.setattr(Streaming, "start", lambda self: found.append(start(self)))
     return found
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
 
 
 # Fused rows in blocks, biases and an embedding of positions, experts.

@@ -17,6 +17,7 @@ from qoff.kvcache import PlainCache
 from qoff.memory import Weights
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
+from tests.module_models import padded
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, RELATIVE_RMS, assert_close
@@ -43,16 +44,6 @@ def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:
     ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
     batch = ForwardPass(torch.cat(tokens), ragged, cache, torch.arange(ragged.tokens))
     return run.forward(batch)
-
-
-def padded(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids and mask of a batch padded on the left."""
-    width = max(len(t) for t in tokens)
-    ids, mask = torch.zeros(2, len(tokens), width, dtype=torch.int64)
-    for row, t in enumerate(tokens):
-        ids[row, width - len(t) :] = t
-        mask[row, width - len(t) :] = 1
-    return ids, mask
 
 
 @torch.no_grad()

@@ -22,11 +22,6 @@ STEPS = 100  # past blocks that are completed
 HOT = Shape(temperature=2.0, top_k=40, top_p=0.95, min_p=0.01)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
-
-
 def opened(checkpoint: Path, cache: str = "packed") -> Run:
     return Run(checkpoint, cache, Replays(CPU, while_done=JobRecorder()), True)
 

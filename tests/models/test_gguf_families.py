@@ -59,11 +59,6 @@ WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "olmo3", "solar-open", "exaone-mo
 WITHOUT += ("qwen3.5", "qwen3.5-moe", "glm4-moe-lite", "ministral", "internlm3", "cwm", "jais2")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 def source_of(base: Path, family: str) -> Path:
     """The saved model of transformers, without what a GGUF file cannot say."""
     if family not in CHANGES:

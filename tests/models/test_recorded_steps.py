@@ -41,11 +41,6 @@ CACHES: dict[str, Callable[[PlainRun], KVCache]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
-
-
 class Run:
     """A model and its cache, which are told the same tokens in every run."""
 

@@ -36,11 +36,6 @@ PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPTS = [list(range(5, 45)), [99], list(range(60, 40, -1)), [7, 8, 9]]
 
 
-@pytest.fixture
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
 def resident_logits(path: Path) -> Tensor:
     """Those of a model whose weights are all there, computed op by op, as where experts come."""
     with Runtime(path) as runtime:
