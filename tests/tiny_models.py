@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from qoff.errors import BudgetError
 from qoff.kernels.embedding import embedding
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
+from qoff.memory import WeightStore
 from qoff.memory.plan import (
     EMBEDDING,
     HEAD,
@@ -42,6 +43,7 @@ from qoff.models import names
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
+from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
@@ -272,6 +274,21 @@ class PlainRun:
 
     def forward(self, run: ForwardPass) -> Tensor:
         return drive(self.decoder, run, self._units)
+
+
+def take_turns(passes: Sequence[Steps], store: WeightStore) -> list[Tensor]:
+    """The logits of passes that all take a unit before any takes the next one."""
+    wanted, found = {next(one) for one in passes}, list[Tensor]()
+    while wanted:
+        (unit,) = wanted
+        wanted = set()
+        with store.use(unit) as weights:
+            for one in passes:
+                try:
+                    wanted.add(one.send(weights))
+                except StopIteration as finished:
+                    found.append(finished.value)
+    return found
 
 
 def drive(

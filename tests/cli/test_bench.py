@@ -6,46 +6,23 @@ import csv
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from qoff.cli import suite
-from qoff.cli.main import app
 from qoff.measure.results import read_result
 from qoff.models.convert.convert import convert
+from tests.cli import commands
 from tests.tiny_models import QUANT, load_budgets, save_model, save_tokenizer, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+run, succeed, fail = (
+    partial(each, "bench") for each in (commands.run, commands.succeed, commands.fail)
+)
 FAST = ["-p", "8", "-n", "2,3", "-d", "0,70", "-r", "2"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
-
-
-def succeed(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def fail(*arguments: object) -> str:
-    """The one line that a failing command prints."""
-    result = run(*arguments)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("qoff: ")
-    return line
 
 
 def edited(source: Path, target: Path, factor: float, **changes: Any) -> Path:

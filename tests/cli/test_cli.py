@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import qoff
 from qoff.checkpoint import Checkpoint
-from qoff.cli.main import app
+from tests.cli.commands import fail, run, succeed
 from tests.tiny_families import EOS
 from tests.tiny_models import QUANT, load_budgets, tiny_checkpoint, tiny_model
 
@@ -46,27 +44,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def succeed(*arguments: object) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def fail(*arguments: object) -> str:
-    """The one line that a failing command prints."""
-    result = run(*arguments)
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.output
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("qoff: ")
-    return line
 
 
 @pytest.mark.parametrize("packing", ["any", "cpu"])

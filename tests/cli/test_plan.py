@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from qoff.cli.main import app
 from qoff.kernels.cpu import ops
 from qoff.measure import processor
 from qoff.measure import profile as measuring
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan
+from tests.cli.commands import run
 from tests.plan.machines import MIB, MIXTURE, SMALL, machine
 from tests.tiny_models import tiny_checkpoint
 
 WORK = ("--prompt", "64-128", "--tokens", "16", "--requests", "8", "--brief")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture

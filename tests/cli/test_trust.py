@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from qoff.cli.main import app
+from tests.cli.commands import run
 from tests.module_models import changed, save_model_with_code
 from tests.tiny_models import save_model, save_tokenizer
 
@@ -34,10 +32,6 @@ def modules_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def refusal(*arguments: object) -> str:

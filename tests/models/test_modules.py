@@ -45,17 +45,12 @@ from tests.module_models import (
     save_module_model,
 )
 from tests.tiny_families import TINY, VOCAB
-from tests.tiny_models import QUANT, budgets
+from tests.tiny_models import QUANT, budgets, take_turns
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 
 DECODE_STEPS = 4
 LENGTHS = [1, 17, 8]
 RECURRENT = ["jamba", "falcon_h1", "mamba2"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -152,18 +147,7 @@ def check_interleaved(runtime: Runtime) -> None:
         alone.append(runtime.forward(next_batch(cache, prompts)))
     caches: list[Any] = [runtime.new_cache(2) for _ in inputs]
     passes = [runtime.decoder.steps(next_batch(*both)) for both in zip(caches, inputs, strict=True)]
-    wanted = {next(one) for one in passes}
-    together: list[Tensor] = []
-    while not together:
-        (unit,) = wanted
-        wanted = set()
-        with runtime.store.use(unit) as weights:
-            for one in passes:
-                try:
-                    wanted.add(one.send(weights))
-                except StopIteration as finished:
-                    together.append(finished.value)
-    for one, other in zip(together, alone, strict=True):
+    for one, other in zip(take_turns(passes, runtime.store), alone, strict=True):
         assert torch.equal(one, other)
 
 

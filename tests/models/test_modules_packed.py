@@ -28,17 +28,12 @@ from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.module_models import PACKABLE, expected_logits, module_checkpoint, module_reference
 from tests.tiny_families import EXPERTS, VOCAB
-from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
+from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer, take_turns
 from tests.tolerances import DECODER_LOGITS, PACKED_4, PACKED_8, assert_close
 
 LENGTHS = [200, 1, 133]
 UNPACKED = KVQuant(16, 16)
 MIXED = KVQuant(16, 16, window=16, layers={1: (8, 8)})
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(autouse=True)
@@ -116,16 +111,7 @@ def test_passes_that_take_turns_at_every_layer(base: Path) -> None:
         alone = [runtime.forward(batch(runtime.new_cache(1), [one])) for one in inputs]
         batches = [batch(runtime.new_cache(1), [one]) for one in inputs]
         passes = [runtime.decoder.steps(one) for one in batches]
-        wanted, together = {next(one) for one in passes}, []
-        while wanted:
-            (unit,) = wanted
-            wanted = set()
-            with runtime.store.use(unit) as weights:
-                for one in passes:
-                    try:
-                        wanted.add(one.send(weights))
-                    except StopIteration as finished:
-                        together.append(finished.value)
+        together = take_turns(passes, runtime.store)
     assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,11 +33,11 @@ from qoff.models.native.decoder import Decoder
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
-from tests.tiny_models import budgets, tiny_checkpoint
+from tests.memory.kinds import racing_transfers
+from tests.tiny_models import budgets, take_turns, tiny_checkpoint
 
 FAMILIES = ["llama", "llama-gqa-tied", "qwen3-tied"]
 PACKINGS = ["rows16", "split32"]
-DELAYS = random.Random(5)
 PROMPTS = [torch.arange(5, 22), torch.tensor([99]), torch.arange(60, 40, -3)]
 DECODED = torch.tensor([[11, 12, 13], [90, 91, 92], [7, 7, 7]]).T  # [steps, sequences]
 
@@ -76,16 +75,6 @@ def logits_of(runtime: Runtime) -> Tensor:
     found = [runtime.forward(next_batch(PROMPTS, cache))]
     found += [runtime.forward(next_batch(list(row[:, None]), cache)) for row in DECODED]
     return torch.cat(found)
-
-
-def racing(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Reads that take any time and so end in any order."""
-    time.sleep(DELAYS.random() * 3e-4)
-    return os.preadv(fd, views, offset)
-
-
-def racing_transfers() -> ThreadTransfers:
-    return ThreadTransfers(DiskReader(threads=3, chunk=4096, preadv=racing))
 
 
 @contextmanager
@@ -162,17 +151,7 @@ def test_generators_that_take_turns_give_what_each_gives_alone(llama: Path) -> N
         passes: list[Steps] = [
             runtime.decoder.steps(next_batch([p], runtime.new_cache(1))) for p in prompts
         ]
-        units = {next(steps) for steps in passes}
-        finished: list[Tensor] = []
-        while len(finished) < len(passes):
-            (unit,) = units
-            units = set()
-            with runtime.store.use(unit) as weights:
-                for steps in passes:
-                    try:
-                        units.add(steps.send(weights))
-                    except StopIteration as end:
-                        finished.append(end.value)
+        finished = take_turns(passes, runtime.store)
     for found, wanted in zip(finished, alone, strict=True):
         assert torch.equal(found, wanted)
 

@@ -35,7 +35,7 @@ from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from tests.instruments import POISON
 from tests.memory.checkpoints import units_of
-from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
+from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer, take_turns
 from tests.tolerances import RELATIVE_RMS, assert_close
 
 FAMILIES = ["llama-biased", "llama-gqa-tied", "qwen3-tied"]
@@ -194,17 +194,7 @@ def test_batches_share_tiles_windows_and_scratch(
             one = next_pass([p], decoder.new_cache(1), workspace)
             one.activations = Windows(window)
             passes.append(decoder.steps(one))
-        units = {next(steps) for steps in passes}
-        finished: list[Tensor] = []
-        while len(finished) < len(passes):
-            (unit,) = units
-            units = set()
-            with store.use(unit) as weights:
-                for steps in passes:
-                    try:
-                        units.add(steps.send(weights))
-                    except StopIteration as end:
-                        finished.append(end.value)
+        finished = take_turns(passes, store)
     for found, wanted in zip(finished, alone, strict=True):
         assert torch.equal(found, wanted)
 
