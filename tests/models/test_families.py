@@ -57,7 +57,7 @@ VISION |= {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN}
 _TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 32}
 SEEN_BY: dict[str, dict[str, Any]] = {
     "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
-    "gemma4": {**TINY, **FAMILIES["gemma4"]},
+    "gemma4": {**TINY, **FAMILIES["gemma4-small"]},
     "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
     "ministral3": {**_TEXT, **FAMILIES["ministral3"]},
     "llama4": {**TINY, **FAMILIES["llama4"]},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ConversionError, FormatError, QuantizationError
-from qoff.models.modules.configs import DTYPE, LAYOUT, build, read_config
+from qoff.models.modules.configs import DTYPE, LAYOUT, build, language_alone, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize
@@ -57,7 +57,7 @@ class ModulesJob:
         calibration: Tensor | None = None,
     ) -> None:
         self._source, self._quant = source, quant
-        self._config = dict(config)
+        self._config = language_alone(config)
         self._trust = trust_remote_code
         self._open()
         if self._structure.head is None and self._has_other_head():
