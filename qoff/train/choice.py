@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qoff.errors import BudgetError
@@ -14,7 +14,7 @@ from qoff.units import format_size
 
 from .activations import shared_out
 from .forecast import PHASES, StepForecast, forecast, layer_costs
-from .placement import Placement, placed
+from .placement import TILES, Placement, columns, fitted, placed, placed_with
 from .planned import Planned
 from .swaps import STAGES, Place
 
@@ -25,14 +25,16 @@ _PARTS = 8  # of the memory that activations could take: so many bounds are trie
 class TrainingPlan:
     """How a training fits a machine.
 
-    host_memory, activation_memory, activation_disk: the bounds to give to `offload`; the first is
-    None where all fits. kept, swapped: layers and micro-batches whose activations are. stages:
-    bytes in memory of those that are swapped. on_disk: of those that are swapped.
+    device_memory, host_memory, activation_memory, activation_disk: the bounds to give to `offload`;
+    the first is None where layers are whole and hidden states near, the second where all fits.
+    kept, swapped: layers and micro-batches whose activations are. stages: bytes in memory of those
+    that are swapped. on_disk: of those that are swapped.
     """
 
     job: Planned
     machine: MachineProfile
     placement: Placement
+    device_memory: int | None
     host_memory: int | None
     activation_memory: int
     activation_disk: int
@@ -99,7 +101,9 @@ class TrainingPlan:
         """The options of `qoff finetune` that take this plan."""
         found = {}
         if self.machine.on_gpu:
-            found = {"--device": "cuda", "--device-memory": f"{self.machine.usable[DEVICE]}"}
+            found = {"--device": "cuda"}
+        if self.device_memory is not None:
+            found["--device-memory"] = f"{self.device_memory}"
         if self.host_memory is not None:
             found["--host-memory"] = f"{self.host_memory}"
         if self.activation_memory:
@@ -170,8 +174,8 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
     costs = layer_costs(job, machine)
     batches = range(job.sizes.micro_batches)
     streams = job.frozen is not None or not job.costs
-    places = {} if streams else {(i, m): c for i, c in enumerate(costs) for m in batches}
-    whole = sum(cost.nbytes for cost in places.values())
+    every = {} if streams else {(i, m): c for i, c in enumerate(costs) for m in batches}
+    whole = sum(cost.nbytes for cost in every.values())
     refused: BudgetError | None = None
     found = False
     room = usable[DEVICE] - sum(_beside(job).values())
@@ -182,11 +186,13 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
         if part and bound <= 0:
             break
         try:
-            host, placement = _placement(job, machine, bound)
+            one, device, host, placement = _placement(job, machine, bound)
             _check(DISK, placement.disk, machine)
         except BudgetError as error:
             refused = refused or error
             continue
+        in_tiles = {tile.layer for tile in one.sizes.tiles}
+        places = {place: cost for place, cost in every.items() if place[0] not in in_tiles}
         free = 0 if apart else usable[DISK] - sum(placement.disk.values())
         for disk in {0, free // PAGE * PAGE if bound else 0}:
             rate = 1 / (1 / machine.disk_read.bytes_per_s + 1 / machine.disk_write.bytes_per_s)
@@ -196,9 +202,10 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
             in_host = _frozen_in_host(job, machine, placement)
             found = True
             yield TrainingPlan(
-                job,
+                one,
                 machine,
                 placement,
+                device,
                 host,
                 bound if kept or swapped else 0,
                 on_disk,
@@ -207,7 +214,7 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
                 STAGES * stage + sum(places[p].nbytes for p in kept),
                 on_disk,
                 in_host,
-                forecast(job, machine, placement, kept, swapped, in_host),
+                forecast(one, machine, placement, kept, swapped, in_host),
             )
     if not found and refused is not None:
         raise refused
@@ -215,18 +222,20 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
 
 def _placement(
     job: Planned, machine: MachineProfile, activations: int
-) -> tuple[int | None, Placement]:
-    """The bound of host memory, None where all fits, and what lies where.
+) -> tuple[Planned, int | None, int | None, Placement]:
+    """What lies where, of the training or the same in tiles; bounds of device and host memory.
 
-    Raises BudgetError where main memory, that of both, is too small.
+    Either is None where there is no need for it. Raises BudgetError where main memory, that of
+    both, is too small.
     """
     sizes, usable = job.sizes, machine.usable
     if machine.on_gpu:
-        return usable[HOST], placed(sizes, None, usable[HOST], True, apart=True)
+        bounds = usable[DEVICE], usable[HOST]
+        return job, *bounds, placed(sizes, None, usable[HOST], True, apart=True)
     left = usable[DEVICE] - sum(_beside(job).values()) - activations
     every, least = placed(sizes, None, None, False), placed(sizes, None, 0, True)
     if sum(every.totals) <= left:
-        return None, every
+        return job, None, None, every
     best, bound, before = None, left - least.totals[0], -1
     while bound > before:
         found = placed(sizes, None, bound, True)
@@ -234,10 +243,23 @@ def _placement(
             break
         best, before = (bound, found), bound
         bound = left - found.totals[0]  # the more is in memory, the less is on its way
-    if best is None:
-        _check(DEVICE, {**least.device, **_beside(job), "activations": activations}, machine)
-    assert best is not None
-    return best
+    if best is not None:
+        return job, None, *best
+    beside = {**_beside(job), "activations": activations}
+    try:
+        _, least = fitted(sizes, job.cut, left, 0, True)
+    except BudgetError:
+        if not (sizes.factored or sizes.delayed):
+            sizes = job.cut(TILES[-1])
+        _check(
+            DEVICE,
+            {**placed_with(columns(sizes)[-1], sizes, None, 0, True).device, **beside},
+            machine,
+        )
+        raise
+    device = least.totals[0]
+    sizes, found = fitted(sizes, job.cut, device, left - device, True)
+    return replace(job, sizes=sizes), device, left - device, found
 
 
 def _beside(job: Planned) -> dict[str, int]:

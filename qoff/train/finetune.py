@@ -195,7 +195,8 @@ class Run:
     ) -> None:
         """Train up to `steps` steps of the run, or so many epochs; save every so many steps.
 
-        Raises TrainingError, which names the last checkpoint, QoffError without TensorBoard.
+        Raises TrainingError, which names the last checkpoint (that of the step before, where
+        updates are not delayed), QoffError without TensorBoard.
         """
         recipe, training = self._recipe, self._training
         most = self._sequences(epochs) if steps is None else steps * recipe.micro_batches
@@ -209,6 +210,7 @@ class Run:
                 try:
                     loss = training.step(batches)
                 except TrainingError as error:
+                    self._keep()
                     raise TrainingError(f"{error}; {self.where}") from error
                 if training.steps == done:  # gradients overflowed: once more, with another scale
                     continue
@@ -242,6 +244,12 @@ class Run:
         else:
             training.save_model(self._out)
         tokenizer.save_pretrained(self._out)
+
+    def _keep(self) -> None:
+        """Save the step before one that failed, which has left weights as they were."""
+        if self.steps not in (0, self.saved) and not self._recipe.delayed:
+            self._training.save(self.checkpoint, self._same)
+            self.saved = self.steps
 
     def _evaluated(self) -> float | None:
         if self._held_out is None:

@@ -6,7 +6,7 @@ the others do for one unit besides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,6 +91,7 @@ def forecast(
     )
     moves = _Moves(machine)
     _weights(job, placement, moves)
+    _tiles(job, placement, moves)
     _frozen(job, frozen_in_host, moves)
     region = round_up(job.hidden, PAGE)
     again_too, column = set(again), bool(placement.device["hidden states"])
@@ -144,6 +145,11 @@ class _Moves:
         self.nbytes[phase, link] += nbytes
         self._asked[phase, link] += requests
 
+    def both_ways(self, phase: int, pieces: Sequence[int]) -> None:
+        """From disk and back, to be stepped."""
+        for link in (_READ, _WRITE):
+            self.add(link, phase, sum(pieces), len(pieces))
+
     def over(self, link: int, phase: int, nbytes: float) -> None:
         """Between host memory and a device of its own."""
         if self._machine.on_gpu:
@@ -178,11 +184,9 @@ def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
     """Weights and gradients of layers that learn, and the states of all units."""
     clips = job.sizes.clips
     update = _UPDATE if clips else _BACKWARD  # beside the CPU: nothing goes to the device
-    for i, (unit, form) in enumerate(zip(job.sizes.units, job.sizes.forms, strict=True)):
+    for i, (unit, form) in enumerate(zip(job.sizes.units, job.sizes.forms, strict=False)):
         if i not in placement.states:
-            pieces = form.of_pieces(unit)
-            moves.add(_READ, update, sum(pieces), len(pieces))
-            moves.add(_WRITE, update, sum(pieces), len(pieces))
+            moves.both_ways(update, form.of_pieces(unit))
         nbytes, grad = round_up(unit.nbytes, PAGE), round_up(4 * unit.count, PAGE)
         if i == job.layers:
             moves.over(_OUT, _BACKWARD, grad)
@@ -200,6 +204,26 @@ def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
                 moves.add(_READ, update, nbytes)
         if clips and i not in placement.gradients:
             moves.add(_WRITE, _BACKWARD, grad)
+            moves.add(_READ, update, grad)
+
+
+def _tiles(job: Planned, placement: Placement, moves: _Moves) -> None:
+    """Weights, gradients and states of tiles; weights come forward, again and backward."""
+    sizes, batches = job.sizes, job.sizes.micro_batches
+    update = _UPDATE if sizes.clips else _BACKWARD
+    forms = sizes.forms[len(sizes.units) :]
+    for j, (tile, form) in enumerate(zip(sizes.tiles, forms, strict=True)):
+        weights, gradients, states = (j in near for near in placement.tiles)
+        nbytes, grad = round_up(tile.unit.nbytes, PAGE), round_up(4 * tile.unit.count, PAGE)
+        if not states:
+            moves.both_ways(update, form.of_pieces(tile.unit))
+        if not weights:
+            moves.add(_READ, _FORWARD, batches * nbytes, batches)
+            moves.add(_READ, _BACKWARD, 2 * batches * nbytes, 2 * batches)
+            moves.both_ways(update, [nbytes])
+        if not gradients:
+            moves.add(_WRITE, _BACKWARD, batches * grad, batches)
+            moves.add(_READ, _BACKWARD, (batches - 1) * grad, batches - 1)
             moves.add(_READ, update, grad)
 
 
@@ -258,7 +282,7 @@ def _product_s(machine: MachineProfile, bits: int, rows: int) -> float:
 def _update_bytes(job: Planned) -> float:
     """What an update reads and writes of memory: states and weights both ways, gradients once."""
     total = 0.0
-    for unit, form in zip(job.sizes.units, job.sizes.forms, strict=True):
+    for unit, form in zip(job.sizes.stepped, job.sizes.forms, strict=True):
         total += 2 * sum(form.of_pieces(unit)) + 2 * unit.nbytes + 4 * unit.count
     return total
 
@@ -266,7 +290,7 @@ def _update_bytes(job: Planned) -> float:
 def _summed_bytes(job: Planned) -> float:
     """What gradients read and write until they are sums: zeros, and each micro-batch's added."""
     total = 0.0
-    for unit in job.sizes.units:
+    for unit in job.sizes.stepped:
         own = 0 if unit.dtype.itemsize == 4 else unit.dtype.itemsize
         total += unit.count * (4 + job.sizes.micro_batches * (8 + 2 * own))
     return total

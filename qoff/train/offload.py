@@ -22,10 +22,8 @@ from .gpu_link import device_for, streams_of
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer
-from .placement import placed
+from .placement import Sizes, fitted
 from .training import Training
-
-_TILES = tuple(1 << n for n in range(26, 19, -1))  # bytes of tiles, where units are too large
 
 
 @refusals()
@@ -96,16 +94,11 @@ def offload(
     )
     layers, head, sizes = needs()
     fuse(built)
-    cuts = iter(() if optimizer.factored or delayed or apart else _TILES)
-    while True:
-        try:
-            placement = placed(sizes, room, host, disk is not None, apart)
-            break
-        except BudgetError:  # of the device
-            most = next(cuts, None)
-            if most is None:
-                raise
-            layers, head, sizes = needs(most=most)
+
+    def cut(most: int) -> Sizes:
+        return needs(most=most)[2]
+
+    sizes, placement = fitted(sizes, cut, room, host, disk is not None, apart)
     folder = None if disk is None else Path(disk)
     swapped = round_up(swapped, PAGE)
     on_device, on_host, on_disk = placement.totals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from .tiles import SLOTS as TILE_SLOTS
 from .tiles import Tile
 from .updates import BUFFERS
 
+TILES = tuple(1 << n for n in range(26, 19, -1))  # bytes of tiles, where units are too large
 _GRADIENTS = 2  # of units at once: one is made while another is used
 
 
@@ -43,6 +44,11 @@ class Sizes:
     delayed: bool = False
     tiles: Sequence[Tile] = ()
     frozen: int = 0
+
+    @property
+    def stepped(self) -> list[FlatUnit]:
+        """What has states, in the order of the forms."""
+        return [*self.units, *(tile.unit for tile in self.tiles)]
 
     @property
     def keeps(self) -> bool:
@@ -99,6 +105,29 @@ def placed(
     return placed_with(last, sizes, device_memory, host_memory, disk, apart)
 
 
+def fitted(
+    sizes: Sizes,
+    cut: Callable[[int], Sizes],
+    device_memory: int | None,
+    host_memory: int | None,
+    disk: bool,
+    apart: bool = False,
+) -> tuple[Sizes, Placement]:
+    """As `placed`, with sizes; where layers are too large for the device, in tiles if they can be.
+
+    cut: gives the sizes with linear layers of more bytes cut into tiles of so many.
+    """
+    tiles = iter(() if sizes.factored or sizes.delayed or apart else TILES)
+    while True:
+        try:
+            return sizes, placed(sizes, device_memory, host_memory, disk, apart)
+        except BudgetError:  # of the device
+            most = next(tiles, None)
+            if most is None:
+                raise
+            sizes = cut(most)
+
+
 def columns(sizes: Sizes) -> tuple[bool, ...]:
     """Whether hidden states at work are on the device: what may be tried, the faster way first."""
     return (True, False) if sizes.micro_batches > STAGES_WITHOUT_COLUMN - STAGES else (True,)
@@ -116,7 +145,7 @@ def placed_with(
     units, layers = sizes.units, len(sizes.units) - 1
     region = round_up(sizes.hidden, PAGE)
     tiles = [tile.unit for tile in sizes.tiles]
-    pieces = [form.of_pieces(u) for form, u in zip(sizes.forms, (*units, *tiles), strict=True)]
+    pieces = [form.of_pieces(u) for form, u in zip(sizes.forms, sizes.stepped, strict=True)]
     copies = 2 if sizes.delayed else 1
     wanted = {
         "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],

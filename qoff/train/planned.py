@@ -8,8 +8,9 @@ counted by the code that a training counts with.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class Planned:
     computes. work: of each layer, then of the head. heads: channels of all query heads. hidden:
     bytes of the hidden states of a micro-batch. loaded: bytes of the model that are in memory when
     `offload` is given it, not mapped.
-    frozen: packed weights beside adapters.
+    frozen: packed weights beside adapters. cut: gives the sizes with linear layers of more bytes
+    cut into tiles of so many.
     """
 
     sizes: Sizes
@@ -63,6 +65,7 @@ class Planned:
     loaded: int
     parameters: int
     frozen: Frozen | None
+    cut: Callable[[int], Sizes]
 
     @property
     def layers(self) -> int:
@@ -71,8 +74,7 @@ class Planned:
     @property
     def learned(self) -> int:
         """Elements that learn."""
-        units = self.sizes.units
-        return sum(p.numel() for unit in units for p in unit.parameters.values())
+        return sum(p.numel() for unit in self.sizes.stepped for p in unit.parameters.values())
 
 
 def planned(
@@ -100,9 +102,10 @@ def planned(
     if lora is not None:
         with torch.device("meta"):  # PEFT moves what it makes
             model = adapted(_model(config, "float32"), lora)
-    layers, _, sizes = needs_of(
-        model, optimizer, tokens, micro_batches, clips, packed=lora is not None, delayed=delayed
+    needs = partial(
+        needs_of, model, optimizer, tokens, micro_batches, clips, lora is not None, delayed
     )
+    layers, _, sizes = needs()
     work = [_work(layer, model.config, packed) for layer in layers]
     work.append(_head(model, packed))
     hidden = sizes.hidden // 4 * model.dtype.itemsize
@@ -115,7 +118,16 @@ def planned(
         frozen = frozen_of(packed.checkpoint, torch.device(device))
         loaded = 0
     return Planned(
-        sizes, costs, work, int(heads * _head_dim(text)), tokens, hidden, loaded, parameters, frozen
+        sizes,
+        costs,
+        work,
+        int(heads * _head_dim(text)),
+        tokens,
+        hidden,
+        loaded,
+        parameters,
+        frozen,
+        cache(lambda most: needs(most)[2]),
     )
 
 

@@ -18,7 +18,8 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.sizes import ModelSizes
-from qoff.train.choice import TrainingPlan, training_plan
+from qoff.train import placement
+from qoff.train.choice import TrainingPlan, _beside, training_plan
 from qoff.train.finetune import Lora, adapted
 from qoff.train.forecast import forecast
 from qoff.train.placement import placed
@@ -27,6 +28,7 @@ from tests.plan.machines import MIB, machine
 from tests.tiny_families import TINY
 from tests.tiny_models import tiny_checkpoint
 
+from .test_tiles import TILE
 from .test_training import CONFIGS, LAYERS, LR, OPTIMIZERS, TOKENS, batch, model_of
 
 MANY = 8  # layers, of which few fit
@@ -153,6 +155,33 @@ def test_a_plan_fits_and_is_what_the_trainer_takes(memory: int, tmp_path: Path) 
     assert training.placement == found.placement
     assert (found.host_memory is None) == (memory == 6 * MIB)
     assert 0 < found.step.seconds < 1e3
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_layers_that_a_machine_is_too_small_for_are_planned_in_tiles(
+    clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "TILES", (TILE,))
+    job = job_of("llama", train.AdamW(lr=LR), clips=clips)
+    whole = sum(placed(job.sizes, None, 0, True).device.values()) + sum(_beside(job).values())
+    found = training_plan(job, with_disk(Link(1.0), device=whole - 1))  # a byte a second
+    assert found.job.learned == job.learned
+    training = train.offload(
+        model_of("llama"),
+        train.AdamW(lr=LR),
+        tokens=TOKENS,
+        micro_batches=2,
+        device_memory=found.options()["--device-memory"],
+        host_memory=found.options()["--host-memory"],
+        disk=tmp_path,
+        max_norm=1.0 if clips else None,
+    )
+    assert training.placement == found.placement
+    assert found.placement.device["tiles of weights"] > 0
+    training.step([batch(i, rows=1) for i in range(2)])
+    for way, link in (("read", "disk read"), ("written", "disk write")):
+        moved = sum(n for what, n in training.stats.moved.items() if what.endswith(way))
+        assert found.step.by_resource[link] == moved
 
 
 def test_activations_are_kept_where_there_is_room() -> None:

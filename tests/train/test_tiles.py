@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, BudgetError, TrainingError
+from qoff.train import placement
 from qoff.train.tiles import TiledLinear, Tiles
 
 from .test_training import (
@@ -27,7 +27,6 @@ from .test_training import (
     torch_step,
 )
 
-MODULE = import_module(train.offload.__module__)
 TILE = 3000  # bytes: of matrices whose rows it does not divide
 
 
@@ -36,7 +35,7 @@ def tiled(
 ) -> train.Training:
     """Training in tiles, as the device has no room for a matrix."""
     options: dict[str, Any] = {"optimizer": train.AdamW(lr=LR, eps=EPS), "max_norm": norm}
-    patch.setattr(MODULE, "_TILES", (TILE,))
+    patch.setattr(placement, "TILES", (TILE,))
     whole = offloaded(model_of("llama", **model), place, folder, **options).placement
     assert not whole.host["weights in tiles"] + whole.disk["weights in tiles"]
     room = sum(whole.device.values()) - 1
@@ -84,7 +83,7 @@ def test_in_bfloat16_a_resumed_run_is_the_same_bit_for_bit(
 def test_what_cannot_be_cut_is_refused_with_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULE, "_TILES", (TILE,))
+    monkeypatch.setattr(placement, "TILES", (TILE,))
     with pytest.raises(BudgetError, match=r"too few by .*tiles of weights"):
         offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16)
     with pytest.raises(BudgetError, match=r"too few by .*slots of weights"):
