@@ -34,7 +34,7 @@ class Rows:
         self,
         file: WeightFile,
         resident: Mapping[str, Weight],
-        in_host: Mapping[str, list[tuple[int, Weight]]],
+        in_host: dict[str, list[tuple[int, Weight]]],
         transfers: Transfers,
         checks: FileChecks,
     ) -> None:
