@@ -212,6 +212,7 @@ class _SimulatedCache(PackedCache):
 
 class _SimulatedPass(PackedPass):
     _cache: _SimulatedCache
+    in_place = False  # there are no jobs
 
     def _pack_blocks(
         self,
