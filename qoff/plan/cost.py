@@ -175,7 +175,7 @@ class CostModel:
         made = np.ones_like(active)
         past_ = np.full_like(active, past)
         return self._phase(
-            c, rounds, seconds, queries, past_, blocks, new, made, hidden, passes, rows
+            c, rounds, seconds, queries, past_, blocks, new, made, hidden, passes, rows, rows
         )
 
     def prefill(self, c: Choices) -> Phase:
@@ -188,7 +188,8 @@ class CostModel:
         read = piece * passes
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
-        seconds = self._passes(piece, np.minimum(prompts, c.batch_size), passes, c.block)
+        ends = np.minimum(prompts, c.batch_size)
+        seconds = self._passes(piece, ends, passes, c.block)
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
         heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
@@ -202,7 +203,7 @@ class CostModel:
         hidden = read * spec.hidden_size * self.activation_bytes
         past = past * BLOCK_TOKENS
         return self._phase(
-            c, rounds, seconds, queries, past, blocks, new, own, hidden, passes, piece
+            c, rounds, seconds, queries, past, blocks, new, own, hidden, passes, piece, ends
         )
 
     def _phase(
@@ -218,18 +219,20 @@ class CostModel:
         hidden: Array,
         passes: Array,
         rows: Array,
+        last_rows: Array,
     ) -> Phase:
         """The work of a round.
 
         seconds: of the device without attention to packed blocks. queries: of a KV head, past:
         packed tokens of each sequence. blocks: that are attended to, new: that are made, of `made`
-        tokens of a sequence. hidden: bytes of all hidden states.
+        tokens of a sequence. hidden: bytes of all hidden states. rows: of a pass, last_rows: of
+        those that go on behind the last layer's attention.
         """
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
         moves, pieces = Moves.all_of(len(c)), float(self.units)
         if self.mixture is not None:  # experts come one by one
-            moves = self.mixture.moves(rows * passes / times)
+            moves = self.mixture.moves(rows * passes / times, last_rows * passes / times)
             pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
         weights = self.weight_bytes * times
         requests = pieces * times
@@ -320,9 +323,12 @@ class CostModel:
             (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
         ]
         if self.mixture is not None:  # each that is chosen computes for its own rows
-            chosen = self.mixture.wanted(rows) * self.mixture.experts.count
-            own = np.maximum(1.0, rows * self.mixture.experts.top_k / chosen)
-            parts.append((self.layer_bits, sizes.expert_columns * chosen, largest, own))
+            layers, top_k = self.mixture.experts.layers, self.mixture.experts.top_k
+            for m, count in ((rows, sum(layers[:-1])), (head_rows, layers[-1])):
+                chosen = self.mixture.wanted(m) * self.mixture.experts.count
+                columns = sizes.expert_columns * count / sum(layers) * chosen
+                own = np.maximum(1.0, m * top_k / chosen)
+                parts.append((self.layer_bits, columns, largest, own))
         for bits, columns, nbytes, m in parts:
             first = device.matmul_s(bits, m, self.activation_bits)
             near = (

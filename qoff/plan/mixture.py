@@ -101,19 +101,27 @@ class Mixture:
         bounded: Array = np.minimum(found, held / np.maximum(self.wanted(tokens)[:, None], held))
         return bounded
 
-    def moves(self, tokens: Array) -> Moves:
+    def moves(self, tokens: Array, of_last: Array) -> Moves:
         """Of rounds, or passes, in which so many tokens ask together, [plans].
 
-        All other weights are nearer than the experts.
+        of_last: that ask the last layer, if it has experts. All other weights are nearer than the
+        experts.
         """
-        away, share = self.share * (1 - HELD[::-1]), self.share
-        values = share * self.wanted(tokens)[:, None] * (1 - self.hits(HELD[::-1], tokens))
+        away, share, layers = self.share * (1 - HELD[::-1]), self.share, self.experts.layers
+        last = layers[-1] / sum(layers)
+        values = (1 - last) * self._missed(tokens) + last * self._missed(of_last)
         for _ in HELD:  # down to a convex curve
             between = values[:, :-2] * np.diff(away)[1:] + values[:, 2:] * np.diff(away)[:-1]
             values[:, 1:-1] = np.minimum(values[:, 1:-1], between / (away[2:] - away[:-2]))
         slopes = np.diff(values) / np.diff(away)
         offsets, rest = values[:, :-1] - slopes * away[:-1], values[:, -1:] - share
         return Moves(np.hstack([slopes, np.ones_like(rest)]), np.hstack([offsets, rest]))
+
+    def _missed(self, tokens: Array) -> Array:
+        """Of all weights the part that a cache of each size in `HELD`, largest first, has not."""
+        wanted = self.share * self.wanted(tokens)[:, None]
+        found: Array = wanted * (1 - self.hits(HELD[::-1], tokens))
+        return found
 
 
 @lru_cache(8)
