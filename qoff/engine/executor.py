@@ -325,7 +325,7 @@ class CpuExecutor(Executor):
     def _open_blocks(self) -> Sequence[TieredBlocks]:
         self._recent_workspace = RecentWorkspace()
         arenas, hooks = dict(self.arenas), self.instrumentation
-        plans = self.memory.blocks
+        plans, numbers = self.memory.blocks, self.spec.attention_layers
         self._staging = Staging(plans.plans, arenas, self._copies, hooks)
         stores, spill_at = list[TieredBlocks](), 0
         for group, plan in plans.groups:
@@ -337,7 +337,7 @@ class CpuExecutor(Executor):
                 arenas,
                 self._copies,
                 self._spill,
-                layers=group.layers,
+                layers=[numbers[layer] for layer in group.layers],
                 staging=self._staging,
                 spill_at=spill_at,
                 instrumentation=hooks,
