@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from qoff.errors import ArgumentError, OpError
+from qoff.errors import ArgumentError, BudgetError, OpError
+from qoff.system_memory import left_by_limits
 
 from .layout.delta import DeltaShape, DeltaWeights, LayerStates
 from .layout.ending import PLAIN, Ending, Norm
@@ -22,6 +24,8 @@ from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 from .layout.routing import Routing
+
+_COMPILING = 340 << 20  # bytes that compiling all kernels for a CPU takes, beside the libraries
 
 
 class WorkReplay(Protocol):
@@ -211,8 +215,12 @@ def exact(ops: Ops) -> Ops:
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The fastest implementation for a device. Raises OpError where there is none."""
+    """The fastest implementation for a device.
+
+    Raises OpError where there is none, BudgetError where a cgroup's limit has no room to compile.
+    """
     if device.type == "cpu":
+        _check_room_to_compile()
         from .cpu import ops as cpu
 
         cpu.default_pool()  # takes as many threads as torch has now; torch may be given fewer later
@@ -226,6 +234,30 @@ def ops_for(device: torch.device) -> Ops:
             raise OpError(f"the ops for a GPU need Triton ({error}); install triton") from error
         return triton_ops
     raise OpError(f"no ops for device {device.type!r}; use 'cpu' or 'cuda'")
+
+
+@cache
+def _check_room_to_compile() -> None:
+    """Raise BudgetError where kernels are to be compiled, and a limit would kill the process."""
+    left = left_by_limits()
+    if left is None or left >= _COMPILING:
+        return
+    from numba import config
+    from numba.misc.appdirs import AppDirs
+
+    from .cpu.jit.compiled import stamp
+
+    here = Path(__file__).resolve().parent
+    folder = Path("qoff", stamp(here / "cpu", here / "layout")[:16])
+    kept = (config.CACHE_DIR, AppDirs(appname="numba", appauthor=False).user_cache_dir)
+    places = [here / "cpu", *(Path(one) / folder for one in kept if one)]
+    if any(any(place.rglob("*.nbi")) for place in places):
+        return
+    raise BudgetError(
+        f"host memory: the CPU kernels are not compiled yet, which takes {_COMPILING:,} bytes, and "
+        f"the limit of this process's cgroup leaves {left:,}; run once with a higher limit: what "
+        "is compiled is kept (NUMBA_CACHE_DIR says where)"
+    )
 
 
 def release_scratch() -> None:

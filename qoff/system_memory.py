@@ -6,7 +6,7 @@ import ctypes
 import errno
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, suppress
 from fractions import Fraction
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -19,6 +19,7 @@ _BYTES = re.compile(
     r"(?:tried to allocate|Unable to allocate) (\d+(?:\.\d+)?) ?(bytes|[KMGTPE]iB)?", re.IGNORECASE
 )
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_MMAP_THRESHOLD = -3  # of glibc's `mallopt`
 _ON_GPU = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory")
 _ON_HOST = ("DefaultCPUAllocator", "Storage size calculation overflowed", "std::bad_alloc")
 
@@ -30,31 +31,30 @@ def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     (`memory.limit_in_bytes`). None where the system does not say.
     """
     found = [limit for limit, _ in _groups(proc, cgroups)]
-    meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
-    if "MemTotal" in meminfo:
-        kib = (int(meminfo.get(name, "0").split()[0]) for name in ("MemTotal", "SwapTotal"))
-        found.append(1024 * sum(kib))
-    return min(found, default=None)
+    whole = _of_machine(proc)
+    return min([*found, int(whole)] if whole < float("inf") else found, default=None)
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """Bytes of main memory that this process can still take without swapping.
 
-    What the system calls available, or what a cgroup's limit leaves, whose cached files count as
-    free, those in use by half. None where the system does not say.
+    What the system calls available, or what a cgroup's limit leaves. None where the system does not
+    say.
     """
-    found = []
-    for limit, group in _groups(proc, cgroups):
-        v2 = (group / "memory.current").exists()
-        used = _text(group / ("memory.current" if v2 else "memory.usage_in_bytes")).strip()
-        stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
-        total = "" if v2 else "total_"
-        cached, active = (int(stat.get(f"{total}{x}_file", 0)) for x in ("inactive", "active"))
-        if used.isdecimal():
-            found.append(max(0, limit - int(used) + cached + active // 2))
+    found = [left for _, left in _left_by_groups(proc, cgroups)]
     meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
     if "MemAvailable" in meminfo:
         found.append(1024 * int(meminfo["MemAvailable"].split()[0]))
+    return min(found, default=None)
+
+
+def left_by_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Bytes that the limits of this process's cgroups leave: who takes more is killed.
+
+    None where no limit is below the machine's memory.
+    """
+    whole = _of_machine(proc)
+    found = [left for limit, left in _left_by_groups(proc, cgroups) if limit < whole]
     return min(found, default=None)
 
 
@@ -80,11 +80,28 @@ def return_freed() -> None:
 
 
 @cache
+def keep_large_apart() -> None:
+    """Have the C library give memory of 1 MiB and more back to the system as soon as it is freed.
+
+    By itself glibc serves up to 32 MiB from its heap once such a size has been freed: what is freed
+    there lies between what stays, and a process takes MiBs more than what is in use. Does nothing
+    with other libraries.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+
+
+@cache
 def _trim() -> Callable[[int], int] | None:
-    try:
+    with suppress(AttributeError, OSError, TypeError):
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
-        return None
+    return None
+
+
+def own_memory() -> int:
+    """Bytes that this process has to itself: not pages of files. 0 where the system says none."""
+    status = dict(line.split(":", 1) for line in _text(_PROC / "self/status").splitlines())
+    return 1024 * int(status.get("RssAnon", "0").split()[0])
 
 
 class refusals(ContextDecorator):  # noqa: N801 - used as a function, around every pass
@@ -143,6 +160,25 @@ def _held(tier: str) -> int:
         return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     fields = _text(_PROC / "self/statm").split()
     return int(fields[1]) * 4096 if fields else 0
+
+
+def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Limits, and what they leave: cached files count as free, those in use by half."""
+    for limit, group in _groups(proc, cgroups):
+        v2 = (group / "memory.current").exists()
+        used = _text(group / ("memory.current" if v2 else "memory.usage_in_bytes")).strip()
+        stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+        total = "" if v2 else "total_"
+        cached, active = (int(stat.get(f"{total}{x}_file", 0)) for x in ("inactive", "active"))
+        if used.isdecimal():
+            yield limit, max(0, limit - int(used) + cached + active // 2)
+
+
+def _of_machine(proc: Path) -> float:
+    """Bytes of RAM and swap; infinity where the system does not say."""
+    meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
+    kib = (int(meminfo.get(name, "0").split()[0]) for name in ("MemTotal", "SwapTotal"))
+    return 1024 * sum(kib) if "MemTotal" in meminfo else float("inf")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:

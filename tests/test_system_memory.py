@@ -19,7 +19,15 @@ from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.convert.convert import convert
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
-from qoff.system_memory import machine_memory, refusals, return_freed
+from qoff.system_memory import (
+    free_memory,
+    keep_large_apart,
+    left_by_limits,
+    machine_memory,
+    own_memory,
+    refusals,
+    return_freed,
+)
 from tests.tiny_models import QUANT, tiny_model
 
 HUGE = 1 << 61
@@ -53,6 +61,19 @@ def test_the_memory_of_a_machine(
     assert fake_machine(tmp_path, group, limits) == expected
 
 
+def test_what_limits_leave_of_memory(tmp_path: Path) -> None:
+    group, files = tmp_path / "cgroup/memory/x", tmp_path / "cgroup/memory/x/memory.stat"
+    stat = "cache 300\ntotal_inactive_file 100\ntotal_active_file 200\n"
+    limits = {"cgroup/memory/x/memory.limit_in_bytes": "6000"}
+    fake_machine(tmp_path, "2:memory:/x\n", limits)
+    (group / "memory.usage_in_bytes").write_text("4000\n")
+    files.write_text(stat)
+    found = [call(tmp_path, tmp_path / "cgroup") for call in (left_by_limits, free_memory)]
+    assert found == [2200, 2200]
+    (group / "memory.limit_in_bytes").write_text(str(2 << 30))  # more than the machine has
+    assert left_by_limits(tmp_path, tmp_path / "cgroup") is None
+
+
 @pytest.mark.skipif(system_memory._trim() is None, reason="needs the GNU C library")
 def test_freed_memory_below_what_is_in_use_is_given_back() -> None:
     size, libc = 32 << 20, ctypes.CDLL(None)
@@ -66,6 +87,21 @@ def test_freed_memory_below_what_is_in_use_is_given_back() -> None:
     return_freed()
     given = before - system_memory._held("host")
     libc.free(pieces[-1])
+    assert given > size // 2
+
+
+@pytest.mark.skipif(system_memory._trim() is None, reason="needs the GNU C library")
+def test_large_memory_is_given_back_as_soon_as_it_is_freed() -> None:
+    size, libc = 8 << 20, ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    keep_large_apart()
+    libc.free(libc.malloc(size))  # from then on the heap would have it
+    piece, above = libc.malloc(size), libc.malloc(32 << 10)
+    ctypes.memset(piece, 1, size)
+    before = own_memory()
+    libc.free(piece)
+    given = before - own_memory()
+    libc.free(above)
     assert given > size // 2
 
 

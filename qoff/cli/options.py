@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Argument, Context, Option
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.interrupts import ending_by_signals
-from qoff.system_memory import refusals
+from qoff.system_memory import left_by_limits, own_memory, refusals
+from qoff.units import format_size
 
 from .output import progress_bar, stop_with
 
@@ -124,6 +125,7 @@ class ModelOptions:
         return {name: found[name] for name in found.keys() - {"cache_dir", "revision"}}
 
 
+_LIBRARIES = 330 << 20  # bytes of Python, torch, transformers and compiled kernels
 _OF_PLANS = (  # options of commands that a saved plan stands for, beside those of `qoff.Plan` alone
     *("device_memory", "host_memory", "max_memory", "slots", "activation_bits"),
     *("kv", "kv_target_bits", "kv_window", "attention_top"),
@@ -139,7 +141,18 @@ class RunOptions(ModelOptions):
     plan: Path | None = Option(None, help="A file of qoff plan --save: bounds, sizes, placement.")
 
     def check(self, context: Context) -> None:
-        """Raise ArgumentError for options of the command line that a saved plan has, too."""
+        """Raise ArgumentError for options of the command line that a saved plan has, too.
+
+        And BudgetError where a cgroup's limit has no room for the libraries alone: while they are
+        imported the process would be killed.
+        """
+        left = left_by_limits()
+        if left is not None and left + own_memory() < _LIBRARIES:
+            raise BudgetError(
+                f"host memory: the limit of this process's cgroup leaves it "
+                f"{format_size(left + own_memory())}, and torch, transformers and the kernels take "
+                f"{format_size(_LIBRARIES)} beside the weights; raise the limit"
+            )
         for option in named(context, _OF_PLANS).values() if self.plan is not None else ():
             raise ArgumentError(f"--plan says what {option} would; leave one of them out")
 

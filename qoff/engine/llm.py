@@ -28,7 +28,7 @@ from qoff.models.modules.decoder import is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
-from qoff.plan.default import default_plan
+from qoff.plan.default import default_plan, plan_within_limit
 from qoff.plan.saved import read_plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
@@ -112,6 +112,8 @@ class LLM:
             self.tokenizer = load_tokenizer(found, trust_remote_code)
         if chosen:  # of what is free beside the tokenizer
             plan = default_plan(checkpoint, where, hidden)
+        else:
+            plan = plan_within_limit(plan, checkpoint, where)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
         if is_modules(checkpoint):

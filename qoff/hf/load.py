@@ -29,7 +29,7 @@ from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
-from qoff.plan.default import default_bounds
+from qoff.plan.default import default_bounds, within_limit
 from qoff.quant import QuantConfig
 from qoff.quant.gguf_split import parts
 from qoff.schema import read_object
@@ -165,9 +165,11 @@ def open_runtime(
     _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+    instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
     if device_bytes is None and host_bytes is None:
-        instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
         device_bytes, host_bytes = default_bounds(Checkpoint.open(checkpoint), where)
+    else:
+        device_bytes, host_bytes = within_limit(where, device_bytes, host_bytes)
 
     packed = KVQuant() if kv == AUTO else kv_quant(kv)
 

@@ -26,7 +26,7 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, HEAD, PER_LAYER, Residency, unit_label
 from qoff.memory.turn import Turn
 from qoff.process import ForkLock, only_here
-from qoff.system_memory import refusals
+from qoff.system_memory import keep_large_apart, refusals
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
@@ -97,6 +97,8 @@ class Runtime:
     ) -> None:
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         where = resolve_device(device)
+        if where.type == "cpu" and (device_memory is not None or bound is not None):
+            keep_large_apart()
         ops = instrumentation.ops_for(where, activation_bits)
         if where.type == "cpu" and ops.CACHE == "device":  # a GPU's ops in tests
             hidden = torch.float16 if isinstance(dtype, str) else dtype

@@ -1,9 +1,10 @@
-"""What runs where nobody gave a plan or a budget: everything on the device, or what fits there."""
+"""What runs where nobody gave a plan or a budget, and what a cgroup's limit leaves of both."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from qoff.checkpoint import Checkpoint
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.models.modules.configs import is_native
+from qoff.system_memory import left_by_limits
 from qoff.units import format_size
 
-from .machine import assumed_profile, kept_profile, usable_memory
+from .machine import assumed_profile, beside_plan, kept_profile, usable_memory, with_reserve
 from .manual import Memory, Plan
 from .sizes import ModelSizes
 from .workload import Lengths, Workload
@@ -80,13 +82,14 @@ def default_plan(
 def default_bounds(checkpoint: Checkpoint, device: torch.device) -> tuple[int | None, int | None]:
     """Bounds of device and host memory for `qoff.load`: None where the weights fit what is free.
 
-    Otherwise what is free, a reserve left, with a line that says why.
+    Otherwise what is free, a reserve left, with a line that says why. Under a cgroup's limit a
+    CPU's memory has a bound in any case.
     """
     usable = usable_memory(device, None)
     weights = sum(file.nbytes for file in checkpoint.files)
     wanted = weights + max(_BESIDE, int(weights * _SHARE))
     if wanted <= usable[DEVICE]:
-        return None, None
+        return within_limit(device, None, None)
     logger.warning(
         "%s: %s wanted, %s free on the device: it is bound to that, and the rest streams",
         checkpoint.path,
@@ -94,6 +97,54 @@ def default_bounds(checkpoint: Checkpoint, device: torch.device) -> tuple[int | 
         format_size(usable[DEVICE]),
     )
     return usable[DEVICE], usable[HOST] or None
+
+
+def within_limit(
+    device: torch.device, device_bytes: int | None, host_bytes: int | None, taken: int = 0
+) -> tuple[int | None, int | None]:
+    """These bounds of device and host memory, or what a cgroup's limit leaves where that is less.
+
+    On a CPU both are main memory: the device comes first, and has a bound in any case. taken: bytes
+    of main memory beside both. Where they do not fit with `beside_plan`, a reserve is left alone,
+    and a line says what is bound to less.
+    """
+    left, own = left_by_limits(), device_bytes if device.type == "cpu" else 0
+    if left is None:
+        return device_bytes, host_bytes
+    if own is not None:
+        whole = own + (host_bytes or 0) + taken
+        if whole + beside_plan(whole) <= left:
+            return device_bytes, host_bytes
+    there, wanted = with_reserve(HOST, left) - taken, {DEVICE: device_bytes, HOST: host_bytes}
+    if device.type != "cpu":
+        del wanted[DEVICE]
+    elif device_bytes is None:
+        wanted[DEVICE] = max(0, there - (host_bytes or 0))
+    found = {DEVICE: device_bytes, HOST: host_bytes}
+    for tier, nbytes in wanted.items():
+        if nbytes is None:
+            continue
+        found[tier] = bound = max(0, min(nbytes, there))
+        there -= bound
+        if bound < nbytes:
+            logger.warning(
+                "%s_memory is %s, but the limit of this process's cgroup leaves %s: bound to that",
+                tier,
+                format_size(nbytes),
+                format_size(bound),
+            )
+    return found[DEVICE], found[HOST]
+
+
+def plan_within_limit(plan: Plan, checkpoint: Checkpoint, device: torch.device) -> Plan:
+    """The plan with bounds as `within_limit` has them."""
+    taken = 0
+    if device.type == "cpu" and plan.host_memory is None and is_native(checkpoint.config):
+        sizes = ModelSizes.of_checkpoint(checkpoint)
+        with suppress(UnpackableError):  # which is refused later
+            taken = Memory.of(plan, sizes.spec, sizes.shapes).total(HOST)
+    device_bytes, host_bytes = within_limit(device, plan.device_memory, plan.host_memory, taken)
+    return replace(plan, device_memory=device_bytes, host_memory=host_bytes)
 
 
 def _spill_folder() -> Path | None:

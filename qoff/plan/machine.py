@@ -37,17 +37,26 @@ def usable_memory(device: torch.device, folder: Path | None) -> dict[str, int]:
     """
     free = free_memory()
     main = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
-    found = {HOST: _left(HOST, main), DISK: _left(DISK, _disk_free(folder))}
+    found = {HOST: with_reserve(HOST, main), DISK: with_reserve(DISK, _disk_free(folder))}
     if device.type != "cuda":
         return {DEVICE: found[HOST], HOST: 0, DISK: found[DISK]}
     ops_for(device)  # raises
     gpu, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return {DEVICE: _left(DEVICE, gpu + kept), **found}
+    return {DEVICE: with_reserve(DEVICE, gpu + kept), **found}
 
 
-def _left(tier: str, free: int) -> int:
+def with_reserve(tier: str, free: int) -> int:
+    """What may be taken of so many free bytes of a tier."""
     return free - max(min(RESERVE[tier], free // 8), free // 20)
+
+
+def beside_plan(nbytes: int) -> int:
+    """Bytes of main memory that a process takes beside so many of a plan, at most.
+
+    Page tables; threads and their stacks, what is read ahead of whole pages, and Python's objects.
+    """
+    return nbytes // 512 + (4 << 20)
 
 
 def _disk_free(folder: Path | None) -> int:

@@ -261,6 +261,14 @@ def test_errors_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_limit_without_room_for_the_libraries_is_one_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.cli.options.left_by_limits", lambda: 100 << 20)
+    monkeypatch.setattr("qoff.cli.options.own_memory", lambda: 60 << 20)
+    assert "leaves it 160.0 MiB" in fail("generate", checkpoint, "Hello")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from qoff.errors import BudgetError
+from qoff.kernels import ops
 from qoff.kernels.cpu.jit import compiled
 from qoff.kernels.cpu.packed_attention import job
 
@@ -33,3 +36,14 @@ def test_a_change_in_a_subfolder_changes_the_stamp(tmp_path, change):
     else:
         source.rename(source.with_name("other.py"))
     assert compiled.stamp(tmp_path) != before
+
+
+def test_compiling_is_refused_where_a_limit_has_no_room(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(ops, "left_by_limits", lambda: 100 << 20)
+    ops._check_room_to_compile.cache_clear()
+    assert ops.ops_for(cpu)  # what these tests run is compiled
+    ops._check_room_to_compile.cache_clear()
+    monkeypatch.setattr(compiled, "stamp", lambda *_: "none")
+    with pytest.raises(BudgetError, match="not compiled yet"):
+        ops.ops_for(cpu)

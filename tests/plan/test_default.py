@@ -12,6 +12,8 @@ import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.plan import Plan, default
 from qoff.plan.explain import explain
+from qoff.plan.manual import Memory
+from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from tests.tiny_models import tiny_checkpoint
 
@@ -54,6 +56,36 @@ def test_what_does_not_fit_is_planned_and_runs(
     (line,) = [r.getMessage() for r in caplog.records if r.name == default.__name__]
     assert "5.0 MiB free" in line
     assert "limit: " in line
+
+
+def test_no_bound_is_above_what_a_limit_leaves(
+    free: dict[str, int],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64"))
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(default, "left_by_limits", lambda: 80 * MIB)  # an eighth is a reserve
+    with caplog.at_level(logging.WARNING):
+        assert default.within_limit(CPU, 70 * MIB, 5 * MIB) == (70 * MIB, 5 * MIB)
+        assert default.within_limit(CPU, None, 5 * MIB) == (65 * MIB, 5 * MIB)
+        assert default.within_limit(gpu, GIB, None) == (GIB, None)
+        assert default.default_bounds(checkpoint, CPU) == (70 * MIB, None)
+        assert not caplog.records
+        assert default.within_limit(CPU, GIB, GIB) == (70 * MIB, 0)
+        assert default.within_limit(gpu, GIB, GIB) == (GIB, 70 * MIB)
+    assert "device_memory is 1.0 GiB, but the limit" in caplog.records[0].getMessage()
+    assert "70.0 MiB" in caplog.records[0].getMessage()
+    assert len(caplog.records) == 3
+    kv_on_host = Plan(device_memory="1GiB", kv_placement=qoff.KVPlacement(0, 1))
+    found = default.plan_within_limit(kv_on_host, checkpoint, CPU)
+    sizes = ModelSizes.of_checkpoint(checkpoint)
+    on_host = Memory.of(kv_on_host, sizes.spec, sizes.shapes).total("host")
+    assert on_host > 0
+    assert found == replace(kv_on_host, device_memory=70 * MIB - on_host)
+    monkeypatch.setattr(default, "left_by_limits", lambda: None)
+    assert default.plan_within_limit(kv_on_host, checkpoint, CPU) == kv_on_host
 
 
 def test_bounds_of_a_model_that_does_not_fit(
