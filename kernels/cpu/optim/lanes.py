@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.core import types
 
 from qoff.kernels.cpu.jit.emit import (
+    HAS_BF16,
     I8,
     LANES,
     V_F16,
@@ -27,8 +28,10 @@ from qoff.kernels.cpu.jit.emit import (
     call_llvm,
     const_f32,
     const_i32,
+    fma,
+    lanes,
     load,
-    maximum,
+    rounded_bf16,
 )
 from qoff.kernels.cpu.jit.simd import f32x16, vector_intrinsic
 from qoff.kernels.processor import host_features
@@ -60,13 +63,20 @@ def load_bf16(b, address):
 
 @vector_intrinsic(types.void, _i64, f32x16)
 def store_bf16(b, address, value):
-    """16 numbers rounded to bfloat16, ties to even; NaN stays NaN."""
-    bits = b.bitcast(value, V_I32)
-    odd = b.and_(b.lshr(bits, const_i32(16)), const_i32(1))
-    rounded = b.add(b.add(bits, const_i32(0x7FFF)), odd)
-    quiet = b.or_(bits, const_i32(0x400000))
-    rounded = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
-    words = b.trunc(b.lshr(rounded, const_i32(16)), _V_I16)
+    """16 numbers rounded to bfloat16, ties to even; NaN stays NaN.
+
+    Below 2^-126 they are 0 where the processor rounds them itself.
+    """
+    if HAS_BF16:
+        both = rounded_bf16(b, value, value)
+        words = lanes(b, both, both, 0, LANES)
+    else:
+        bits = b.bitcast(value, V_I32)
+        odd = b.and_(b.lshr(bits, const_i32(16)), const_i32(1))
+        rounded = b.add(b.add(bits, const_i32(0x7FFF)), odd)
+        quiet = b.or_(bits, const_i32(0x400000))
+        rounded = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+        words = b.trunc(b.lshr(rounded, const_i32(16)), _V_I16)
     b.store(words, at(b, address, 0, _V_I16), align=1)
 
 
@@ -76,61 +86,56 @@ def store_f16(b, address, value):
     b.store(b.fptrunc(value, V_F16), at(b, address, 0, V_F16), align=1)
 
 
-def _reciprocal_root(b, x, features=_FEATURES):
-    """1 / sqrt(x), to a relative error of 2^-14; of a number from _LEAST on."""
-    if "avx512f" in features:
+def _store_rounded(b, address, value, factor, least=None):
+    """Products as bytes, by the last bits of their sum with 1.5 * 2^23: ties to even."""
+    bits = b.bitcast(fma(b, value, factor, const_f32(1.5 * 2**23)), V_I32)
+    codes = b.trunc(bits, _V_I8)
+    if least is not None:
+        codes = b.select(b.icmp_unsigned(">", codes, least), codes, least)
+    b.store(codes, at(b, address, 0, _V_I8), align=1)
+
+
+@vector_intrinsic(f32x16, f32x16)
+def reciprocal_root(b, x):
+    """1 / sqrt(x), to a relative error of 2^-14; of a number that is not negative, 1e18 of 0."""
+    bits, least = b.bitcast(x, V_I32), b.bitcast(const_f32(_LEAST), V_I32)
+    x = b.bitcast(b.select(b.icmp_signed(">", bits, least), bits, least), V_F32)
+    if "avx512f" in _FEATURES:
         name = "llvm.x86.avx512.rsqrt14.ps.512"
         return call_llvm(b, name, V_F32, [x, x, ir.Constant(ir.IntType(16), -1)])
     return b.fdiv(const_f32(1.0), call_llvm(b, "llvm.sqrt.v16f32", V_F32, [x]))
 
 
-def _store_rounded(b, address, value):
-    """Numbers as bytes, by the last bits of their sum with 1.5 * 2^23: ties to even."""
-    bits = b.bitcast(b.fadd(value, const_f32(1.5 * 2**23)), V_I32)
-    b.store(b.trunc(bits, _V_I8), at(b, address, 0, _V_I8), align=1)
-
-
-@vector_intrinsic(f32x16, f32x16)
-def reciprocal_root(b, x):
-    """1 / sqrt(x), about 1e18 of 0; see `_reciprocal_root`."""
-    return _reciprocal_root(b, maximum(b, x, const_f32(_LEAST)))
-
-
 @vector_intrinsic(f32x16, f32x16)
 def reciprocal(b, x):
-    """1 / x, to a relative error of 2^-14; of a positive number."""
+    """1 / x, to a relative error of 2^-14."""
     if "avx512f" in _FEATURES:
         name = "llvm.x86.avx512.rcp14.ps.512"
         return call_llvm(b, name, V_F32, [x, x, ir.Constant(ir.IntType(16), -1)])
     return b.fdiv(const_f32(1.0), x)
 
 
-@vector_intrinsic(f32x16, _i64, f32x16)
-def load_first(b, address, scale):
-    """16 first moments of their codes. scale: that of their block / 127^2."""
+@vector_intrinsic(f32x16, _i64)
+def load_first(b, address):
+    """16 first moments of their codes, in parts of the scale / 127^2."""
     x = b.sitofp(b.sext(load(b, address, 0, _V_I8), V_I32), V_F32)
-    return b.fmul(b.fmul(x, call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])), scale)
+    return b.fmul(x, call_llvm(b, "llvm.fabs.v16f32", V_F32, [x]))
 
 
-@vector_intrinsic(types.void, _i64, f32x16, f32x16)
-def store_first(b, address, value, inverse):
-    """16 first moments as codes. inverse: 127^2 / the scale of their block."""
-    x = b.fmul(call_llvm(b, "llvm.fabs.v16f32", V_F32, [value]), inverse)
-    x = maximum(b, x, const_f32(_LEAST))
-    root = b.fmul(x, _reciprocal_root(b, x))
-    _store_rounded(b, address, call_llvm(b, "llvm.copysign.v16f32", V_F32, [root, value]))
-
-
-@vector_intrinsic(f32x16, _i64, f32x16)
-def load_second(b, address, scale):
-    """16 second moments of their codes. scale: the root of that of their block / 255^2."""
+@vector_intrinsic(f32x16, _i64)
+def load_second(b, address):
+    """Roots of 16 second moments of their codes, in parts of the scale's root / 255^2."""
     x = b.uitofp(b.zext(load(b, address, 0, _V_I8), V_I32), V_F32)
-    root = b.fmul(b.fmul(x, x), scale)
-    return b.fmul(root, root)
+    return b.fmul(x, x)
 
 
 @vector_intrinsic(types.void, _i64, f32x16, f32x16)
-def store_second(b, address, reciprocal, inverse):
-    """16 second moments as codes, of 1 / their roots. inverse: 255 / the scale's fourth root."""
-    code = b.fmul(_reciprocal_root(b, reciprocal), inverse)
-    _store_rounded(b, address, maximum(b, code, const_f32(1.0)))
+def store_first(b, address, root, inverse):
+    """16 first moments as codes, of roots with their signs. inverse: 127 / the scale's root."""
+    _store_rounded(b, address, root, inverse)
+
+
+@vector_intrinsic(types.void, _i64, f32x16, f32x16)
+def store_second(b, address, root, inverse):
+    """16 second moments as codes, of fourth roots. inverse: 255 / the scale's fourth root."""
+    _store_rounded(b, address, root, inverse, ir.Constant(_V_I8, [1] * LANES))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 BLOCK = 256  # moments of 8 bits that share a scale
-SCRATCH_BYTES = 2 * 2 * 4 * BLOCK  # of a thread: both moments of two blocks
+ROOTS_BYTES = 2 * 4 * BLOCK + 64  # of both moments of a block, and factors that make codes of them
+SCRATCH_BYTES = 2 * ROOTS_BYTES + 4 * BLOCK  # of a thread: those of two blocks, gradients of one
 
 
 def update_bytes(threads: int) -> int:

@@ -10,8 +10,9 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, fail
 
-from .job import ADAM, LION, SGD, UpdateArguments, update_job
+from .job import update_job
 from .scratch import BLOCK, update_bytes
+from .weights import ADAM, LION, SGD, UpdateArguments
 
 _OP = "update"
 _RULES = {"adam": ADAM, "sgd": SGD, "lion": LION}
