@@ -114,7 +114,8 @@ def test_codes_are_the_nearest_in_the_root_of_a_share() -> None:
     assert bool((state.second >= 1).all())  # rounded up: else a step could be of any size
 
 
-def test_a_step_reads_the_codes_of_the_last() -> None:
+@pytest.mark.parametrize("changes", [{}, {"grad_scale": 0.5}, {"grad_scale": 1e-12}, {"l2": DECAY}])
+def test_a_step_reads_the_codes_of_the_last(changes: dict[str, float]) -> None:
     torch.manual_seed(0)
     ours, state = torch.randn(CODED), moments(CODED, True, coded=True)
     for step in range(1, 4):
@@ -127,10 +128,19 @@ def test_a_step_reads_the_codes_of_the_last() -> None:
             first = dequantized(state.first, state.first_scale)
             second = dequantized(state.second, state.second_scale)
         before, wanted = ours.clone(), ours.clone()
-        update(adam_rule(step), wanted, grad, Moments(first, second))
-        update(adam_rule(step), ours, grad, state)
+        update(adam_rule(step, **changes), wanted, grad, Moments(first, second))
+        update(adam_rule(step, **changes), ours, grad, state)
         moved = (wanted - before).abs()
         assert ((ours - wanted).abs() <= UPDATES + ESTIMATES * moved).all()
+
+
+def test_a_rate_of_0_changes_no_weight() -> None:
+    for coded in (False, True):
+        before, state = torch.randn(CODED), moments(CODED, True, coded)
+        before[5] = 0
+        w = before.clone()
+        update(Rule("adam", 0.0, 0.9, 0.99, eps=1e-8), w, torch.ones(CODED), state)
+        assert torch.equal(w, before)
 
 
 @pytest.mark.parametrize("name", ["sgd", "lion"])
