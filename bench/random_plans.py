@@ -211,7 +211,7 @@ class Trial:
         except Exception as error:
             outcome, wrong = "failed", repr(error)
         gc.collect()
-        left = [x.name for x in set(threading.enumerate()) - threads if x.name != "qoff-cpu"]
+        left = [x.name for x in set(threading.enumerate()) - threads if "qoff-cpu" not in x.name]
         if left or _open_files() != files:
             wrong = wrong or f"left open: threads {left}, files {_open_files() - files}"
         return outcome, wrong

@@ -24,6 +24,7 @@ from qoff.memory.io.spill import SpillFile
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.checkpoint.samples import write
+from tests.instruments import threads_beside
 from tests.io_faults import SHORT, each_call
 from tests.memory.checkpoints import write_checkpoint
 from tests.tiny_models import QUANT, save_model, tiny_checkpoint
@@ -42,8 +43,7 @@ def nothing_left_open() -> Iterator[None]:
     threads, files = set(threading.enumerate()), open_files()
     yield
     gc.collect()
-    left = [x.name for x in set(threading.enumerate()) - threads]
-    assert [name for name in left if not name.startswith(("qoff-cpu", "tqdm"))] == []
+    assert threads_beside(threads) == []
     assert open_files() == files
 
 

@@ -30,7 +30,7 @@ from qoff.memory.activations import ParkedActivations
 from qoff.memory.io.spill import SpillFile
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
-from tests.instruments import POISON
+from tests.instruments import POISON, threads_beside
 from tests.links import Link, behind
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,8 +79,7 @@ def nothing_left_behind(checkpoint: Path, expected: list[Completion]) -> Iterato
     threads = set(threading.enumerate())
     yield
     gc.collect()
-    left = [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("qoff-")]
-    assert [name for name in left if not name.startswith("qoff-pool")] == []
+    assert threads_beside(threads) == []
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

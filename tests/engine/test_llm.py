@@ -23,7 +23,7 @@ from qoff.memory import plan_residency
 from qoff.models import runtime
 from qoff.models.native.decoder import Decoder
 from qoff.plan import Plan
-from tests.instruments import POISON
+from tests.instruments import POISON, threads_beside
 from tests.tiny_families import EOS
 from tests.tiny_models import budgets
 
@@ -356,8 +356,7 @@ def test_threads_and_memory_are_given_back(checkpoint: Path) -> None:
     assert len(llm.generate(PROMPTS[:2], PARAMS)) == 2
     del llm
     gc.collect()
-    left = [t.name for t in set(threading.enumerate()) - before]
-    assert not [name for name in left if not name.startswith("qoff-pool")]
+    assert threads_beside(before) == []
 
 
 def test_the_trace_shows_computation_and_moves(checkpoint: Path, tmp_path: Path) -> None:

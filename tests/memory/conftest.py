@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qoff.checkpoint import Checkpoint
+from tests.instruments import threads_beside
 from tests.memory.checkpoints import write_checkpoint
 from tests.memory.kinds import KINDS, LAYERS, PACKING
 
@@ -34,5 +35,4 @@ def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
 def no_thread_left() -> Iterator[None]:
     threads = set(threading.enumerate())
     yield
-    left = [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("qoff-")]
-    assert left == []
+    assert threads_beside(threads) == []

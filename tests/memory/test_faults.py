@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -30,6 +28,7 @@ from qoff.memory import (
 from qoff.memory.io.direct import DirectFile
 from qoff.memory.io.transfers import FileDigest
 from qoff.memory.plan import EMBEDDING, Image
+from tests.instruments import threads_beside
 from tests.memory.checkpoints import Truth, all_names, write_checkpoint
 
 LAYERS = 4
@@ -57,8 +56,7 @@ def nothing_left_behind() -> Iterator[None]:
     before = len(list(Path("/proc/self/fd").iterdir()))
     threads = set(threading.enumerate())  # other tests' models may be open
     yield
-    left = [t.name for t in set(threading.enumerate()) - threads if t.name.startswith("qoff-")]
-    assert left == []
+    assert threads_beside(threads) == []
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -90,27 +88,6 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-def test_a_read_error_is_raised_where_the_unit_is_acquired_and_nowhere_else(
-    checkpoint: Checkpoint,
-) -> None:
-    name = checkpoint.layers[2].path.name
-    faulty = Faulty(name, OSError(errno.EIO, "Input/output error"))
-    transfers = ThreadTransfers(DiskReader(preadv=faulty.preadv))
-    truth = Truth(checkpoint, "rows16")
-    with WeightStore(checkpoint, residency_of(checkpoint, []), transfers=transfers) as store:
-        for _ in range(2):
-            for unit in UNITS:
-                if unit == 2:
-                    with pytest.raises(DiskReadError, match=rf"{name}.*Input/output error"):
-                        store.acquire(unit)
-                else:
-                    with store.use(unit) as weights:
-                        assert truth.wrong(unit, weights) == []
-        faulty.broken = False
-        with store.use(2) as weights:
-            assert truth.wrong(2, weights) == []
-
-
 def test_a_file_truncated_after_opening_is_a_disk_read_error(checkpoint: Checkpoint) -> None:
     path = checkpoint.layers[1].path
     os.truncate(path, checkpoint.layers[1].nbytes - 5000)
@@ -125,22 +102,6 @@ def test_a_file_removed_after_opening_is_a_disk_read_error(checkpoint: Checkpoin
     checkpoint.layers[0].path.unlink()
     with pytest.raises(DiskReadError, match="00000"):
         WeightStore(checkpoint, plan_residency(checkpoint, None))
-
-
-@pytest.mark.parametrize("where", ["header", "data", "last"])
-def test_a_flipped_bit_in_a_streamed_file_is_found_when_it_first_streams(
-    checkpoint: Checkpoint, where: str
-) -> None:
-    file = checkpoint.layers[1]
-    flip(file.path, {"header": 9, "data": file.data_start + 100, "last": file.nbytes - 1}[where])
-    with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:
-        with store.use(0):
-            pass
-        for _ in range(2):
-            with pytest.raises(ChecksumError, match=file.path.name):
-                store.acquire(1)
-    with WeightStore(checkpoint, residency_of(checkpoint, []), verify=False) as store:
-        store.acquire(1)
 
 
 @pytest.mark.parametrize("at", [0, -1])
@@ -195,32 +156,6 @@ def test_the_death_of_reading_threads_is_an_error_and_not_a_hang(
             for unit in UNITS:
                 with pytest.raises(DiskReadError, match="died"):
                     consume(store, [unit])
-
-
-def slow(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    time.sleep(0.02)
-    return os.preadv(fd, views, offset)
-
-
-def test_close_wakes_those_who_wait(checkpoint: Checkpoint) -> None:
-    transfers = ThreadTransfers(DiskReader(threads=1, chunk=4096, preadv=slow))
-    plan = residency_of(checkpoint, [])
-    store = WeightStore(checkpoint, plan, transfers=transfers, verify=False)
-    outcome: list[object] = []
-
-    def consume() -> None:
-        try:
-            outcome.append(store.acquire(0))
-        except DiskReadError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    store.close()
-    thread.join(20)
-    assert not thread.is_alive()
-    assert len(outcome) == 1
-    assert isinstance(outcome[0], (DiskReadError, ValueError))
 
 
 def test_a_closed_store_serves_nothing_and_closes_again(checkpoint: Checkpoint) -> None:
