@@ -23,8 +23,7 @@ from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.decoder import check_on_gpu
-from qoff.models.native.layer import layer_bytes
-from qoff.models.native.pass_bytes import embedded_bytes, logits_bytes
+from qoff.models.native.pass_bytes import embedded_bytes, layer_bytes, logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import packed_bytes
 from qoff.models.spec import DecoderSpec

@@ -69,8 +69,6 @@ def check_on_gpu(spec: DecoderSpec) -> None:
     kind = None
     if spec.value_norm:
         kind = "attention with values that are normalized (Gemma 4)"
-    elif spec.per_layer is not None or spec.shared_kv:
-        kind = "attention to keys and values of other layers, or embeddings of layers,"
     elif spec.linear is not None:
         kind = "linear attention (Qwen3-Next, Qwen3.5)"
     if kind is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -17,7 +17,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.memory import EXPERTS, Expert, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
-from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass, first_rows, mlp_tokens
+from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
 from .experts import Choice, Experts
@@ -353,61 +353,3 @@ def columns(memory: Tensor | None, width: int) -> Tensor | None:
     if memory is None or memory.shape[1] == width:
         return memory
     return memory.flatten()[: len(memory) * width].view(len(memory), width)
-
-
-def layer_bytes(
-    spec: DecoderSpec,
-    tokens: int,
-    dtype: torch.dtype,
-    *,
-    linear_bytes: Callable[[int, int, int], int],
-    experts_bytes: Callable[[int, int, int, int, int], int],
-    attention_bytes: int,
-    tiled: bool = False,
-) -> int:
-    """The most bytes that a layer of `tokens` tokens allocates, on ops that allocate their results.
-
-    As if attention, and then the MLP or the experts, freed nothing before their end. linear_bytes:
-    of a matmul, by tokens, rows and columns of its matrix. experts_bytes: of the experts' op, by
-    tokens, top_k, number and inner size of experts, and hidden size. attention_bytes: of its op.
-    tiled: where matrices may come in tiles, and experts one by one.
-    """
-    hidden, item = spec.hidden_size, dtype.itemsize
-    part = mlp_tokens(tokens, tiled, on_gpu=True)
-    normed = tokens * hidden * (2 * item + 8)  # in float32 and back
-    aside = tokens * hidden * item  # added later: scaled, or what a parallel attention returns
-
-    def linear(count: int, rows: int, columns: int) -> int:
-        # The whole result beside that of a tile, and what a tile is added to.
-        return linear_bytes(count, rows, columns) + 2 * count * rows * item * tiled
-
-    attention = linear(tokens, spec.qkv_rows, hidden) + attention_bytes
-    attention += linear(tokens, hidden, spec.o_columns) + normed + aside
-    if spec.latent is not None:  # queries and keys, and values of heads
-        attention += tokens * (spec.attention_width + spec.o_columns) * item
-        attention += tokens * spec.latent.query_latent * item
-        if spec.latent.query_latent:
-            attention += linear(tokens, spec.q_rows, spec.latent.query_latent)
-    if spec.qk_norm == "all":
-        attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
-    attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
-
-    def mlp(inner: int) -> int:
-        first = linear(part, 2 * inner if spec.gated else inner, hidden)
-        activated = 3 * part * inner * item
-        return first + activated + linear(part, hidden, inner)
-
-    rest = mlp(spec.widest_mlp)
-    if spec.experts is not None:
-        experts = spec.experts
-        some = mlp_tokens(tokens, tiled, on_gpu=True)
-        routed = some * (experts.count * (item + 12 + 16 * experts.judged) + experts.top_k * 24)
-        routed += linear(some, experts.count, hidden)
-        sizes = (experts.top_k, experts.count, experts.intermediate_size, hidden)
-        shared = mlp(experts.shared_size) + 3 * aside if experts.shared_size else 0
-        pairs = tokens * experts.top_k
-        waves = pairs * (4 * hidden + 32) + min(pairs, WAVE_PAIRS) * hidden * (item + 4)
-        waves *= tiled
-        weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
-        rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves)
-    return max(attention, rest + normed + 2 * aside)
