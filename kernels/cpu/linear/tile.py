@@ -41,7 +41,7 @@ from .scales import ROW_BLOCK_BYTES, scale_and_minimum
 
 VECTOR_BYTES = 64
 UNROLL = 32  # elements of K handled by one pass of the inner loop: the smallest group
-AHEAD_BYTES = 256  # of later codes that a tile of several tokens asks for in such a pass
+AHEAD_BYTES = 512  # of later codes that a tile of several tokens asks for in such a pass
 
 
 @dataclass(frozen=True)
