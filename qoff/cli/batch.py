@@ -101,7 +101,10 @@ class PlanOptions:
             activation_bits=bits,
             **given,
         )
-        return None if plan == Plan() else plan, opening
+        plain = Plan(prefill_tokens=_defaults(type(self))["prefill_tokens"])
+        if plan != plain:
+            return plan, opening
+        return None, opening if plain == Plan() else {**opening, "_plain": plain}
 
 
 def _adapters(given: list[str] | None) -> dict[str, str]:

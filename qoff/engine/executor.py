@@ -38,6 +38,7 @@ from qoff.models.native.decoder import Decoder, head_shapes, new_states
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
+from qoff.system_memory import keep_large_apart
 
 from .admission import Limits
 
@@ -92,6 +93,8 @@ class Executor(ABC):
         draft_bytes: int = 0,
     ) -> None:
         own.callback(release_scratch)
+        if device.type == "cpu":  # a plan counts what is in use
+            keep_large_apart()
         self.plan, self.device, self.dtype = plan, device, dtype
         self.instrumentation = instrumentation
         self._adapter_paths, self._draft_bytes = adapters or {}, draft_bytes
@@ -325,7 +328,10 @@ class CpuExecutor(Executor):
     def _open_blocks(self) -> Sequence[TieredBlocks]:
         self._recent_workspace = RecentWorkspace()
         arenas, hooks = dict(self.arenas), self.instrumentation
-        plans, numbers = self.memory.blocks, self.spec.attention_layers
+        plans = self.memory.blocks
+        numbers: Sequence[int] = range(len(self.shapes))
+        if isinstance(self.runtime.decoder, Decoder):
+            numbers = self.spec.attention_layers
         self._staging = Staging(plans.plans, arenas, self._copies, hooks)
         stores, spill_at = list[TieredBlocks](), 0
         for group, plan in plans.groups:

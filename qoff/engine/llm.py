@@ -82,13 +82,16 @@ class LLM:
         trust_remote_code: bool = False,
         trace: str | PathLike[str] | None = None,
         _instrumentation: Instrumentation = PLAIN,
+        _plain: Plan | None = None,  # in place of `Plan()`, where nothing is given and it fits
     ) -> None:
         where = resolve_device(device)
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
         if isinstance(plan, str | PathLike):
             plan = read_plan(plan)
         chosen = plan is None and device_bytes is None and host_bytes is None
-        plan = _bounded(plan or Plan(), device_memory=device_bytes, host_memory=host_bytes)
+        plan = _bounded(
+            plan or _plain or Plan(), device_memory=device_bytes, host_memory=host_bytes
+        )
         self._trace = None if trace is None else checked_path(trace)
         if trace is not None:
             _instrumentation = replace(_instrumentation, timeline=Timeline())
@@ -111,7 +114,7 @@ class LLM:
         if has_tokenizer(found):
             self.tokenizer = load_tokenizer(found, trust_remote_code)
         if chosen:  # of what is free beside the tokenizer
-            plan = default_plan(checkpoint, where, hidden)
+            plan = default_plan(checkpoint, where, hidden, plain=_plain)
         else:
             plan = plan_within_limit(plan, checkpoint, where)
         kind: type[Executor] = CpuExecutor

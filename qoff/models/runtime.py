@@ -97,7 +97,7 @@ class Runtime:
     ) -> None:
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         where = resolve_device(device)
-        if where.type == "cpu" and (device_memory is not None or bound is not None):
+        if where.type == "cpu" and device_memory is not None:
             keep_large_apart()
         ops = instrumentation.ops_for(where, activation_bits)
         if where.type == "cpu" and ops.CACHE == "device":  # a GPU's ops in tests

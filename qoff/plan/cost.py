@@ -326,9 +326,9 @@ class CostModel:
             layers, top_k = self.mixture.experts.layers, self.mixture.experts.top_k
             for m, count in ((rows, sum(layers[:-1])), (head_rows, layers[-1])):
                 chosen = self.mixture.wanted(m) * self.mixture.experts.count
-                columns = sizes.expert_columns * count / sum(layers) * chosen
+                weights = sizes.expert_columns * count / sum(layers) * chosen
                 own = np.maximum(1.0, m * top_k / chosen)
-                parts.append((self.layer_bits, columns, largest, own))
+                parts.append((self.layer_bits, weights, largest, own))
         for bits, columns, nbytes, m in parts:
             first = device.matmul_s(bits, m, self.activation_bits)
             near = (

@@ -28,15 +28,19 @@ _SHARE = 0.1  # of the weights, where that is more
 
 
 def default_plan(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, share: float = 1.0
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    share: float = 1.0,
+    plain: Plan | None = None,
 ) -> Plan:
-    """`Plan()` where it fits the memory that is free; else the planner's, and a line says why.
+    """`plain` where it fits the memory that is free; else the planner's, and a line says why.
 
-    share: of what is free but on a GPU, where other processes have the rest. The planner assumes
-    prompts and answers that fill `Plan().context`. Raises BudgetError, in a line, where nothing
-    fits.
+    share: of what is free but on a GPU, where other processes have the rest. plain: without bounds;
+    None: `Plan()`. The planner assumes prompts and answers that fill its context. Raises
+    BudgetError, in a line, where nothing fits.
     """
-    plain = Plan()
+    plain = plain or Plan()
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
     sizes, spill = ModelSizes.of_checkpoint(checkpoint), _spill_folder()

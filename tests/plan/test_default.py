@@ -37,6 +37,8 @@ def test_what_fits_is_as_before(
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
     checkpoint = Checkpoint.open(path)
     assert default.default_plan(checkpoint, CPU, torch.float32) == Plan()
+    plain = Plan(prefill_tokens=256)
+    assert default.default_plan(checkpoint, CPU, torch.float32, plain=plain) == plain
     assert default.default_bounds(checkpoint, CPU) == (None, None)
 
 
