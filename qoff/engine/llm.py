@@ -32,7 +32,7 @@ from qoff.plan.default import default_plan, plan_within_limit
 from qoff.plan.saved import read_plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
-from qoff.system_memory import refusals
+from qoff.system_memory import left_by_limits, refusals
 
 from .adapting import adapter_of
 from .admission import Admission
@@ -113,6 +113,9 @@ class LLM:
         self.tokenizer = None
         if has_tokenizer(found):
             self.tokenizer = load_tokenizer(found, trust_remote_code)
+        self._reader = PromptReader(self.tokenizer)
+        if left_by_limits() is not None:
+            self._reader.warm()
         if chosen:  # of what is free beside the tokenizer
             plan = default_plan(checkpoint, where, hidden, plain=_plain)
         else:
@@ -143,7 +146,6 @@ class LLM:
         self._resources.callback(source.close)
         weakref.finalize(self, only_here(self._resources.close))
         opened = source.open(plan)
-        self._reader = PromptReader(self.tokenizer)
         self._defaults: SamplingParams | None = None
         self.checkpoint = checkpoint
         executor = opened.executor

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Number
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from qoff.errors import ArgumentError, raised_as
+from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.hf.chat import ChatRenderer
 from qoff.schema import shown
 
+_WARM = 512  # times four words, which are read before memory is measured
 _FORMS = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
@@ -58,6 +60,14 @@ class PromptReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer()
+
+    def warm(self) -> None:
+        """Have what reads prompts take its memory now: a process for templates, threads."""
+        if self._tokenizer is not None:
+            self._tokenizer("a b c d " * _WARM)
+            if getattr(self._tokenizer, "chat_template", None):
+                with suppress(QoffError):  # whoever asks with it hears of it
+                    self._renderer.render(self._tokenizer, [{"role": "user", "content": "a"}])
 
     def close(self) -> None:
         """End the process that renders chat templates, if there is one."""

@@ -17,7 +17,14 @@ from qoff.models.modules.configs import is_native
 from qoff.system_memory import left_by_limits
 from qoff.units import format_size
 
-from .machine import assumed_profile, beside_plan, kept_profile, usable_memory, with_reserve
+from .machine import (
+    LIMITED,
+    assumed_profile,
+    beside_plan,
+    kept_profile,
+    usable_memory,
+    with_reserve,
+)
 from .manual import Memory, Plan
 from .sizes import ModelSizes
 from .workload import Lengths, Workload
@@ -119,7 +126,10 @@ def within_limit(
         whole = own + (host_bytes or 0) + taken
         if whole + beside_plan(whole) <= left:
             return device_bytes, host_bytes
-    there, wanted = with_reserve(HOST, left) - taken, {DEVICE: device_bytes, HOST: host_bytes}
+    there, wanted = (
+        with_reserve(HOST, max(0, left - LIMITED)) - taken,
+        {DEVICE: device_bytes, HOST: host_bytes},
+    )
     if device.type != "cpu":
         del wanted[DEVICE]
     elif device_bytes is None:

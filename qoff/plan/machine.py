@@ -18,13 +18,14 @@ from qoff.kernels.ops import ops_for
 from qoff.kernels.processor import usable_threads
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.settings import cache_directory
-from qoff.system_memory import free_memory
+from qoff.system_memory import free_memory, left_by_limits
 
 from .processor import Processor
 from .profile import Link, MachineProfile
 
 logger = logging.getLogger(__name__)
 # Bytes that are left free: so many, but no more than an eighth, and no less than a twentieth.
+LIMITED = 24 << 20  # of main memory first, under a cgroup's limit: what serving takes beside plans
 RESERVE = {DEVICE: 512 << 20, HOST: 1 << 30, DISK: 2 << 30}
 
 
@@ -37,6 +38,8 @@ def usable_memory(device: torch.device, folder: Path | None) -> dict[str, int]:
     """
     free = free_memory()
     main = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+    if left_by_limits() is not None:
+        main = max(0, main - LIMITED)
     found = {HOST: with_reserve(HOST, main), DISK: with_reserve(DISK, _disk_free(folder))}
     if device.type != "cuda":
         return {DEVICE: found[HOST], HOST: 0, DISK: found[DISK]}
