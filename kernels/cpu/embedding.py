@@ -143,7 +143,7 @@ def embedding(
         weight.bits, address(residual), stride, out.data_ptr(), 4 * out.stride(0), 0,
         rows_each, scale,
     )  # fmt: skip
-    default_pool().run(embedding_job.address, a)
+    default_pool().run(embedding_job.address, a, keep=ids)
     if a.wrong:
         low, high = (int(x) * rows_each + offset for x in ids.aminmax())
         high += rows_each - 1

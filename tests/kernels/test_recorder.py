@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.cpu.jit import recorder as recorders
 from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.cpu.jit.recorder import JobRecorder, deferring
 from qoff.kernels.layout.qtensor import QTensor
@@ -121,6 +122,24 @@ def test_deferred_work_is_done_before_torch_computes_and_at_the_end(weight: QTen
     assert torch.equal(found[1], wanted[1])
 
 
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize(
+    "copied",
+    [lambda x: x.to(torch.float64), lambda x: x.t().contiguous(), lambda x: x.t().reshape(-1)],
+    ids=["to", "contiguous", "reshape"],
+)
+def test_copies_are_of_what_deferred_work_has_computed(
+    copied: Callable[[Tensor], Tensor], inference: bool, weight: QTensor
+) -> None:
+    X.normal_()
+    wanted = copied(cpu.w4_linear(X, weight))
+    with torch.inference_mode(inference), deferring():
+        y = cpu.w4_linear(X, weight)
+        assert y.flatten().data_ptr() == y.contiguous().data_ptr()
+        found = copied(y)
+    assert torch.equal(found, wanted)
+
+
 def test_deferred_work_computes_later(weight: QTensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it in one list, whose scratch may have moved; or never, if what defers it fails."""
     pool, launches = default_pool(), list[int]()
@@ -141,6 +160,15 @@ def test_deferred_work_computes_later(weight: QTensor, monkeypatch: pytest.Monke
         cpu.w4_linear(cpu.w4_linear(X, weight), weight, activation_bits=5)
     assert launches == [2]
     assert torch.equal(cpu.w4_linear(inner, weight), wanted)
+
+
+def test_deferred_work_gives_back_what_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "_UNUSED_BYTES", 1 << 12)
+    mode = recorders._Deferring(default_pool())
+    with default_pool().deferring(), mode:
+        for rows in range(1, 50):
+            torch.empty(rows, 64)
+    assert sum(memory.nbytes for memory, _ in mode._allocated) <= (1 << 12) + 2 * 50 * 64 * 4
 
 
 def test_deferred_work_allocates_no_more_than_is_alive(weight: QTensor) -> None:

@@ -20,6 +20,7 @@ from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.kvcache.store.base import GrowingBlocks
 from tests.tolerances import PACKED_ATTENTION, assert_close
 
@@ -122,6 +123,15 @@ class Told:
 
 
 ATTENTION = {"cpu": cpu.attention, "reference": reference_ops.attention}
+
+
+def test_a_pass_takes_room_for_its_widest_layer_before_any_job_knows_where_it_is() -> None:
+    shapes = [HeadShape(4, heads, 64, 0.125) for heads in (1, 2)]
+    cache = PackedCache(shapes, FORMS, 1, workspace=RecentWorkspace())
+    for count in (100, 150):
+        step = cache.begin(Ragged.of([count], [0]))
+        narrow, wide = (step.open(layer).values.untyped_storage() for layer in range(2))
+        assert narrow.data_ptr() == wide.data_ptr()
 
 
 def test_a_store_may_pack_blocks_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .pool import Job, JobList, Pool, default_pool
 
+_UNUSED_BYTES = 16 << 20  # of memory that a deferral keeps for what is still to be computed
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.new_empty.default,
@@ -160,6 +162,7 @@ class _Kind(Enum):
     LOOKS = auto()  # views of it, sizes
     ALLOCATES = auto()
     TAKES = auto()  # what Python made: `torch.tensor`
+    IS_MADE_OF_OTHERS = auto()  # which come alone where inference mode is off
     COMPUTES = auto()
 
 
@@ -173,7 +176,10 @@ def _kind(func: Any) -> _Kind:
     if found is None:
         aliases = [result.alias_info for result in func._schema.returns]
         looks = aliases and all(alias is not None and not alias.is_write for alias in aliases)
-        found = _KINDS[func] = _Kind.LOOKS if looks else _Kind.COMPUTES
+        found = _Kind.LOOKS if looks else _Kind.COMPUTES
+        if looks and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            found = _Kind.IS_MADE_OF_OTHERS
+        _KINDS[func] = found
     return found
 
 
@@ -195,9 +201,11 @@ class _Deferring(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind(func)
+        if kind is _Kind.IS_MADE_OF_OTHERS:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         if kind is _Kind.COMPUTES:
-            self._pool.catch_up()
-            self._kept.clear()
+            self._catch_up()
         found = func(*args, **(kwargs or {}))
         if kind is _Kind.ALLOCATES:
             return self._own(found)
@@ -211,9 +219,21 @@ class _Deferring(TorchDispatchMode):
             if memory.nbytes == found.nbytes and _users(memory) == users:
                 break
         else:
+            self._let_go()
             memory = _bytes(found.nbytes)
             self._allocated.append((memory, _users(memory)))
         return memory.view(found.dtype).view(found.shape)
+
+    def _let_go(self) -> None:
+        """Give back what is used no more, if it is much: plans count what is alive."""
+        unused = [memory for memory, users in self._allocated if _users(memory) == users]
+        if sum(memory.nbytes for memory in unused) > _UNUSED_BYTES:
+            self._catch_up()
+            self._allocated = [one for one in self._allocated if _users(one[0]) != one[1]]
+
+    def _catch_up(self) -> None:
+        self._pool.catch_up()
+        self._kept.clear()
 
 
 def _bytes(count: int) -> Tensor:

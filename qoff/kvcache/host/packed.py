@@ -229,10 +229,10 @@ class PackedPass(SlotPass):
         late = list(self._lent)
         if not self._apart and self._completed:
             late = list(range(len(self._cache.shapes)))
+        self._closed += len(late)
         with _deferring() if late and self.in_place else nullcontext():
             for layer in late:
                 self._pack(layer)
-        self._closed += len(self._lent)
         self._lent.clear()
         super().end()
         if self._told is not None and not self._completed and not self.moves:
@@ -273,7 +273,7 @@ class PackedPass(SlotPass):
             return cache.recent.keys[layer], cache.recent.values[layer]
         room = len(self._slots), self._longest + 1
         if layer not in cache.lent:
-            return self._workspace.take(cache.shapes[layer], *room)
+            return self._workspace.take(cache.shapes[layer], *room, least=self._widest)
         if layer not in self._lent:
             self._lent[layer] = RecentWorkspace().take(cache.shapes[layer], *room)
         return self._lent[layer]
@@ -329,6 +329,13 @@ class PackedPass(SlotPass):
             ]
             found.append(np.array(rows, np.int64).reshape(-1, 3))
         return found
+
+    @cached_property
+    def _widest(self) -> int:
+        """Floats that the unpacked tokens of a layer take at most, in the workspace."""
+        shapes, room = self._cache.shapes, (len(self._slots), self._longest + 1)
+        widths = [s for layer, s in enumerate(shapes) if layer not in self._cache.lent]
+        return max((RecentWorkspace.floats_for(shape, *room) for shape in widths), default=0)
 
     @cached_property
     def _unmoved(self) -> NDArray[np.int64]:

@@ -59,11 +59,17 @@ class RecentWorkspace:
     def floats_for(shape: HeadShape, sequences: int, tokens: int) -> int:
         return sequences * shape.kv_heads * shape.cached_width * _whole_vectors(tokens)
 
-    def take(self, shape: HeadShape, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values for this many tokens of each sequence, with anything in them."""
+    def take(
+        self, shape: HeadShape, sequences: int, tokens: int, least: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values for this many tokens of each sequence, with anything in them.
+
+        least: floats that there is room for, at least: what later layers of a pass will take, since
+        jobs may be noted that know where the room of the first is.
+        """
         wanted = self.floats_for(shape, sequences, tokens)
-        if wanted > self._memory.numel():
-            self._memory = torch.empty(wanted)
+        if max(wanted, least) > self._memory.numel():
+            self._memory = torch.empty(max(wanted, least))
         keys, values = cache_shapes(sequences, shape, _whole_vectors(tokens))
         own = self._memory[:wanted].split([math.prod(keys), math.prod(values)])
         return own[0].view(keys), own[1].view(values)
