@@ -11,6 +11,6 @@ POISON = Instrumentation(poison=True)
 
 
 def threads_beside(before: Set[threading.Thread]) -> list[str]:
-    """The names of qoff's other threads that run, but of the pool of the CPU, which stays."""
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    return [x for x in left if x.startswith("qoff-") and not x.startswith("qoff-cpu")]
+    """The names of other threads that run, but of the pool of the CPU and of tqdm's, which stay."""
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    return [x.name for x in left if not (x.name.startswith("qoff-cpu") or "TMonitor" in str(x))]

@@ -1,12 +1,12 @@
 """Bytes at the peak beside those that were counted, and a cgroup that kills what takes more.
 
 A process of its own opens each plan in a memory cgroup (v1, as root) three times: to compile, for
-the peak, and with a limit. Requests fill what a plan has room for, and ask for what takes most:
-drawn tokens, penalties and log-probabilities. What was there before (Python, libraries, compiled
-kernels) does not count, and the checkpoint has no tokenizer. The limit is what the group has, and
-what a plan promises: its bytes of device and host memory, and `beside_plan` for the process. It
-counts what the kernel takes for the process, too, and pages of files as far as they cannot be
-dropped; code has room.
+the peak, and with a limit, which is set once the plan is open. Requests fill what a plan has room
+for, and ask for what takes most: drawn tokens, penalties and log-probabilities. What was there
+before (Python, libraries, compiled kernels) does not count, and the checkpoint has no tokenizer.
+The limit is what the group has, and what a plan promises: its bytes of device and host memory, and
+`beside_plan` for the process. It counts what the kernel takes for the process, too, and pages of
+files as far as they cannot be dropped; code has room.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measure(quick: bool, plans: Sequence[str] = ()) -> Report:
     """
     result = Report(
         "planner-budgets",
-        {"quick": quick},
+        {"quick": quick, "plans": list(plans)},
         "main memory: bytes counted, and at the peak of a process that is killed beyond them",
         ("plan", "counted MiB", "at the peak MiB", "beyond", "beyond MiB", "killed"),
     )

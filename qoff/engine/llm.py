@@ -118,8 +118,7 @@ class LLM:
             self._reader.warm()
         if chosen:  # of what is free beside the tokenizer
             plan = default_plan(checkpoint, where, hidden, plain=_plain)
-        else:
-            plan = plan_within_limit(plan, checkpoint, where)
+        plan = plan_within_limit(plan, checkpoint, where)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
         if is_modules(checkpoint):

@@ -63,11 +63,13 @@ class PromptReader:
 
     def warm(self) -> None:
         """Have what reads prompts take its memory now: a process for templates, threads."""
-        if self._tokenizer is not None:
-            self._tokenizer("a b c d " * _WARM)
-            if getattr(self._tokenizer, "chat_template", None):
-                with suppress(QoffError):  # whoever asks with it hears of it
-                    self._renderer.render(self._tokenizer, [{"role": "user", "content": "a"}])
+        if self._tokenizer is None:
+            return
+        with suppress(QoffError):  # whoever asks with it hears of it
+            self._encoded("a b c d " * _WARM, verbose=False)  # longer than some models' context
+        if getattr(self._tokenizer, "chat_template", None):
+            with suppress(QoffError):
+                self._renderer.render(self._tokenizer, [{"role": "user", "content": "a"}])
 
     def close(self) -> None:
         """End the process that renders chat templates, if there is one."""

@@ -116,20 +116,16 @@ def within_limit(
     """These bounds of device and host memory, or what a cgroup's limit leaves where that is less.
 
     On a CPU both are main memory: the device comes first, and has a bound in any case. taken: bytes
-    of main memory beside both. Where they do not fit with `beside_plan`, a reserve is left alone,
-    and a line says what is bound to less.
+    of main memory beside both. What a process takes beside plans is left, and where nothing was
+    asked of a CPU's device, a reserve; a line says what is bound to less than was asked.
     """
-    left, own = left_by_limits(), device_bytes if device.type == "cpu" else 0
+    left = left_by_limits()
     if left is None:
         return device_bytes, host_bytes
-    if own is not None:
-        whole = own + (host_bytes or 0) + taken
-        if whole + beside_plan(whole) <= left:
-            return device_bytes, host_bytes
-    there, wanted = (
-        with_reserve(HOST, max(0, left - LIMITED)) - taken,
-        {DEVICE: device_bytes, HOST: host_bytes},
-    )
+    most = max(0, left - LIMITED)
+    reserved = device.type == "cpu" and device_bytes is None
+    there = (with_reserve(HOST, most) if reserved else most - beside_plan(most)) - taken
+    wanted = {DEVICE: device_bytes, HOST: host_bytes}
     if device.type != "cpu":
         del wanted[DEVICE]
     elif device_bytes is None:

@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -210,7 +211,8 @@ class Run:
                 try:
                     loss = training.step(batches)
                 except TrainingError as error:
-                    self._keep()
+                    with suppress(QoffError):  # the error names what checkpoint there is
+                        self._keep()
                     raise TrainingError(f"{error}; {self.where}") from error
                 if training.steps == done:  # gradients overflowed: once more, with another scale
                     continue

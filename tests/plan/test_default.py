@@ -12,6 +12,7 @@ import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.plan import Plan, default
 from qoff.plan.explain import explain
+from qoff.plan.machine import beside_plan
 from qoff.plan.manual import Memory
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
@@ -68,24 +69,28 @@ def test_no_bound_is_above_what_a_limit_leaves(
 ) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64"))
     gpu = torch.device("cuda")
-    monkeypatch.setattr(default, "left_by_limits", lambda: 104 * MIB)  # 24 and an eighth are left
+    monkeypatch.setattr(
+        default, "left_by_limits", lambda: 104 * MIB
+    )  # 24, and an eighth where it is free
     with caplog.at_level(logging.WARNING):
         assert default.within_limit(CPU, 70 * MIB, 5 * MIB) == (70 * MIB, 5 * MIB)
         assert default.within_limit(CPU, None, 5 * MIB) == (65 * MIB, 5 * MIB)
         assert default.within_limit(gpu, GIB, None) == (GIB, None)
         assert default.default_bounds(checkpoint, CPU) == (70 * MIB, None)
+        most = 80 * MIB - beside_plan(80 * MIB)
+        assert default.within_limit(CPU, most, None) == (most, None)
         assert not caplog.records
-        assert default.within_limit(CPU, GIB, GIB) == (70 * MIB, 0)
-        assert default.within_limit(gpu, GIB, GIB) == (GIB, 70 * MIB)
+        assert default.within_limit(CPU, GIB, GIB) == (most, 0)
+        assert default.within_limit(gpu, GIB, GIB) == (GIB, most)
     assert "device_memory is 1.0 GiB, but the limit" in caplog.records[0].getMessage()
-    assert "70.0 MiB" in caplog.records[0].getMessage()
+    assert "75.8 MiB" in caplog.records[0].getMessage()
     assert len(caplog.records) == 3
     kv_on_host = Plan(device_memory="1GiB", kv_placement=qoff.KVPlacement(0, 1))
     found = default.plan_within_limit(kv_on_host, checkpoint, CPU)
     sizes = ModelSizes.of_checkpoint(checkpoint)
     on_host = Memory.of(kv_on_host, sizes.spec, sizes.shapes).total("host")
     assert on_host > 0
-    assert found == replace(kv_on_host, device_memory=70 * MIB - on_host)
+    assert found == replace(kv_on_host, device_memory=most - on_host)
     monkeypatch.setattr(default, "left_by_limits", lambda: None)
     assert default.plan_within_limit(kv_on_host, checkpoint, CPU) == kv_on_host
 
