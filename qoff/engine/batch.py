@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -175,28 +176,33 @@ class BatchSlots:
         return [(self._first_place + slot, self._slots[slot]) for slot in slots]
 
     def read(self, most: int) -> ForwardPass | None:
-        """A pass with pieces of prompts: together at most `most` tokens, as if all were as long."""
-        waiting = [(i, one) for i, one in sorted(self._slots.items()) if self._reads(i, one)]
+        """A pass with pieces of prompts, the oldest sequences first: at most `most` tokens.
+
+        The longest piece, as often as there are pieces, may be `cache.padding` times as many.
+        """
+        waiting = [(i, one) for i, one in list(self._slots.items()) if self._reads(i, one)]
         # Of one kind: those that are pooled want hidden states, the others logits.
         pools = bool(waiting) and waiting[0][1].pooled is not None
         waiting = [(i, one) for i, one in waiting if (one.pooled is not None) == pools]
         chosen: list[tuple[int, Sequence, int]] = []
-        longest = 0
+        tokens_read = longest = 0
         decoding = sum(bool(one.answer) for one in self._slots.values())
         room = (1 + self._draft_tokens) * (self.cache.sequences - decoding)  # rows of logits
         for i, s in waiting:
             count = min(len(s.prompt) - s.read, most)
             if s.scores_prompt:
                 count = min(count, room)
-            if room < 1 or (len(chosen) + 1) * max(longest, count) > most:
+            padded = (len(chosen) + 1) * max(longest, count)
+            if room < 1 or tokens_read + count > most or padded > self.cache.padding * most:
                 continue
             if chosen and self.cache.equal_prompts and count != longest:
                 continue
-            longest = max(longest, count)
+            tokens_read, longest = tokens_read + count, max(longest, count)
             room -= count if s.scores_prompt else 1
             chosen.append((i, s, count))
         if not chosen:
             return None
+        chosen.sort(key=itemgetter(0))
         cache = self.cache.subset([i for i, _, _ in chosen])
         ragged = Ragged.of([count for _, _, count in chosen], [s.read for _, s, _ in chosen])
         tokens = torch.tensor([t for _, s, n in chosen for t in s.prompt[s.read : s.read + n]])

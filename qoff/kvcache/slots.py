@@ -14,6 +14,8 @@ from qoff.kernels.layout.ragged import Ragged
 from .base import CachePass, KVCache
 from .groups import GroupBlocks, NewBlocks
 
+PADDING = 2  # see `SlotCache`; plans have room for it
+
 
 class SlotPass(CachePass):
     """A forward pass on a cache; slot i of `ragged` is slot `slots[i]` of the cache (None: i)."""
@@ -54,12 +56,14 @@ class SlotCache(KVCache):
     """Sequences in slots, each with packed blocks and recent tokens that are not packed.
 
     The newest `window` tokens are never packed, nor are the oldest `sinks`. groups: of layers, each
-    with its blocks, of which those that none of the layers will read are free. expected: how many
-    each sequence will have, as far as known.
+    with its blocks, of which those that none of the layers will read are free. padding: how many
+    times the tokens of prompts that a pass reads the longest of them may be, as often as there are
+    prompts. expected: how many tokens each sequence will have, as far as known.
     """
 
     groups: Sequence[GroupBlocks]
     equal_prompts: bool = False  # whether a pass may read prompts of one length only, and whole
+    padding: int = PADDING
 
     def __init__(self, sequences: int, window: int, sinks: int = 0, expected: int = 0) -> None:
         self.window, self.sinks = window, sinks

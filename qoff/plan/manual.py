@@ -19,6 +19,7 @@ from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlans
 from qoff.kvcache.groups import LayerGroup, layer_groups, one_group
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
+from qoff.kvcache.slots import PADDING
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement, Tier
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.kvcache.store.sparse import BlockBounds
@@ -275,7 +276,7 @@ class Memory:
         blocks = plan.block_plans(shapes, forms)
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
-        unpacked = plan.prefill_tokens + plan.batch_size * (window + 16)
+        unpacked = PADDING * plan.prefill_tokens + plan.batch_size * (window + 16)
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
         # What each pass of a round has of its own until its end.

@@ -103,6 +103,8 @@ class ModuleSlots(PackedCache):
     The other arguments are those of `PackedCache`, whose layers these are, in their order.
     """
 
+    padding = 1  # a pass computes what is padded, too
+
     def __init__(self, *arguments: Any, states: SlotStates, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.states = states

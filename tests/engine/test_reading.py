@@ -1,0 +1,32 @@
+"""Which pieces of prompts a round reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qoff.engine import LLM, SamplingParams
+from qoff.kvcache import KVQuant
+from qoff.plan import Plan
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+KV = KVQuant(window=16)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch_size", "reads"),
+    [
+        pytest.param([60, 30, 20, 14], 4, [60, 64], id="what-fits-together"),
+        pytest.param([44, 5, 5, 5, 5], 5, [49, 15], id="no-more-than-there-is-room-for"),
+        pytest.param([10, 64, 10, 10], 2, [10, 64, 20], id="the-oldest-first"),
+        pytest.param([100, 28, 10], 3, [64, 64, 10], id="the-end-of-a-long-one-with-others"),
+    ],
+)
+def test_prompts_are_read_in_as_few_rounds_as_there_is_room_for(
+    checkpoint: Path, lengths: list[int], batch_size: int, reads: list[int]
+) -> None:
+    plan = Plan(batch_size=batch_size, context=120, prefill_tokens=64, kv=KV)
+    with LLM(checkpoint, plan) as llm:
+        llm.generate([[5] * length for length in lengths], ONE)
+        assert [one.read for one in llm.rounds] == reads
