@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
@@ -45,6 +45,32 @@ class RecordWhileDone(Protocol):
 
     def deferring(self) -> AbstractContextManager[None]:
         """Within, ops may return before they have computed; see `cpu.jit.recorder.deferring`."""
+
+
+class Scratch(Protocol):
+    """Where ops on a GPU dequantize weights; see `triton.linear.scratch`."""
+
+    def keep(self) -> None:
+        """Keep what is made of weights from now on, as far as there is room."""
+
+    def forget(self) -> None:
+        """Keep nothing: weights are given back."""
+
+    @property
+    def uses(self) -> int:
+        """Grows when something is dequantized that may be kept."""
+
+    @property
+    def key(self) -> Hashable:
+        """What is kept: recorded work that dequantizes depends on it."""
+
+    def snapshot(self) -> object:
+        """What is kept after work that is recorded; a replay is followed by `restore`."""
+
+    def restore(self, snapshot: Any) -> None: ...
+
+    def release(self) -> None:
+        """Give the memory back."""
 
 
 class Ops(Protocol):
@@ -198,15 +224,17 @@ def with_activation_bits(ops: Ops, activation_bits: int) -> Ops:
     return cast(Ops, RoundedOps(ops, ACTIVATION_BITS=(activation_bits,), **calls))
 
 
-def with_scratch(ops: Ops, device: torch.device, bound: int | None) -> Ops:
-    """The ops, on a GPU with a scratch that fits the `bound` bytes that may be used of it."""
-    if ops.CACHE != "device":
-        return ops
-    from .triton.linear.linear import scratch_bytes
+def new_scratch(device: torch.device, dtype: torch.dtype, bound: int | None) -> Scratch:
+    """One for a GPU of which `bound` bytes may be used; nothing is kept in it."""
+    from .triton.linear.scratch import Scratch, piece_bytes
 
-    launch: Any = ops.w4_linear  # takes the bytes with each call
-    linear = partial(launch, scratch_bytes=scratch_bytes(device, bound))
-    return cast(Ops, ChangedOps(ops, w4_linear=linear))
+    return Scratch(piece_bytes(device, dtype, bound))
+
+
+def with_scratch(ops: Ops, scratch: Scratch) -> Ops:
+    """The ops of a GPU, which dequantize weights there."""
+    launch: Any = ops.w4_linear  # takes it with each call
+    return cast(Ops, ChangedOps(ops, w4_linear=partial(launch, scratch=scratch)))
 
 
 def exact(ops: Ops) -> Ops:

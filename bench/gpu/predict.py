@@ -24,7 +24,7 @@ from bench.gpu_limits import WARP, blocks_per_sm
 from bench.offline import resource_usage
 from bench.variants.variant import Launch, recording
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.linear.linear import ScratchConfig
+from qoff.kernels.triton.linear.scratch import ScratchConfig
 
 _ON_THE_WAY = 32 << 10  # bytes, for one processor: 3.3 TB/s of 132 processors times 0.8 us, rounded
 _BYTES_A_CLOCK = 15  # of memory, for one processor: 3.3 TB/s of 132 processors at 1.7 GHz
@@ -71,6 +71,8 @@ def promising(search: Search, *, device: torch.device, end: float) -> list[Any]:
     """
     if len(search.candidates) <= TIMED:
         return list(search.candidates)
+    if (expected := search.expected) is not None:
+        return sorted(search.candidates, key=lambda c: expected(c, device))[:TIMED]
     end = min(end, time.monotonic() + _COMPILING_S)
     gpu, (major, minor) = Gpu.of(device), torch.cuda.get_device_capability(device)
     exact = 10 * major + minor

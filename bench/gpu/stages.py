@@ -31,7 +31,14 @@ STAGES = ("device", "compile", "checks", "tests", "training", "ceilings", "timin
 _GPU_TESTS = re.compile(r"mark\.gpu\b|^from tests\.memory\.kinds import", re.MULTILINE)
 _TEST_S = 60  # of one GPU test
 _INTERRUPT_S = 10.0  # for pytest to write its reports in
-TUNED = ("w4_linear", "decode_attention", "prefill_attention", "merge", "dequantize")
+TUNED = (
+    "w4_linear",
+    "decode_attention",
+    "prefill_attention",
+    "latent_attention",
+    "merge",
+    "dequantize",
+)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ choice by more than 3 %.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from bench.gpu import ops
+from bench.gpu import ops, pieces
 from bench.gpu.case import Call
 from bench.gpu.child import Emit
 from bench.gpu.model_shapes import ModelShape
@@ -40,15 +41,8 @@ from qoff.kernels.triton.linear import linear
 from qoff.kernels.triton.linear.dequantize import DequantizeConfig, dequantize
 from qoff.kernels.triton.linear.gemm import GemmConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig, tokens_max
-from qoff.kernels.triton.linear.linear import (
-    SKINNY_MAX,
-    TUNED,
-    Config,
-    ScratchConfig,
-    scratch_bytes,
-    tuned_key,
-    w4_linear,
-)
+from qoff.kernels.triton.linear.linear import SKINNY_MAX, TUNED, Config, tuned_key, w4_linear
+from qoff.kernels.triton.linear.scratch import Scratch, ScratchConfig, piece_bytes
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 TIMED = 12  # candidates of a search, at most
@@ -67,7 +61,8 @@ class Search:
     """One entry of the file to find: `build` makes a call for a configuration, None for its own.
 
     names: what files of tuned configurations call an op by the type of its configuration, where
-    that is not `op`: the op does its work in one of several ways.
+    that is not `op`: the op does its work in one of several ways. expected: how long a call takes
+    with a candidate on a device, in any unit, where no kernel that is launched shows it.
     """
 
     op: str
@@ -75,6 +70,7 @@ class Search:
     candidates: tuple[Any, ...]
     build: Callable[[torch.device], Callable[[Any], Call]]
     names: Mapping[type, str] = field(default_factory=dict)
+    expected: Callable[[Any, torch.device], float] | None = None
 
     @property
     def name(self) -> str:
@@ -154,6 +150,10 @@ def searches(op: str, models: Sequence[ModelShape], capability: int = 90) -> Ite
     """What can be tuned of an op on GPUs of a compute capability, the most useful first."""
     matrices = list(dict.fromkeys(s for model in models for s in model.linears().values()))
     types = (torch.float16,) if capability < 80 else (torch.bfloat16, torch.float16)
+    if op == "w4_linear":  # the ways of many tokens take pieces of this size
+        layers = [s for model in models for name, s in model.linears().items() if name != "head"]
+        for dtype in types:
+            yield _pieces(*max(layers, key=math.prod), dtype)
     if op == "w4_linear" and capability >= 80:
         for m, dtype, (n, k) in itertools.product(_BUCKETS, types, matrices):
             yield _linear(m, n, k, dtype)
@@ -180,15 +180,29 @@ def _linear(m: int, n: int, k: int, dtype: torch.dtype) -> Search:
     def build(device: torch.device) -> Callable[[Any], Call]:
         q = random_weight(n, k, device, _BITS, GROUP)
         x = torch.randn(m, k, device=device).to(dtype)
-        scratch = scratch_bytes(device)  # as a plan of all its memory has it
+        piece = piece_bytes(device, dtype)  # as a plan of all its memory has it
 
         def call(config: Any) -> Call:
-            given = ScratchConfig(scratch) if isinstance(config, ScratchConfig) else config
-            return partial(w4_linear, x, q, None, given, scratch=scratch)
+            given = ScratchConfig(piece) if isinstance(config, ScratchConfig) else config
+            return partial(w4_linear, x, q, None, given, scratch=Scratch(piece))
 
         return call
 
     return Search("w4_linear", key, tuple(_configs(m)), build, {t: op for op, t in TUNED.items()})
+
+
+def _pieces(n: int, k: int, dtype: torch.dtype) -> Search:
+    def build(device: torch.device) -> Callable[[Any], Call]:
+        q = random_weight(n, k, device, _BITS, GROUP)
+        x = torch.randn(pieces.TOKENS, k, device=device).to(dtype)
+        own = ScratchConfig(piece_bytes(device, dtype))
+        return lambda config: partial(w4_linear, x, q, None, config or own)
+
+    def expected(config: ScratchConfig, device: torch.device) -> float:
+        return pieces.expected(config, n, k, device)
+
+    candidates = tuple(pieces.sizes(n, k))
+    return Search("scratch", _name(dtype), candidates, build, expected=expected)
 
 
 def _configs(m: int) -> Iterator[Config]:

@@ -29,7 +29,10 @@ _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
 _GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
-_COMPACT = _GEMM - {NO_SHARED_IN_LOOP}  # scales of bytes change their layout
+_NOT_COMPACT = {
+    WIDE_CODES,
+    NO_SHARED_IN_LOOP,
+}  # scales of bytes are narrow, and change their layout
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -85,7 +88,7 @@ def _gemm() -> Iterator[Variant]:
     yield _linear("gemm", _GEMM, "bf16", tokens=128, even=False)
     yield _linear("gemm", _GEMM, "fp16", bits=8, tokens=128, rows=_FEW)
     yield _linear("gemm", _GEMM, "bf16", group=128, tokens=256, even=False)
-    yield _linear("gemm", _COMPACT, "fp16", group=32, tokens=1024)
+    yield _linear("gemm", _GEMM, "fp16", group=32, tokens=1024)
 
 
 def _linear(
@@ -105,6 +108,8 @@ def _linear(
     columns = row_bytes * 8 // bits
     codes = empty(torch.uint8, rows, row_bytes)
     scale = scale or ("u8" if group == 32 else "fp16")
+    if scale == "u8":
+        traits -= _NOT_COMPACT
     scale_min = empty(SCALES[scale], columns // group, rows, 2)
     weight = QTensor(codes, scale_min, (rows, columns), bits, group, "split32")
     x = empty(DTYPES[dtype], tokens, columns)

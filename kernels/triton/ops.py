@@ -37,6 +37,7 @@ from .latent.op import attend_to_latents, latents_bytes
 from .latent.products import absorb, expand
 from .linear import linear
 from .linear.product import Epilogue
+from .linear.scratch import Scratch
 from .moe.experts import add_experts, experts
 
 PACKING = "split32"
@@ -75,7 +76,7 @@ def w4_linear(
     residual: Tensor | None = None,
     end: Ending = PLAIN,
     out: Tensor | None = None,
-    scratch_bytes: int = linear.SCRATCH_MIN,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Return norm(x) @ W.T + bias with what `end` says of it, and of the residual.
 
@@ -83,7 +84,7 @@ def w4_linear(
     any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same,
     but share no memory with x. The norm and the result are rounded to the dtype of x; every step
     is where the kernel leaves them to others (`gemm`, or a scratch; all of `end` but gated SiLU).
-    scratch_bytes: what dequantized weights may take. Raises OpError.
+    scratch: where weights are dequantized if they are, None for one of its own. Raises OpError.
     """
     rows = weight.shape[0]
     if end.gated and rows % 32:
@@ -97,7 +98,7 @@ def w4_linear(
         added = None if bias is None else bias.to(x.dtype)
         fused = end.only_gated_silu
         epilogue = Epilogue(residual, end.gated, out) if fused else Epilogue()
-        y = linear.w4_linear(y, weight, added, end=epilogue, scratch=scratch_bytes)
+        y = linear.w4_linear(y, weight, added, end=epilogue, scratch=scratch)
         if fused:
             return y
         y = _ended(y, end, residual)

@@ -178,7 +178,6 @@ class Executor(ABC):
             "transfers": transfers,
             "device": self.device,
             "dtype": self.dtype,
-            "bound": self.plan.device_memory,
             "instrumentation": self.instrumentation,
         }
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qoff.errors import ArgumentError
+from qoff.kernels.triton.linear.scratch import Scratch
 from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
 from qoff.kvcache.device.write_back import WriteBackQueue
@@ -14,6 +15,7 @@ from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.plan import Memory
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
+from qoff.plan.gpu_scratch import scratch_sizes
 
 from .executor import Executor
 
@@ -57,6 +59,10 @@ class GpuExecutor(Executor):
         if self.device.type != "cuda":
             return ThreadTransfers(reader)
         return CudaTransfers(self.device, reader)
+
+    def _options(self, transfers: Transfers) -> dict[str, Any]:
+        sizes = scratch_sizes(self.plan, self.spec, self.device, self.dtype)
+        return {**super()._options(transfers), "scratch": Scratch(sizes.piece, sizes.held)}
 
     def _memory_of(self, tiled: bool) -> Memory:
         recorded = self.plan.batch_size if self.instrumentation.records(self.device) else 0

@@ -112,8 +112,10 @@ class Source:
             executor = self.kind(
                 self.checkpoint, plan, self._own, adapters=self.adapters, **how, **more
             )
-            decoder, store = executor.runtime.decoder, executor.runtime.store
-            schedule = Schedule(decoder, store, plan.schedule, hooks)
+            runtime = executor.runtime
+            schedule = Schedule(
+                runtime.decoder, runtime.store, plan.schedule, hooks, runtime.scratch
+            )
             seconds = hooks.clock.now() - start
             return Opened(executor, schedule, self.close, drafts, seconds)
         except BaseException:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from qoff.kernels.layout.distribution import Choice
+from qoff.kernels.ops import Scratch
 from qoff.memory import ChosenExperts, Unit, WeightStore
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
@@ -26,7 +27,8 @@ class Schedule:
     In the block schedule (FlexGen's zig-zag) all passes use a unit's weights before the next unit
     comes; in the sequential one each pass goes through all units alone. While one pass is computed,
     weights of the next unit and KV cache and hidden states of the next pass are on their way.
-    Experts of a mixture are asked for by all passes together, and each comes once.
+    Experts of a mixture are asked for by all passes together, and each comes once. scratch: where
+    ops dequantize weights, which keeps those of a unit from pass to pass.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Schedule:
         store: WeightStore,
         schedule: str,
         instrumentation: Instrumentation = PLAIN,
+        scratch: Scratch | None = None,
     ) -> None:
         self._decoder = decoder
-        self._store = store
+        self._store, self._scratch = store, scratch
         self.kind = schedule  # may change between two rounds
         self._span = instrumentation.span
         self._follows = instrumentation.timeline is None
@@ -68,7 +71,7 @@ class Schedule:
             sweep(self._decoder, self._store, passes)
             unit = [next(step) for step in steps][-1]  # the same for all, but for experts
             passes[0].prefetch(unit)
-            with Turn(self._store) as turn:
+            with Turn(self._store, self._scratch if len(passes) > 1 else None) as turn:
                 while not found:
                     weights = turn.acquire(unit)
                     following: list[Unit] = []

@@ -18,7 +18,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
 from qoff.kernels.layout.distribution import Choice
-from qoff.kernels.ops import with_scratch
+from qoff.kernels.ops import Scratch, new_scratch, with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import Transfers, WeightStore, plan_residency
 from qoff.memory.experts import ExpertStats
@@ -60,21 +60,19 @@ class Runtime:
     device_memory bounds, in bytes, the arena of resident weights and slots (None: everything
     resident); what does not fit streams from disk through `slots` slots, layer after layer.
     host_memory: bytes for sources of what streams, beside the disk, or what says how many for a
-    decoder. transfers: what moves weights,
-    closed with this. activation_bits: of the inputs of each layer's matmuls, 16 or, on a CPU, 8.
-    kv: how its caches are packed; None keeps them in float32, which a GPU does not. The KV cache is
-    the caller's and outside of that budget. device: "cpu", or a GPU like "cuda"; there hidden
-    states and recent K and V are of `dtype`, float16 or bfloat16 ("auto": what the model was
-    trained in), and the checkpoint is of packing split32; there decoding is replayed as CUDA
-    graphs, unless `settings.cuda_graphs` says no. bound: bytes of the device that may be used in
-    all (by default device_memory): how much of a matrix is dequantized at once depends on it.
-    verify: compare each file with its checksum. trust_remote_code: run code that came with a model
-    transformers does not have. reserves: bytes
-    within device_memory to keep free for the caller, without and with layers in tiles; the first
-    that leave enough for the weights are taken. One forward pass runs at a time; others wait their
-    turn. Raises BudgetError when the budget is too small, OpError for a device that is not there,
-    and the errors of `Checkpoint.open`. In a forked process it runs if nothing streams; else passes
-    raise ArgumentError.
+    decoder. transfers: what moves weights, closed with this. activation_bits: of the inputs of each
+    layer's matmuls, 16 or, on a CPU, 8. kv: how its caches are packed; None keeps them in float32,
+    which a GPU does not. The KV cache is the caller's and outside of that budget. device: "cpu", or
+    a GPU like "cuda"; there hidden states and recent K and V are of `dtype`, float16 or bfloat16
+    ("auto": what the model was trained in), and the checkpoint is of packing split32; there
+    decoding is replayed as CUDA graphs, unless `settings.cuda_graphs` says no, and matrices are
+    dequantized in `scratch`, by default one that fits device_memory and keeps nothing. verify:
+    compare each file with its checksum. trust_remote_code: run code that came with a model
+    transformers does not have. reserves: bytes within device_memory to keep free for the caller,
+    without and with layers in tiles; the first that leave enough for the weights are taken. One
+    forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
+    small, OpError for a device that is not there, and the errors of `Checkpoint.open`. In a forked
+    process it runs if nothing streams; else passes raise ArgumentError.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class Runtime:
         transfers: Transfers | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "auto",
-        bound: int | None = None,
+        scratch: Scratch | None = None,
         trust_remote_code: bool = False,
         instrumentation: Instrumentation = PLAIN,
         verify: bool = True,
@@ -105,6 +103,7 @@ class Runtime:
         else:
             hidden = resolve_dtype(dtype, self.checkpoint.config, where)
         self.decoder: AnyDecoder
+        self.scratch: Scratch | None = None
         workspace = 0
         if is_modules(self.checkpoint):
             self.decoder = ModuleDecoder(
@@ -120,12 +119,14 @@ class Runtime:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_checkpoint(spec, self.checkpoint)
             check_kv(spec, kv, ops.CACHE == "device")
+            if ops.CACHE == "device":
+                self.scratch = scratch or new_scratch(where, hidden, device_memory)
+                ops = with_scratch(ops, self.scratch)
             replays = None
             if instrumentation.records(where):
-                replays = Replays(where, instrumentation.record)
+                replays = Replays(where, instrumentation.record, scratch=self.scratch)
             elif ops.RECORDER is not None:
                 replays = Replays(where, while_done=ops.RECORDER())
-            ops = with_scratch(ops, where, device_memory if bound is None else bound)
             embed = self._embed, where, hidden, replays, self._embed_layers
             self.decoder = Decoder(spec, ops, *embed)
         transfers = transfers or transfers_to(where)
@@ -237,6 +238,8 @@ class Runtime:
     def close(self) -> None:
         """Stop the transfers and give the memory back; idempotent."""
         self.store.close()
+        if self.scratch is not None:
+            self.scratch.release()
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,7 @@ from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import packed_bytes
 from qoff.models.spec import DecoderSpec
 
+from .gpu_scratch import scratch_sizes
 from .manual import Memory, Plan, by_purpose
 
 
@@ -66,14 +67,17 @@ def memory_on_gpu(
     blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
     model = (spec, set(zip(shapes, forms, strict=True)), device, dtype)
-    on_device = _pass_bytes(plan, *model, tiled) + _kept_bytes(plan, spec, len(blocks.groups))
+    scratch = scratch_sizes(plan, spec, device, dtype)
+    on_device = _pass_bytes(plan, *model, tiled) + scratch.nbytes
+    on_device += _kept_bytes(plan, spec, len(blocks.groups))
     if recorded:
         # Recordings are of more blocks than there are: see `tables.pass_tables`.
         context = plan.context + max(plan.context // 4, 1024)
         steps = replace(
             plan, batch_size=recorded, prefill_tokens=1, draft_tokens=0, context=context
         )
-        on_device += _pass_bytes(steps, *model) + _fixed_bytes(recorded, spec, dtype)
+        on_device += _pass_bytes(steps, *model, piece=0 if scratch.held else scratch.piece)
+        on_device += _fixed_bytes(recorded, spec, dtype)
     work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results, and what the CPU works in
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
@@ -146,10 +150,12 @@ def _pass_bytes(
     device: torch.device,
     dtype: torch.dtype,
     tiled: bool = False,
+    piece: int = 0,
 ) -> int:
     """Bytes of the device that the step of a pass allocates which takes most.
 
-    kinds: attention and form of a block, of each kind of layer.
+    kinds: attention and form of a block, of each kind of layer. piece: of dequantized weights, for
+    each product of its own.
     """
     attention = max(
         attention_bytes(
@@ -165,10 +171,11 @@ def _pass_bytes(
         )
         for shape, form in kinds
     )
-    tokens, scratch = plan.pass_tokens, scratch_bytes(device, plan.device_memory)
+    tokens = plan.pass_tokens
 
-    def linear(count: int, rows: int, columns: int) -> int:
-        return linear_bytes(count, rows, columns, dtype, device, silu_mul=True, scratch=scratch)
+    def linear(count: int, rows: int, columns: int, gated: bool = True) -> int:
+        own = scratch_bytes(count, rows, columns, device, piece) if piece else 0
+        return own + linear_bytes(count, rows, columns, dtype, device, silu_mul=gated)
 
     layer = layer_bytes(
         spec,
@@ -179,9 +186,7 @@ def _pass_bytes(
         attention_bytes=attention,
         tiled=tiled,
     )
-    head = linear_bytes(
-        plan.decode_tokens, spec.vocab_size, spec.hidden_size, dtype, device, scratch=scratch
-    )
+    head = linear(plan.decode_tokens, spec.vocab_size, spec.hidden_size, gated=False)
     head += logits_bytes(spec, plan.decode_tokens, dtype)
     embedded = embedded_bytes(spec, tokens, dtype)
     sampling = plan.sampling_bytes(spec.vocab_size, on_cpu=False)

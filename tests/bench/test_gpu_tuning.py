@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import predict, stages, tune
+from bench.gpu import ops, pieces, predict, stages, tune
 from bench.gpu.case import Call
 from bench.gpu.model_shapes import LLAMA_8B
 from bench.gpu.report import GpuReport
 from bench.gpu.timer import CallTimes
+from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from tests.bench.test_gpu_bench import CPU, FakeTimer
@@ -40,9 +41,14 @@ def test_tuning_asks_for_the_keys_that_launchers_look_up(
     shape = replace(shape, vocabulary=32)
     for name, small in (("_CONTEXT", 70), ("_BATCH", 1), ("_ROWS", 4)):
         monkeypatch.setattr(tune, name, small)
+    latent = ops.module("latent_attention")
+    monkeypatch.setattr(latent, "_FORM", KVFormat(96, latent=64))
+    monkeypatch.setattr(latent, "_MODELS", {"a small one": 3})
+    monkeypatch.setattr(latent, "_TUNED", (70,))
     half = torch.float16
     if op == "w4_linear":
-        found = [tune._linear(m, 32, 128, half) for m in (1, 64)]
+        monkeypatch.setattr(pieces, "TOKENS", 2)
+        found = [tune._linear(m, 32, 128, half) for m in (1, 64)] + [tune._pieces(32, 128, half)]
     else:
         found = list(tune.searches(op, (shape,), 75))  # there in float16 alone
     for search in found:
@@ -57,7 +63,8 @@ def test_tuning_covers_both_types_and_every_bucket() -> None:
     for dtype in ("float16", "bfloat16"):
         for m in tune._BUCKETS:
             assert ("w4_linear", f"{dtype}-4-64-{m}") in keys
-        for op in ("dequantize", "merge", "prefill_attention"):
+        assert ("scratch", dtype) in keys
+        for op in ("dequantize", "merge", "prefill_attention", "latent_attention"):
             assert any(name == op and key.startswith(dtype) for name, key in keys)
         assert ("decode_attention", f"{dtype}-128-k4-v4-8") in keys
     assert len({s.name for s in found}) == len(found)
@@ -114,6 +121,25 @@ def test_only_the_most_promising_candidates_are_timed(monkeypatch: pytest.Monkey
     assert predict.promising(search, device=CPU, end=0.0) == []
     few = replace(search, candidates=(8, 3))
     assert predict.promising(few, device=CPU, end=0.0) == [8, 3]
+
+
+def test_sizes_of_pieces_are_ranked_by_what_they_leave_idle() -> None:
+    n, k = 57344, 8192
+    sizes = list(pieces.sizes(n, k))
+    assert sizes[0].nbytes == 16 << 20
+    rows = [pieces.rows_of_piece(n, k, size.nbytes) for size in sizes]
+    assert len(set(rows)) == len(rows) > tune.TIMED
+    assert rows[-1] == n
+
+    def expected(mib: int, processors: int, l2: int) -> float:
+        return pieces.expected_on(pieces.ScratchConfig(mib << 20), n, k, processors, l2)
+
+    assert expected(16, 132, 0) > 1.1 * expected(512, 132, 0)  # 64 tiles for 132 processors
+    assert expected(16, 64, 50 << 20) < expected(512, 64, 50 << 20)  # read from the L2
+    search = tune._pieces(n, k, torch.float16)
+    found = predict.promising(search, device=CPU, end=float("inf"))
+    assert len(found) == tune.TIMED
+    assert set(found) < set(search.candidates)
 
 
 def test_tuning_reports_what_is_faster() -> None:

@@ -35,6 +35,7 @@ OP = "latent_attention"
 _FORM = KVFormat(576, latent=512)
 _MODELS = {"DeepSeek-V3": 128, "GLM-4.7-Flash": 20}  # heads
 _CONTEXTS, _BATCHES, _ROWS = (1024, 8192, 32768), (1, 8, 32), 512
+_TUNED = (8192,) * 8  # contexts
 _MATH_TOKENS = 1 << 15  # the backend that materializes the scores is too slow for more
 _Operands = tuple[Tensor, Tensor, DeviceLayerCache, HeadShape]
 
@@ -134,14 +135,18 @@ def _case(name: str, heads: int, context: int, batch: int, rows: int) -> TimedCa
 
 def searches(dtype: torch.dtype, capability: int) -> Iterator[Search]:
     """Tiles and runs of steps of decoding."""
+    keys = set[str]()
     for heads in _MODELS.values():
 
         def build(device: torch.device, heads: int = heads) -> Callable[[Any], Call]:
-            operands = problem(_FORM, heads, [8192] * 8, 1, dtype, device)
+            operands = problem(_FORM, heads, list(_TUNED), 1, dtype, device)
             return lambda config: lambda: latent_attention(*operands, config=config)
 
         space = itertools.product((16, 32, 64), (4, 8), (32, 64), (1, 2), (2, 4, 8))
         key = tuned_key(dtype, _FORM, heuristic(capability, heads, _FORM.k_bits))
+        if key in keys:
+            continue
+        keys.add(key)
         yield Search(OP, key, tuple(LatentConfig(*each) for each in space), build)
 
 

@@ -13,7 +13,8 @@ from bench.gpu.operands import random_weight
 from bench.gpu.peers import gemlite, tinygemm
 from bench.gpu.targets import CUBLAS, GEMLITE, TINYGEMM
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.triton.linear.linear import scratch_bytes, w4_linear
+from qoff.kernels.triton.linear.linear import w4_linear
+from qoff.kernels.triton.linear.scratch import Scratch, piece_bytes
 
 OP = "w4_linear"
 GROUP = 64
@@ -79,7 +80,7 @@ def _build(m: int, n: int, k: int, device: torch.device) -> PreparedCase:
         TINYGEMM: partial(tinygemm, x, q),
         GEMLITE: partial(gemlite, x, q),
     }
-    scratch = scratch_bytes(device)  # as a plan of all its memory has it
+    scratch = Scratch(piece_bytes(device, x.dtype))  # as a plan of all its memory has it
     return PreparedCase(lambda: w4_linear(x, q, scratch=scratch), peers, True)
 
 

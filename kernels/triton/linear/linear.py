@@ -10,7 +10,6 @@ capability 7.5, where Triton has no tensor cores: `fma` up to 4 tokens, beyond t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
@@ -25,41 +24,20 @@ from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
-from .dequantize import dequantize_into
 from .fma import TOKENS_MAX as FMA_MAX
 from .fma import FmaConfig, fma
 from .gemm import GemmConfig, gemm
 from .gemm import choose as choose_gemm
 from .gemv import GemvConfig, gemv, tokens_max
 from .gemv import choose as choose_gemv
-from .product import PLAIN, Epilogue, ended, sums_bytes
+from .product import PLAIN, Epilogue, sums_bytes
+from .scratch import Scratch, ScratchConfig, rows_of_piece, through_scratch
 from .skinny import SkinnyConfig, skinny
 from .skinny import choose as choose_skinny
 
 CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
 GEMM_MAX = 1024  # tokens, likewise on Hopper
-SCRATCH_MIN = 64 << 20
-_SCRATCH_SHARE = 64  # of a GPU's memory: the down projection of 70B fits on a GPU of 32 GB
-
-
-@dataclass(frozen=True)
-class ScratchConfig:
-    """Dequantize and multiply through a scratch of at most `nbytes` (at least 128 rows)."""
-
-    nbytes: int = SCRATCH_MIN
-
-
-def scratch_bytes(device: torch.device, bound: int | None = None) -> int:
-    """Bytes for dequantized weights on a GPU of which `bound` bytes may be used (None: all).
-
-    A matrix that fits is dequantized and multiplied at once.
-    """
-    if bound is None:
-        cuda = device.type == "cuda"
-        bound = torch.cuda.get_device_properties(device).total_memory if cuda else 0
-    return max(SCRATCH_MIN, bound // _SCRATCH_SHARE)
-
 
 Config = FmaConfig | GemvConfig | SkinnyConfig | GemmConfig | ScratchConfig
 # The ways that can be tuned, by the name that files of tuned configurations have for them.
@@ -79,14 +57,14 @@ def w4_linear(
     bias: Tensor | None = None,
     config: Config | None = None,
     end: Epilogue = PLAIN,
-    scratch: int = SCRATCH_MIN,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Return x @ W.T + bias, accumulated in float32, and what `end` says.
 
     x: [M, K] float16 or bfloat16 with contiguous rows. weight: W [N, K], packing split32. bias: [N]
     in the dtype of x. Result: [M, N] in the dtype of x, the same bits each time; what is in `end`
-    fits it, which is not checked. `config` selects the way too; scratch: bytes for dequantized
-    weights, where they are. Raises OpError.
+    fits it, which is not checked. `config` selects the way too; scratch: where weights are
+    dequantized if they are, None for one of its own. Raises OpError.
     """
     n, k = weight.shape
     require("x", x, FLOATS, ("M", k), weight.device, rows_apart=True)
@@ -102,8 +80,10 @@ def w4_linear(
     if config is None:
         form = x.dtype, weight.bits, weight.group_size
         config = configured(x.device, *form, _rounded(tokens), n, k)
-        if isinstance(config, ScratchConfig):
-            config = ScratchConfig(scratch)
+    elif isinstance(config, ScratchConfig):
+        scratch = Scratch(config.nbytes)
+    if isinstance(config, ScratchConfig):
+        return through_scratch(x, weight, bias, end, scratch or Scratch())
     return _WAYS[type(config)](x, weight, bias, config, end)
 
 
@@ -145,53 +125,24 @@ def way(tokens: int, group_bytes: int, capability: int) -> type[Config]:
     return SkinnyConfig if tokens <= SKINNY_MAX else ScratchConfig
 
 
-def through_scratch(
-    x: Tensor, weight: QTensor, bias: Tensor | None, config: ScratchConfig, end: Epilogue
-) -> Tensor:
-    """x @ W.T + bias by way of pieces of rows of W in the dtype of x, and what `end` says."""
-    n, k = weight.shape
-    codes, scale_min, bits, group = weight.codes, weight.scale_min, weight.bits, weight.group_size
-    rows = _scratch_rows(n, k, config)
-    scratch = torch.empty(rows, k, dtype=x.dtype, device=x.device)
-    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    for start in range(0, n, rows):
-        stop = min(start + rows, n)
-        w = scratch[: stop - start]
-        dequantize_into(codes[start:stop], scale_min[:, start:stop], bits, group, w)
-        if bias is None:
-            torch.mm(x, w.T, out=out[:, start:stop])
-        else:
-            torch.addmm(bias[start:stop], x, w.T, out=out[:, start:stop])
-    return ended(out, end)
-
-
-def _scratch_rows(n: int, k: int, config: ScratchConfig) -> int:
-    """Rows of W [N, K] that are in the scratch together."""
-    return min(n, max(128, config.nbytes // (2 * k) // 128 * 128))
-
-
 def linear_bytes(
-    tokens: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    silu_mul: bool = False,
-    scratch: int = SCRATCH_MIN,
+    tokens: int, n: int, k: int, dtype: torch.dtype, device: torch.device, silu_mul: bool = False
 ) -> int:
     """The most bytes the decoder's op allocates for up to `tokens` rows of x by W [N, K].
 
-    The normalized input, bias, product and gated result and, in whichever way takes most, sums of
-    programs along K or the scratch; not what cuBLAS takes for itself, `CUBLAS_BYTES`.
+    The normalized input, bias, product and gated result, and sums of programs along K; not a
+    scratch, nor what cuBLAS takes for itself, `CUBLAS_BYTES`.
     """
-    work = sums_bytes(tokens, n, k, device)
-    if _takes_scratch(tokens, n, k, device):
-        work = max(work, _scratch_rows(n, k, ScratchConfig(scratch)) * k * dtype.itemsize)
     values = tokens * (n + k) + n + tokens * n // 2 * silu_mul
-    return values * dtype.itemsize + work
+    return values * dtype.itemsize + sums_bytes(tokens, n, k, device)
 
 
-def _takes_scratch(tokens: int, n: int, k: int, device: torch.device) -> bool:
+def scratch_bytes(tokens: int, n: int, k: int, device: torch.device, piece: int) -> int:
+    """Bytes of the pieces of W [N, K] in a scratch; 0 where up to `tokens` rows need none."""
+    return rows_of_piece(n, k, piece) * k * 2 if takes_scratch(tokens, n, k, device) else 0
+
+
+def takes_scratch(tokens: int, n: int, k: int, device: torch.device) -> bool:
     """Whether some number of tokens up to `tokens` may be computed through the scratch."""
     ruled = ScratchConfig in (way(m, 32, Gpu.of(device).capability) for m in (16, tokens))
     return ruled or any(key.endswith(f"-{n}x{k}") for key in tuned.entries("w4_scratch", device))
@@ -202,7 +153,6 @@ _WAYS: dict[type[Config], Callable[..., Tensor]] = {
     GemvConfig: gemv,
     SkinnyConfig: skinny,
     GemmConfig: gemm,
-    ScratchConfig: through_scratch,
 }
 _RULES: dict[type[Config], Callable[[int, int, int, int, Gpu], Config]] = {
     GemvConfig: choose_gemv,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qoff.kernels.ops import RecordWhileDone
+from qoff.kernels.ops import RecordWhileDone, Scratch
 from qoff.kernels.upload import on_device, pinned
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Recording:
     result: Tensor  # where it leaves it
     replay: Any = None  # a Replay, or a WorkReplay
     steps: Steps | None = None  # what does those that follow it
+    kept: object = None  # in the scratch of the ops, once it was replayed
 
 
 class Replays:
@@ -43,7 +44,8 @@ class Replays:
     that a recording reads or writes belongs to others. record: makes a replay of work without
     running it (default: as a CUDA graph). If that fails once, nothing is recorded or replayed any
     more, with a warning that says why. while_done: makes it of work that it does, so that the first
-    call is recorded; None if it cannot. For one thread and one stream at a time.
+    call is recorded; None if it cannot. scratch: of the ops; recordings that dequantize are of
+    what it keeps, which comes back after a replay. For one thread and one stream at a time.
     """
 
     def __init__(
@@ -51,11 +53,14 @@ class Replays:
         device: torch.device,
         record: Record | None = None,
         while_done: RecordWhileDone | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         self._device = device
         self.while_done = while_done
+        self._scratch = scratch
         self._record = CudaRecorder(device) if record is None else record
         self._entries: dict[Hashable, Recording] = {}  # the one that was used last is last
+        self._dequantizing = set[Hashable]()  # keys of work that uses the scratch
         self._fixed: dict[Hashable, Tensor] = {}
         self.recorded = self.replayed = self.failed = 0  # how often
 
@@ -78,27 +83,43 @@ class Replays:
             return work(on_device(x, self._device))
         fixed = self._memory("input", x)
         fixed.copy_(pinned(x, self._device), non_blocking=True)
-        whole = (tuple(x.shape), key)
+        scratch, base = self._scratch, (tuple(x.shape), key)
+        found = None if scratch is None else scratch.key
+        whole: tuple[Hashable, Hashable] = base
+        if base in self._dequantizing:
+            whole = base, found
         entry = self._entries.pop(whole, None)
         if self.while_done is not None:
             return self._replay_or_do(whole, entry, keep, fixed, work, _MOST * parts, using)
         if entry is None:
             while len(self._entries) >= _MOST * parts:
                 del self._entries[next(iter(self._entries))]
+            if len(self._dequantizing) > _MOST * parts:
+                self._dequantizing.clear()  # it is found out again
+            uses = 0 if scratch is None else scratch.uses
             result = work(fixed)
+            if scratch is not None and scratch.uses > uses:
+                self._dequantizing.add(base)
+                whole = (base, found)
             there = fixed if result is fixed else self._memory("result", result)
             self._entries[whole] = Recording(keep, fixed, there)
             return result
         if entry.replay is None:
+            kept = None if scratch is None else scratch.snapshot()
             try:
                 entry.replay = self._record(lambda: _into(entry.result, work(fixed)))
             except Exception as error:
+                if scratch is not None:  # what was recorded has not happened
+                    scratch.restore(kept)
                 self._give_up(error)
                 return work(fixed)
             self.recorded += 1
         self._entries[whole] = entry
         entry.replay()
         self.replayed += 1
+        if scratch is not None and base in self._dequantizing:
+            entry.kept = entry.kept or scratch.snapshot()
+            scratch.restore(entry.kept)
         return entry.result
 
     def steady(self, role: str, x: Tensor) -> Tensor:
