@@ -29,10 +29,8 @@ _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
 _GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
-_NOT_COMPACT = {
-    WIDE_CODES,
-    NO_SHARED_IN_LOOP,
-}  # scales of bytes are narrow, and change their layout
+# Scales of bytes are loaded as such, not by 128 bits, and change their layout.
+_NOT_COMPACT = {WIDE_CODES, NO_SHARED_IN_LOOP}
 
 
 def variants(capability: int) -> Iterator[Variant]:

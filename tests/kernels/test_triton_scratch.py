@@ -17,7 +17,10 @@ from qoff.kernels.triton.linear import scratch as scratch_module
 from qoff.kernels.triton.linear.linear import scratch_bytes
 from qoff.kernels.triton.linear.product import PLAIN
 from qoff.kernels.triton.linear.scratch import PIECE_MIN, Scratch, piece_bytes, through_scratch
+from qoff.models.native.graphs import Replays
 from tests.kernels.packed import quantized
+
+tape = pytest.importorskip("tests.tape")
 
 CPU, HALF = torch.device("cpu"), torch.float16
 K = 64
@@ -141,3 +144,25 @@ def test_the_size_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert scratch_bytes(2048, 1024, 1024, CPU, 1 << 20) == 1 << 20
     assert scratch_bytes(16, 1024, 1024, CPU, 1 << 20) == 0
+
+
+def test_a_replay_finds_what_was_there_when_it_was_recorded() -> None:
+    """And dequantizes what was not; both leave what the passes behind them find."""
+    scratch, weights = Scratch(128 * ROW, 600 * ROW), unit()
+    replays = Replays(CPU, tape.record, scratch=scratch)
+
+    def work(x: Tensor) -> Tensor:
+        return torch.cat(run(x, weights, scratch), dim=1)
+
+    for turn in range(4):
+        for weight in weights if turn == 3 else []:  # the slot has another layer's
+            other = quantized(weight.shape[0], K, 4, 32)
+            weight.codes.copy_(other.codes)
+            weight.scale_min.copy_(other.scale_min)
+        scratch.keep()
+        for place in range(3):
+            x = torch.randn(3, K).half()
+            found = replays.run(place, weights, x, work)
+            assert torch.equal(found, torch.cat(run(x, weights, Scratch(128 * ROW)), dim=1))
+        scratch.forget()
+    assert (replays.recorded, replays.replayed, replays.failed) == (3, 9, 0)
