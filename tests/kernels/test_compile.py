@@ -33,6 +33,7 @@ from bench.gpu_limits import CAPABILITIES, LIMITS, blocks_per_sm
 from bench.offline import Artefact, collect
 from bench.static import OPS
 from bench.variants.shipped import shipped
+from bench.variants.variant import FROM_REGISTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDER = Path(os.environ.get("QOFF_TRITON_36") or ROOT / ".triton-3.6")
@@ -140,6 +141,14 @@ def test_variants_compile_well(compiled: list[Artefact], op: str, capability: in
     assert len(names) == len(set(names)), f"{op} has variants of the same name"
     violations = [line for artefact in mine for line in artefact.violations()]
     assert not violations, "\n".join(violations)
+
+
+def test_the_committed_figures_are_of_two_versions_and_good() -> None:
+    found = [read(path) for path in (ROOT / "bench" / "results").glob("static-w4_linear-*.json")]
+    assert {version for version, _ in found} == {"3.6.0", "3.9.0"}
+    for _, artefacts in found:
+        assert [line for artefact in artefacts for line in artefact.violations()] == []
+        assert sum(FROM_REGISTERS in artefact.traits for artefact in artefacts) == 8
 
 
 def test_every_kernel_has_a_variant() -> None:
