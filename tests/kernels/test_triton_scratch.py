@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch import tuned
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.linear import scratch as scratch_module
 from qoff.kernels.triton.linear.linear import scratch_bytes
 from qoff.kernels.triton.linear.product import PLAIN
@@ -144,6 +145,8 @@ def test_the_size_of_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert scratch_bytes(2048, 1024, 1024, CPU, 1 << 20) == 1 << 20
     assert scratch_bytes(16, 1024, 1024, CPU, 1 << 20) == 0
+    monkeypatch.setattr(Gpu, "of", staticmethod(lambda device: Gpu(75, 40)))
+    assert [scratch_bytes(m, 256, 1024, CPU, 1 << 20) >> 10 for m in (4, 5)] == [0, 512]
 
 
 def test_a_replay_finds_what_was_there_when_it_was_recorded() -> None:

@@ -144,7 +144,8 @@ def scratch_bytes(tokens: int, n: int, k: int, device: torch.device, piece: int)
 
 def takes_scratch(tokens: int, n: int, k: int, device: torch.device) -> bool:
     """Whether some number of tokens up to `tokens` may be computed through the scratch."""
-    ruled = ScratchConfig in (way(m, 32, Gpu.of(device).capability) for m in (16, tokens))
+    some = (min(tokens, 16), tokens)
+    ruled = ScratchConfig in (way(m, 32, Gpu.of(device).capability) for m in some)
     return ruled or any(key.endswith(f"-{n}x{k}") for key in tuned.entries("w4_scratch", device))
 
 
