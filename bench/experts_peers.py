@@ -4,16 +4,20 @@ A random Qwen3-MoE is written as a checkpoint and as a GGUF file of the same wei
 0.33 GiB each; both are deleted unless `--path` keeps them). Every run is a process of its own in a
 control group (v1, so this needs root) of `--limit`, cached pages included: llama.cpp and qoff in
 turn, one sequence and then 64. llama.cpp runs with `mmap` and without repacking its weights, which
-would need memory for all of them; `python -m bench.peers llama.cpp` builds it.
+would need memory for all of them; `python -m bench.peers llama.cpp` builds it. With `--samples`, a
+run goes on where one before it ended, and with `--minutes` it ends in time: it writes the files, or
+takes a sample, and further ones that took no longer than is left. The last part writes the result.
 
     python -m bench.experts_peers                                # 30 layers, 2 GiB: half an hour
-    python -m bench.experts_peers --layers 6 --limit 768MiB --rounds 1
+    python -m bench.experts_peers --path DIR --samples FILE --minutes 9      # again and again
+    python -m bench.experts_peers --quick
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import socket
@@ -23,8 +27,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +170,54 @@ def write_both(folder: Path, layers: int) -> None:
     twin.close()
 
 
-def contest(both: Contest, rounds: int, tokens: int, steps: int) -> dict[str, list[Any]]:
-    """Samples of everything, in turn. tokens: of one sequence; steps: of 64."""
-    found: dict[str, list[Any]] = {}
-    for _ in range(rounds):
-        for name, sample in (
-            ("llama.cpp, one", lambda: both.llama_one(4, tokens)),
-            ("qoff, one", lambda: both.qoff("one", 4, tokens)),
-            ("llama.cpp, many", lambda: both.llama_many(1, steps)),
-            ("qoff, many", lambda: both.qoff("many", 1, 2 * steps)),
-        ):
-            start = time.perf_counter()
-            found.setdefault(name, []).append(sample())
-            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-    return found
+@dataclass
+class Contested:
+    """What was measured so far. settings: what it depends on. seconds: that samples took.
+
+    path: the file that it is kept in, and goes on from; None: none.
+    """
+
+    settings: dict[str, Any]
+    path: Path | None = None
+    samples: dict[str, list[Any]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        kept = json.loads(self.path.read_text())
+        if kept["settings"] != self.settings:
+            raise ArgumentError(f"{self.path}: holds samples of other settings; name another file")
+        self.samples, self.seconds = kept["samples"], kept["seconds"]
+
+    def take(
+        self, takes: Mapping[str, Callable[[], Any]], rounds: int, left: Callable[[], float]
+    ) -> bool:
+        """Sample all in turn, at least once, as long as there is time; whether there are `rounds`.
+
+        left: seconds that there are. What takes how long is known when it has been taken.
+        """
+        taken = 0
+        for count in range(rounds):
+            for name, take in takes.items():
+                found = self.samples.setdefault(name, [])
+                if len(found) > count:
+                    continue
+                if taken and self.seconds.get(name, math.inf) > left():
+                    return False
+                start = time.perf_counter()
+                found.append(take())
+                taken += 1
+                took = time.perf_counter() - start
+                self.seconds[name] = max(took, self.seconds.get(name, 0.0))
+                print(f"{name}: {took:.0f} s", flush=True)
+                self._keep()
+        return True
+
+    def _keep(self) -> None:
+        if self.path is not None:
+            kept = {"settings": self.settings, "samples": self.samples, "seconds": self.seconds}
+            self.path.write_text(json.dumps(kept, indent=1))
 
 
 def report(found: dict[str, list[Any]], settings: dict[str, Any]) -> Report:
@@ -215,30 +255,54 @@ def report(found: dict[str, list[Any]], settings: dict[str, Any]) -> Report:
 
 
 def main() -> None:
+    start = time.monotonic()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--quick", action="store_true", help="3 layers, 768 MiB, one round")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--limit", default="2GiB", help="of the control group")
     parser.add_argument("--path", type=Path, help="folder of both files, written if not there")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=16, help="of one sequence")
     parser.add_argument("--steps", type=int, default=3, help="of 64 sequences, in llama.cpp")
+    parser.add_argument("--samples", type=Path, help="JSON file of samples, to go on from")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="that this part may take")
     parser.add_argument("--out", type=Path, help="JSON file; default in bench/results")
     given = parser.parse_args()
+    if given.quick:
+        given.layers, given.limit, given.rounds, given.tokens, given.steps = 3, "768MiB", 1, 4, 2
+    if given.steps < 2:
+        parser.error("--steps is 2 or more: the first of them is not counted")
+    if given.minutes < math.inf and None in (given.path, given.samples):
+        parser.error("--minutes takes a part of a run, which --path and --samples keep")
     limit, threads = parse_size(given.limit), len(os.sched_getaffinity(0))
     with ExitStack() as stack:
         folder = given.path or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "checkpoint" / "config.json").exists():
             write_both(folder, given.layers)
+            print(f"both files: {time.monotonic() - start:.0f} s", flush=True)
+            if given.minutes < math.inf:
+                return
         size = sum(file.nbytes for file in Checkpoint.open(folder / "checkpoint").files)
         print(f"{format_size(size)} of weights in {format_size(limit)}", flush=True)
         group = stack.enter_context(control_group(limit))
         both = Contest(folder, group, limit - _BESIDE, threads)
-        found = contest(both, given.rounds, given.tokens, given.steps)
-    settings = {"weights": size, "limit": limit, "threads": threads, "rounds": given.rounds}
-    report(found, settings).publish(given.out)
+        settings = {"weights": size, "limit": limit, "threads": threads}
+        settings |= {"tokens": given.tokens, "steps": given.steps}
+        found = Contested(settings, given.samples)
+        takes: dict[str, Callable[[], Any]] = {
+            "llama.cpp, one": lambda: both.llama_one(4, given.tokens),
+            "qoff, one": lambda: both.qoff("one", 4, given.tokens),
+            "llama.cpp, many": lambda: both.llama_many(1, given.steps),
+            "qoff, many": lambda: both.qoff("many", 1, 2 * given.steps),
+        }
+        end = start + 60 * given.minutes
+        if not found.take(takes, given.rounds, lambda: end - time.monotonic()):
+            print(f"{given.samples}: not all samples are there yet; run it again", flush=True)
+            return
+    report(found.samples, settings | {"rounds": given.rounds}).publish(given.out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from bench.demo import fetch_gguf
-from bench.harness import Report, arguments
+from bench.harness import Bar, Report, arguments
 from bench.peers.llama_cpp import LlamaCpp, quantized
 from bench.sampling import torch_threads
 from qoff.eval.perplexity.metrics import Divergence, summarize
@@ -37,6 +37,8 @@ TYPES = (
     *("Q2_K", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_0", "Q5_K_M", "Q6_K", "Q8_0"),
     *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "BF16", "F16"),
 )
+_QUICK = ("Q4_0", "Q6_K")  # of which codes are taken over, and requantized
+BAR = 0.995  # of llama.cpp's perplexity, and of qoff's
 
 
 def judge(path: Path, sample: Sample, folder: Path) -> tuple[Divergence, float]:
@@ -82,22 +84,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         types=(str, ",".join(TYPES), "types of llama-quantize, with commas between"),
         rows=(Path, None, "JSON file of rows, made before or written as they come"),
     )  # fmt: skip
+    types = _QUICK if args.quick else args.types.split(",")
+    count = 1 if args.quick else args.windows
     source = fetch_gguf()
     tokenizer = tokenizer_of(source)
     ids = encode(tokenizer, read_text())
-    windows = cut(len(ids), WINDOW, definition="llama.cpp", limit=args.windows)
+    windows = cut(len(ids), WINDOW, definition="llama.cpp", limit=count)
     sample, rows = Sample(ids, windows), {}
     if args.rows is not None and args.rows.exists():
         rows = json.loads(args.rows.read_text())
     result = Report(
         "gguf_types",
-        {"windows": args.windows, "window": WINDOW},
+        {"windows": count, "window": WINDOW},
         "The demo model in types of GGUF: perplexity of the import against its exact values",
         ("type", "matrices", "bits imported", "exact perplexity", "of the import", "KL",
          "llama.cpp's perplexity", "import against it"),
     )  # fmt: skip
-    for kind in args.types.split(","):
-        key = f"{kind}, {args.windows} windows"
+    for kind in types:
+        key = f"{kind}, {count} windows"
         with torch_threads(1):
             rows[key] = rows.get(key) or measure(source, kind, sample)
         row, result.measured[kind] = rows[key]
@@ -105,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(*row, sep=" | ", flush=True)
         if args.rows is not None:
             args.rows.write_text(json.dumps(rows, indent=1))
+    apart = max(abs(figures["apart"]) for figures in result.measured.values())
+    result.bars.append(Bar("agreement of perplexities with llama.cpp's", BAR, 1 - apart))
     result.publish(args.out)
 
 
