@@ -27,7 +27,7 @@ SCHEMES: Mapping[str, Callable[[Settings], Scheme]] = {
     "awq": AWQ.from_settings,
     "bitsandbytes": lambda settings: BitsAndBytes(),  # whose tensors say how they are stored
     "compressed-tensors": _compressed,
-    "fbgemm_fp8": lambda settings: FP8("weight_scale"),
+    "fbgemm_fp8": lambda settings: FP8("weight_scale", columns=True),
     "fp8": FP8.from_settings,
     "gptq": GPTQ.from_settings,
     "mxfp4": lambda settings: MXFP4(),

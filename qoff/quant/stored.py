@@ -60,6 +60,16 @@ class Scheme(Protocol):
         """
 
 
+def checked_kind(tensors: StoredTensors, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of a tensor. Raises FormatError, naming it, if it is missing."""
+    kind = tensors.kind(name)
+    if kind is None:
+        raise FormatError(
+            f"{tensors.path}: tensor {name} is missing; the model is incomplete, get it again"
+        )
+    return kind
+
+
 def checked_shape(
     tensors: StoredTensors,
     name: str,
@@ -70,21 +80,16 @@ def checked_shape(
 
     Raises FormatError, naming the tensor, if it is missing or of another shape or dtype.
     """
-    kind = tensors.kind(name)
-    if kind is None:
-        raise FormatError(
-            f"{tensors.path}: tensor {name} is missing; the model is incomplete, get it again"
-        )
-    dtype, found = kind
+    dtype, found = checked_kind(tensors, name)
     fits = len(found) == len(shape) and all(
         size == wanted or (wanted is None and size > 0)
         for size, wanted in zip(found, shape, strict=False)
     )
     if dtype not in dtypes or not fits:
-        expected = " or ".join(_short(x) for x in dtypes)
+        expected = " or ".join(short(x) for x in dtypes)
         sizes = ", ".join("any" if x is None else str(x) for x in shape)
         raise FormatError(
-            f"{tensors.path}: tensor {name} is {_short(dtype)} {list(found)}; "
+            f"{tensors.path}: tensor {name} is {short(dtype)} {list(found)}; "
             f"expected {expected} [{sizes}]"
         )
     return found
@@ -159,5 +164,6 @@ class Settings:
         )
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """What a dtype is called in messages."""
     return str(dtype).removeprefix("torch.")

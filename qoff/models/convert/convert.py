@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from qoff.checkpoint import CheckpointWriter
-from qoff.errors import FormatError, QoffError, QuantizationError
+from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
 from qoff.models.modules.configs import is_native
 from qoff.models.sources import (
     GGUFModulesSource,
+    QuantizedSource,
     SafetensorsSource,
     Source,
     open_source,
@@ -78,7 +79,7 @@ def convert(
         config = source.config()
         job: _NativeJob | ModulesJob
         if isinstance(source, GGUFModulesSource) or (
-            isinstance(source, SafetensorsSource) and not is_native(config)
+            isinstance(source, SafetensorsSource | QuantizedSource) and _by_modules(source, config)
         ):
             if quant.weights:
                 raise QuantizationError(
@@ -168,6 +169,17 @@ class _NativeJob:
     def config(self) -> dict[str, Any]:
         """Return the `config.json` of the checkpoint, when all units were built."""
         return {**self._model.config, "quantization_config": self._builder.description()}
+
+
+def _by_modules(source: SafetensorsSource | QuantizedSource, config: Mapping[str, Any]) -> bool:
+    """Whether a model becomes a checkpoint for transformers' modules."""
+    native = is_native(config)
+    if not native and isinstance(source, QuantizedSource) and not source.as_floats:
+        raise UnsupportedModelError(
+            f"{source.path}: runs through transformers' modules, for which no quantized weights "
+            "but 8-bit floats are read; convert the original model"
+        )
+    return not native
 
 
 def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:

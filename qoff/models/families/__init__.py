@@ -53,10 +53,10 @@ def converted(config: Mapping[str, Any], has: Has) -> tuple[dict[str, Any], Tens
     has: whether it has a tensor. Raises UnsupportedModelError.
     """
     family = _family(config.get("model_type"), {**FAMILIES, **SOURCES})
-    config = as_transformers_5(config)
-    if family.converted is None:
-        return dict(config), family.names
-    return family.converted(config, has)
+    found, names = dict(as_transformers_5(config)), family.names
+    if family.converted is not None:
+        found, names = family.converted(found, has)
+    return found, experts.as_stored(names, has)
 
 
 def tensor_names(model_type: str) -> TensorNames:

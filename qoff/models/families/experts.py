@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qoff.kernels.layout.heads import QueryScale
 from qoff.models.spec_parts import ExpertsSpec, unsupported
 
-from .family import Family, Fields, TensorNames, biases, mixture, one_window, positive, windows
+from .family import Family, Fields, Has, TensorNames, biases, mixture, one_window, positive, windows
 from .llama import granite
+
+_FIRST_EXPERTS = 64  # layers, among which one has experts if any has
 
 
 def _mixtral(config: Any) -> Fields:
@@ -109,6 +112,21 @@ def _llama4(config: Any) -> Fields:
             shared_size=config.intermediate_size,
         ),
     }
+
+
+def as_stored(names: TensorNames, has: Has) -> TensorNames:
+    """The names of a source whose experts are in one tensor or apart, whatever the family does.
+
+    transformers 5 has them in one tensor, and tools that quantize take them apart.
+    """
+    if names.stacked_experts not in ("", "bare-halves", "column-halves"):
+        return names
+    for layer in range(_FIRST_EXPERTS):
+        if has(names.in_layer(layer, "mlp.experts.0.gate_proj", "weight")):
+            return replace(names, stacked_experts="")
+        if has(names.in_layer(layer, "mlp.experts.gate_up_proj", "")):
+            return replace(names, stacked_experts=names.stacked_experts or "bare-halves")
+    return names
 
 
 _QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})

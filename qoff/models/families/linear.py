@@ -55,22 +55,17 @@ def _qwen3_5_moe(config: Any) -> Fields:
     }
 
 
-def as_stored(names: TensorNames, has: Has) -> TensorNames:
-    """The names of a source that may have its experts in one tensor, or be a part of another."""
-    if has("model.language_model.embed_tokens.weight"):
-        names = replace(
-            names,
-            layer="model.language_model.layers.{}.",
-            embedding="model.language_model.embed_tokens.weight",
-            norm="model.language_model.norm",
-        )
-    if has(names.in_layer(0, "mlp.experts.gate_up_proj", "")):
-        names = replace(names, stacked_experts="bare-halves")
-    return names
-
-
 def _qwen3_5(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
-    return dict(config), as_stored(_SPLIT, has)
+    """A source may be a part of one that sees."""
+    if not has("model.language_model.embed_tokens.weight"):
+        return dict(config), _SPLIT
+    names = replace(
+        _SPLIT,
+        layer="model.language_model.layers.{}.",
+        embedding="model.language_model.embed_tokens.weight",
+        norm="model.language_model.norm",
+    )
+    return dict(config), names
 
 
 _NAMES = TensorNames(modules={"mlp.router": "mlp.gate"}, norm_offset=1.0)

@@ -66,7 +66,7 @@ def _text_alone(
         norm=f"{begin}norm",
         head=head,
     )
-    return found, linear.as_stored(names, has) if becomes in linear.FAMILIES else names
+    return found, names
 
 
 def _of_text(rope: dict[str, Any]) -> dict[str, Any]:

@@ -15,19 +15,21 @@ from qoff.quant import QTensor, TensorInfo
 from qoff.quant.gguf_split import in_directory
 
 from .gguf_modules import GGUFModulesSource
-from .quantized import open_quantized
+from .quantized import QuantizedSource, open_quantized
 from .safetensors import SafetensorsSource, own_code
 
 __all__ = [
     "GGUFModulesSource",
     "ModulesSource",
+    "QuantizedSource",
     "SafetensorsSource",
     "Source",
     "open_source",
     "own_code",
 ]
 
-ModulesSource = SafetensorsSource | GGUFModulesSource  # what transformers' modules can be of
+# What transformers' modules can be of.
+ModulesSource = SafetensorsSource | GGUFModulesSource | QuantizedSource
 
 
 class Source(Protocol):

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qoff.quant import CONFIG_FILES, QTensor, Scheme, TensorInfo, read_scheme
+from qoff.quant.fp8 import FP8
 from qoff.quant.mxfp4 import MXFP4
 from qoff.schema import read_object
 
@@ -48,6 +50,7 @@ class QuantizedSource:
         self._tensors = tensors
         self._scheme = scheme
         self._infos: dict[str, TensorInfo | None] = {}
+        self._stacks: dict[str, TensorInfo | None] = {}
 
     def config(self) -> dict[str, Any]:
         config = self._tensors.config()
@@ -62,16 +65,39 @@ class QuantizedSource:
         return self._scheme.pieces(self._tensors, name.removesuffix(_WEIGHT), rows)
 
     def item(self, name: str, index: int) -> Tensor:
-        if isinstance(self._scheme, MXFP4) and self._stack(name) is not None:
+        if isinstance(self._scheme, FP8 | MXFP4) and self._stack(name) is not None:
             return self._scheme.item(self._tensors, name, index)
         return self._tensors.item(name, index)
+
+    @property
+    def as_floats(self) -> bool:
+        """Whether it can be read under the names of a model of floats, as `whole` does."""
+        return isinstance(self._scheme, FP8)
+
+    def names(self) -> list[str]:
+        """The names of all tensors but scales."""
+        names = self._tensors.names()
+        beside = self._scheme.beside(self._tensors, names) if isinstance(self._scheme, FP8) else ()
+        return [name for name in names if name not in beside]
+
+    def whole(self, name: str) -> Tensor:
+        """Read a tensor, of any number of dimensions; quantized ones in float32."""
+        if (stack := self._stack(name)) is not None:
+            return torch.stack([self.item(name, i) for i in range(stack.shape[0])])
+        if (info := self._quantized(name)) is None:
+            return self._tensors.whole(name)
+        (found,) = self.chunks(name, info.shape[0])
+        return found.dequantize() if isinstance(found, QTensor) else found
 
     def files(self) -> Mapping[str, bytes | Path]:
         return self._tensors.files()
 
     def _stack(self, name: str) -> TensorInfo | None:
         """Of a tensor of all experts."""
-        return self._scheme.stack(self._tensors, name) if isinstance(self._scheme, MXFP4) else None
+        if name not in self._stacks:
+            stacks = isinstance(self._scheme, FP8 | MXFP4)
+            self._stacks[name] = self._scheme.stack(self._tensors, name) if stacks else None
+        return self._stacks[name]
 
     def _quantized(self, name: str) -> TensorInfo | None:
         if not name.endswith(_WEIGHT):
