@@ -99,6 +99,7 @@ PACKABLE: dict[str, dict[str, Any]] = {
     "gpt2-head64": {"model_type": "gpt2", **HEADS_OF_64, "n_inner": 80},
     "vaultgemma-head64": {**MODULES["vaultgemma"], **HEADS_OF_64, "sliding_window": 90},
     "jamba-head64": {**HYBRID_JAMBA, **HEADS_OF_64},
+    "gemma3n-head64": {**MODULES["gemma3n"], **HEADS_OF_64, "sliding_window": 90},
 }
 
 

@@ -44,6 +44,7 @@ class ModuleExecutor(CpuExecutor):
             values_rotated=quant.values_rotated,
             stores=self._stores_of(),
             workspace=self._recent_workspace,
+            lent=self._decoder.lent,
             states=states,
         )
 

@@ -6,7 +6,7 @@ interface says which pattern they are for. Both ask the pass that is being compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,12 @@ def register() -> None:
 class PackedAttention:
     """Appends the new tokens of a pass to a cache of qoff's, and attends to it.
 
-    shapes: by transformers' numbers of the layers, in the order of the cache's. new: bool [B, T],
-    which columns are tokens; they are the rows of `ragged`.
+    layers: by transformers' numbers, the layer of the cache that one attends to, and how. new: bool
+    [B, T], which columns are tokens; they are the rows of `ragged`.
     """
 
     ops: Ops
-    shapes: dict[int, HeadShape]
+    layers: Mapping[int, tuple[int, HeadShape]]
     cache: CachePass
     ragged: Ragged
     new: Tensor
@@ -71,12 +71,13 @@ class PackedAttention:
         q: [B, heads, T, D]; k, v: [B, KV heads, T, D].
         """
         layer: Any = module.layer_idx
-        place, new = list(self.shapes).index(layer), self.new
-        rows = [x.transpose(1, 2)[new].flatten(1) for x in (q, k, v)]
+        (place, shape), new = self.layers[layer], self.new
+        operands = (q, k, v) if shape.appends else (q,)
+        rows = [x.transpose(1, 2)[new].flatten(1) for x in operands]
         sinks = more.get("s_aux")
         found = self.ops.attention(
             torch.cat(rows, 1),
-            self.shapes[layer],
+            shape,
             self.cache.open(place),
             self.ragged,
             sinks=None if sinks is None else sinks.float().contiguous(),

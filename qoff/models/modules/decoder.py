@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
@@ -97,13 +97,19 @@ class ModuleDecoder:
         self._ops, self._kv, self._trusted = ops, kv, trust_remote_code
         self._parameters = set(signature(self.model.forward).parameters)
         self.text_config = self.model.config.get_text_config(decoder=True)
-        # Of attention that is qoff's, by transformers' numbers of the layers.
+        # Of attention that is qoff's, by transformers' numbers of layers with keys of their own.
         self.packed_shapes: dict[int, HeadShape] = {}
+        lenders: dict[int, int] = {}
         if kv is not None:
             states = ModuleCache(self.text_config, 1).states
             call = partial(self._call, self.model)
-            self.packed_shapes = probe.head_shapes(self.model, call, states)
+            self.packed_shapes, lenders = probe.head_shapes(self.model, call, states)
             kv.forms(list(self.packed_shapes.values()))
+        self._attends = {n: (i, shape) for i, (n, shape) in enumerate(self.packed_shapes.items())}
+        self.lent = frozenset(self._attends[lender][0] for lender in lenders.values())
+        for layer, lender in lenders.items():
+            place, shape = self._attends[lender]
+            self._attends[layer] = place, replace(shape, appends=False)
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
@@ -136,8 +142,11 @@ class ModuleDecoder:
             return sequences * (each + 4 * count * 3 * self.heads * longest)
         unpacked = count + self._kv.window + self._kv.sinks + 2 * BLOCK_TOKENS
         shapes = self.packed_shapes.values()
-        widest = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes)
-        return sequences * each + 4 * (sequences + PACKING) * widest
+        floats = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes]
+        of_layers = (sequences + PACKING) * max(floats) + sequences * sum(
+            floats[i] for i in self.lent
+        )
+        return sequences * each + 4 * of_layers
 
     def scratch_bytes(self, sequences: int, count: int, longest: int) -> int:
         """What qoff's ops share in such a pass: see `native.scratch`."""
@@ -195,7 +204,8 @@ class ModuleDecoder:
         that cannot be packed.
         """
         if self.packed_shapes:
-            tokens = host_cache([*self.packed_shapes.values()], sequences, kv, capacity)
+            shapes = [*self.packed_shapes.values()]
+            tokens = host_cache(shapes, sequences, kv, capacity, lent=self.lent)
             return ModuleCache(self.text_config, sequences, tokens, [*self.packed_shapes])
         if kv is not None:
             raise ArgumentError(
@@ -224,7 +234,7 @@ class ModuleDecoder:
         work = ModulePass(lambda: self._forward(run.tokens, new, cached), places)
         if cached.tokens is not None:
             work.attention = PackedAttention(
-                self._ops, self.packed_shapes, cached.tokens, run.ragged, new
+                self._ops, self._attends, cached.tokens, run.ragged, new
             )
         logits = yield from work.steps()
         cached.end()

@@ -34,9 +34,12 @@ class _RefusedError(Exception):
     """Why there can be no packed cache."""
 
 
-def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[int, HeadShape]:
+def head_shapes(
+    model: Any, call: Callable[..., object], states: Any
+) -> tuple[dict[int, HeadShape], dict[int, int]]:
     """The attention of each layer that a packed cache can serve, by transformers' numbers.
 
+    Beside it the layers that attend to the keys and values of another one, each with that one.
     model: on the meta device, with attention `attention.NAME`. call: its forward pass, of ids, a
     cache, mask and positions; states: an empty cache. Raises UnpackableError with the reason
     why there can be no packed cache.
@@ -44,7 +47,7 @@ def head_shapes(model: Any, call: Callable[..., object], states: Any) -> dict[in
     trial = _Trial(states)
     try:
         _try(model, call, states, trial)
-        return trial.shapes()
+        return trial.shapes(), trial.lenders
     except Exception as error:  # the code of any model
         raise UnpackableError(
             f"the KV cache of {type(model).__name__} cannot be packed: {_reason(error)}; "
@@ -135,6 +138,8 @@ class _Trial(_Shapes):
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
         self._wanted = [i for i, layer in enumerate(states.layers) if type(layer) in kinds]
         self._found: dict[int, HeadShape] = {}
+        self._keys: dict[int, Tensor] = {}
+        self.lenders: dict[int, int] = {}
 
     def mask(
         self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
@@ -147,7 +152,9 @@ class _Trial(_Shapes):
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
     ) -> Tensor:
         layer: Any = getattr(module, "layer_idx", None)
-        if layer not in self._wanted or layer in self._found:
+        lender = next((i for i, own in self._keys.items() if own is k), None)
+        taken = layer in self._found or layer in self.lenders
+        if taken or (layer not in self._wanted and (lender is None or layer is None)):
             raise _RefusedError(f"{type(module).__name__} has no layer of the cache for itself")
         if not getattr(module, "is_causal", True):
             raise _RefusedError(f"{type(module).__name__} is not causal")
@@ -162,7 +169,7 @@ class _Trial(_Shapes):
                 "its mask is not a mask of transformers' mask interface, as it was made"
             )
         scaling, cap = more.get("scaling"), more.get("softcap")
-        self._found[layer] = HeadShape(
+        shape = HeadShape(
             q.shape[1],
             k.shape[1],
             q.shape[3],
@@ -170,6 +177,12 @@ class _Trial(_Shapes):
             getattr(mask, MASK),
             soft_cap=float(cap or 0.0),
         )
+        if lender is None:
+            self._found[layer], self._keys[layer] = shape, k
+        elif shape == self._found[lender]:
+            self.lenders[layer] = lender
+        else:
+            raise _RefusedError(f"layer {layer} attends to keys of layer {lender} in another way")
         return super().attend(module, q, k, v, mask)
 
     def shapes(self) -> dict[int, HeadShape]:
