@@ -20,6 +20,8 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from tests import gguf_linear
+
 Array = NDArray[Any]
 ARCHITECTURES = {  # by model_type
     **dict.fromkeys(("llama", "mistral", "mixtral"), ARCH.LLAMA),
@@ -29,7 +31,7 @@ ARCHITECTURES = {  # by model_type
     "qwen3": ARCH.QWEN3,
     "phi3": ARCH.PHI3,
     "granite": ARCH.GRANITE,
-    "olmo2": ARCH.OLMO2,
+    **dict.fromkeys(("olmo2", "olmo3"), ARCH.OLMO2),
     "cohere": ARCH.COMMAND_R,
     "glm": ARCH.CHATGLM,
     "glm4": ARCH.GLM4,
@@ -49,6 +51,8 @@ ARCHITECTURES = {  # by model_type
     "gpt_oss": ARCH.GPT_OSS,
     "llama4_text": ARCH.LLAMA4,
     "qwen3_next": ARCH.QWEN3NEXT,
+    "qwen3_5_text": ARCH.QWEN35,
+    "qwen3_5_moe_text": ARCH.QWEN35MOE,
     "olmoe": ARCH.OLMOE,
     "granitemoe": ARCH.GRANITE_MOE,
     "glm4_moe": ARCH.GLM4_MOE,
@@ -62,7 +66,7 @@ ARCHITECTURES = {  # by model_type
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
 _PERMUTED += ("arcee",)
-_LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+_LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
@@ -208,7 +212,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.scaling.type"] = rope["rope_type"]
     if rope["rope_type"] != "llama3":
         found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
-    if model_type in ("gemma3_text", "gemma4_text"):
+    if model_type in ("gemma3_text", "gemma4_text", "olmo3"):
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
     if model_type == "gemma4_text":
@@ -220,16 +224,10 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "ministral3":
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    if model_type == "qwen3_next":
-        heads = config["linear_num_value_heads"]
-        found |= {
-            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-            "ssm.state_size": config["linear_key_head_dim"],
-            "ssm.group_count": config["linear_num_key_heads"],
-            "ssm.time_step_rank": heads,
-            "ssm.inner_size": heads * config["linear_value_head_dim"],
-            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
-        }
+    if model_type == "qwen3_5_moe_text":  # whose layers all have experts
+        del found["feed_forward_length"]
+    if "linear_num_value_heads" in config:
+        found |= gguf_linear.metadata(config)
     if "kv_lora_rank" in config:
         found |= _latent(config, rope)
     if model_type in _SIGMOID:
@@ -318,7 +316,7 @@ def _renamed(
             heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             yield name, heads.swapaxes(0, 1).reshape(values.shape)
         elif ".linear_attn." in name:
-            yield from _linear(config, name, values)
+            yield from gguf_linear.renamed(config, name, values)
         elif model_type in _LESS_ONE and name.endswith("norm.weight"):
             yield name, values + 1
         elif model_type in _PERMUTED and (x := re.search(r"\.([qk])_proj\.", name)):
@@ -332,25 +330,6 @@ def _renamed(
         name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
         full = name if "feed_forward" in name else f"model.{name}"
         yield full, np.stack([experts[e] for e in range(len(experts))])
-
-
-def _linear(config: Mapping[str, Any], name: str, values: Array) -> Iterator[tuple[str, Array]]:
-    """Linear attention, key head by key head only in the matrix of b and a."""
-    if name.endswith(".A_log"):
-        yield name, -np.exp(values)
-    elif name.endswith(".dt_bias"):
-        yield name.replace(".dt_bias", ".dt_proj.bias"), values
-    elif name.endswith("in_proj_qkvz.weight"):
-        key, heads = config["linear_key_head_dim"], config["linear_num_key_heads"]
-        group = config["linear_value_head_dim"] * config["linear_num_value_heads"] // heads
-        parts = np.split(
-            values.reshape(heads, -1, values.shape[1]), np.cumsum([key, key, group]), axis=1
-        )
-        *mixed, z = (part.reshape(-1, values.shape[1]) for part in parts)
-        yield name.replace("qkvz", "qkv"), np.concatenate(mixed)
-        yield name.replace("qkvz", "z"), z
-    else:
-        yield name, values.squeeze(1) if "conv1d" in name else values
 
 
 def permuted(values: Array, heads: int) -> Array:

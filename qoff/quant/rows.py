@@ -1,4 +1,4 @@
-"""Moving whole rows of quantized matrices, without touching a code."""
+"""Moving rows of quantized matrices, and whole groups of columns, without touching a code."""
 
 from __future__ import annotations
 
@@ -58,6 +58,26 @@ def reordered(weight: Weight, order: Tensor) -> Weight:
     codes, scale_min = half.codes[order], half.scale_min[:, order]
     moved = replace(half, codes=codes, scale_min=scale_min, shape=(len(order), half.shape[1]))
     return moved.to_packing(weight.packing)
+
+
+def with_columns(weight: QTensor | Tensor, order: Tensor, name: str) -> QTensor | Tensor:
+    """Columns `order`, int64, of a QTensor or a dense matrix [N, K], as the same kind.
+
+    name: what errors call it. Raises QuantizationError where these are no whole groups of a
+    QTensor.
+    """
+    if isinstance(weight, Tensor):
+        return weight[:, order.to(weight.device)].contiguous()
+    (n, k), group = weight.shape, weight.group_size
+    groups = order[::group] // group
+    columns = (groups[:, None] * group + torch.arange(group, device=order.device)).flatten()
+    if len(order) != k or not torch.equal(columns, order):
+        raise QuantizationError(
+            f"{name}: quantized columns are moved in whole groups of {group}; use a file in 16 bits"
+        )
+    found, groups = weight.to_packing("split32"), groups.to(weight.device)
+    codes = found.codes.view(n, k // group, -1)[:, groups].flatten(1)
+    return replace(found, codes=codes, scale_min=found.scale_min[groups]).to_packing(weight.packing)
 
 
 def whole_blocks(weight: QTensor, order: Tensor) -> Tensor | None:

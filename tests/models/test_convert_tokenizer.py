@@ -36,6 +36,7 @@ GPT4O = (
 )
 PATTERNS = {  # of the models' own `tokenizer.json`; others split as Llama 3
     "qwen2": (QWEN2,),
+    "qwen35": (QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),),
     "gpt-4o": (GPT4O,),
     "tekken": (
         GPT4O.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}"),
@@ -50,9 +51,9 @@ PATTERNS = {  # of the models' own `tokenizer.json`; others split as Llama 3
 }
 TESTED = (
     *("default", "gpt-2", "smollm", "llama-bpe", "llama3", "qwen2", "olmo", "dbrx", "glm4"),
-    *("gpt-4o", "tekken", "deepseek-v3", "starcoder"),
+    *("gpt-4o", "tekken", "deepseek-v3", "starcoder", "qwen35"),
 )
-NFC = ("qwen2", "olmo")
+NFC = ("qwen2", "qwen35", "olmo")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT = [
     "The 12 quick foxes didn't jump 3456 times.\n\n1. First  2   3\n\n2. Second\t\tthing",

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, read_weight
-from qoff.errors import FormatError, QoffError, UnsupportedModelError
+from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models import names
 from qoff.models.convert.builder import Builder
@@ -55,8 +55,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 # llama.cpp has no such architecture, does not tell it from another, splits its text by a rule that
 # is not known here.
-WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "olmo3", "solar-open", "exaone-moe", "hy-v3")
-WITHOUT += ("qwen3.5", "qwen3.5-moe", "glm4-moe-lite", "ministral", "internlm3", "cwm", "jais2")
+WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "exaone-moe", "hy-v3")
+WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm", "jais2")
 
 
 def source_of(base: Path, family: str) -> Path:
@@ -159,6 +159,24 @@ def test_experts_one_by_one_and_gates_above_up(base: Path, tmp_path: Path) -> No
     assert_same(fused.write(tmp_path / "fused.gguf"), wanted)
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.MXFP4])
+def test_value_heads_of_quantized_types(kind: Kind, tmp_path: Path) -> None:
+    """Whole groups of columns are moved, so codes stay as they are."""
+    save_model(tmp_path, "qwen3.5", linear_num_key_heads=4, linear_value_head_dim=32)
+    model = GGUFModel.of(tmp_path)
+    model.metadata["attention.recurrent_layers"] = [True, False, True]
+    model.kinds = dict.fromkeys(("ssm_out", "attn_qkv", "attn_gate", "ssm_beta"), kind)
+    wanted = model.rounded().write(tmp_path / "wanted.gguf")
+    assert_same(model.write(tmp_path / "m.gguf"), wanted)
+
+
+def test_value_heads_within_a_group_of_columns(base: Path, tmp_path: Path) -> None:
+    model = GGUFModel.of(tiny_model(base, "qwen3.5"))
+    model.kinds = {"ssm_out": Kind.Q8_0}
+    with pytest.raises(QuantizationError, match=r"ssm_out.weight: quantized columns are moved in"):
+        floats(model.write(tmp_path / "m.gguf"))
+
+
 @pytest.mark.parametrize("family", ["glm", "llama-biased", "qwen2"])
 def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) -> None:
     model = GGUFModel.of(source_of(base, family))
@@ -248,7 +266,8 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("gemma2", {"attention.sliding_window": 0.5}, FormatError, "sliding_window is 0.5"),
         ("granite", {"rope.scaling.finetuned": False}, UnsupportedModelError, "finetuned is False"),
         ("granite", {"logit_scale": 0.0}, FormatError, "granite.logit_scale is 0.0"),
-        ("olmo2", {"attention.sliding_window": 4096}, UnsupportedModelError, "window is 4096"),
+        ("qwen3.5", {"ssm.inner_size": 250}, FormatError, "inner_size is 250; expected a multiple"),
+        ("qwen3.5", {"attention.recurrent_layers": [True]}, FormatError, "entry for 3 layers"),
         ("glm4", {"rope.dimension_sections": [8, 4, 4]}, UnsupportedModelError, "dimensions"),
         ("glm4", {"rope.dimension_count": 64}, UnsupportedModelError, "count is 64; supported: 32"),
         ("glm4", {"nextn_predict_layers": 2}, UnsupportedModelError, "predict_layers is 2"),

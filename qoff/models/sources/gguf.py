@@ -19,9 +19,11 @@ from qoff.models.stored import check_counts
 from qoff.quant import GGUFFile, QTensor, TensorInfo
 from qoff.quant.gguf import DENSE, QUANTIZED, TO_FLOATS
 from qoff.quant.gguf_blocks import BLOCK_TYPES, GROUP_SIZE
+from qoff.quant.rows import with_columns
 
 from .gguf_architectures import find
 from .gguf_latent import is_part, joined
+from .gguf_linear import TiledHeads
 from .gguf_metadata import Metadata
 from .gguf_rope import TENSORS as ROPE_TENSORS
 from .gguf_tokenizer import companions
@@ -49,6 +51,10 @@ class GGUFSource:
     @cached_property
     def tensor_names(self) -> TensorNames:
         return self._architecture.names(self._metadata)
+
+    @cached_property
+    def _tiled(self) -> TiledHeads | None:
+        return TiledHeads(self._metadata) if self._architecture.linear == "all" else None
 
     def config(self) -> dict[str, Any]:
         config = self._architecture.config(self._metadata)
@@ -88,8 +94,12 @@ class GGUFSource:
             assert isinstance(found, Tensor)
             yield found[None]
             return
-        for numbers in torch.arange(info.shape[0]).split(rows):
-            yield self._file.load(stored, numbers)
+        heads = self._tiled
+        order = None if heads is None else heads.rows(name)
+        columns = None if heads is None else heads.columns(name)
+        for numbers in (torch.arange(info.shape[0]) if order is None else order).split(rows):
+            found = self._file.load(stored, numbers)
+            yield found if columns is None else with_columns(found, columns, name)
 
     def item(self, name: str, index: int) -> Tensor | QTensor:
         return self._file.item(self._stored[name], index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from qoff.models.families.family import TensorNames
 
@@ -58,8 +59,8 @@ class Architecture:
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
     may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. modules: its own names of
-    modules. linear: most layers have linear attention. base: what is in place of the fields that
-    all have alike.
+    modules. linear: most layers have linear attention, whose matrices lie as in
+    `TensorNames.split_linear`. base: what is in place of the fields that all have alike.
     """
 
     model_type: str
@@ -69,7 +70,7 @@ class Architecture:
     partial: bool = False
     fused_gate_up: bool = False
     modules: Mapping[str, str] | None = None
-    linear: bool = False
+    linear: Literal["", "z", "all"] = ""
     base: Callable[[Metadata], Config] | None = None
 
     def config(self, metadata: Metadata) -> Config:
@@ -94,8 +95,8 @@ class Architecture:
             fused_qkv="rows" if metadata.has(fused) and not self.linear else "",
             fused_gate_up=self.fused_gate_up,
             stacked_experts=stacked(metadata),
-            split_linear="z" if self.linear else "",
-            linear_of_ggml=self.linear,
+            split_linear=self.linear,
+            linear_of_ggml=bool(self.linear),
             rope_pairs=self.rope_pairs,
         )
 
@@ -108,6 +109,8 @@ def find(metadata: Metadata) -> Architecture:
         return _DEEPSEEK_V3
     if metadata.architecture == "deepseek2" and not metadata.get("expert_count", 0):
         return _YOUTU
+    if metadata.architecture == "olmo2" and metadata.get("attention.sliding_window", 0):
+        return _OLMO3
     return ARCHITECTURES[metadata.architecture]
 
 
@@ -129,6 +132,7 @@ _DEEPSEEK_V3 = replace(
     fields=latent.deepseek_v3,
 )
 _YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", model="YoutuForCausalLM", fields=latent.youtu)
+_OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", dense.olmo3)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
     "llama": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
@@ -179,7 +183,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         linear.qwen3_next,
         partial=True,
         modules=linear.MODULES,
-        linear=True,
+        linear="z",
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        linear.qwen3_5,
+        partial=True,
+        modules=linear.MODULES,
+        linear="all",
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        linear.qwen3_5_moe,
+        modules=linear.MODULES,
+        linear="all",
+        base=linear.qwen3_5_moe_base,
     ),
     "olmoe": Architecture("olmoe", "OlmoeForCausalLM", experts.olmoe),
     "granitemoe": Architecture(

@@ -48,8 +48,18 @@ def granite(metadata: Metadata, config: Config) -> Config:
 
 
 def olmo2(metadata: Metadata, config: Config) -> Config:
-    metadata.only("attention.sliding_window", 0)  # of Olmo 3
     return dense(metadata)
+
+
+def olmo3(metadata: Metadata, config: Config) -> Config:
+    """Olmo 2 with windows; YaRN is that of the layers without one."""
+    rope = config["rope_parameters"]
+    local = float(metadata.get("rope.freq_base_swa", rope["rope_theta"]))
+    return {
+        **dense(metadata),
+        **windows(metadata, metadata.layers, 4, 0),
+        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": local}},
+    }
 
 
 def phi3(metadata: Metadata, config: Config) -> Config:

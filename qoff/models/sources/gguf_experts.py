@@ -13,14 +13,14 @@ SOFTMAX, SIGMOID = (0, 1), (0, 2)  # of `expert_gating_func`
 
 
 def mixtral(metadata: Metadata, config: Config) -> Config:
-    return {**rms(metadata), **_experts(metadata, "num_local_experts"), "sliding_window": None}
+    return {**rms(metadata), **mixture(metadata, "num_local_experts"), "sliding_window": None}
 
 
 def olmoe(metadata: Metadata, config: Config) -> Config:
     metadata.only("expert_weights_norm", False)
     return {
         **rms(metadata),
-        **_experts(metadata, "num_experts"),
+        **mixture(metadata, "num_experts"),
         "intermediate_size": metadata.get(_INNER, config["intermediate_size"]),
         "norm_topk_prob": False,
     }
@@ -31,7 +31,7 @@ def granite_moe(metadata: Metadata, config: Config) -> Config:
     metadata.only("expert_shared_feed_forward_length", 0)
     return {
         **rms(metadata),
-        **_experts(metadata, "num_local_experts"),
+        **mixture(metadata, "num_local_experts"),
         **scales(metadata, config),
         "attention_bias": attention_bias(metadata),
     }
@@ -51,14 +51,14 @@ def dots1(metadata: Metadata, config: Config) -> Config:
 def minimax_m2(metadata: Metadata, config: Config) -> Config:
     return {
         **rms(metadata),
-        **_experts(metadata, "num_local_experts", SIGMOID),
+        **mixture(metadata, "num_local_experts", SIGMOID),
         "intermediate_size": metadata.get(_INNER, config["intermediate_size"]),
     }
 
 
 def ernie4_5_moe(metadata: Metadata, config: Config) -> Config:
     """A file says with which layer experts begin, and in every which they are."""
-    found = _experts(metadata, "moe_num_experts")
+    found = mixture(metadata, "moe_num_experts")
     return {
         **rms(metadata),
         "moe_num_experts": found["moe_num_experts"],
@@ -75,7 +75,7 @@ def deepseek(metadata: Metadata, gating: tuple[int, ...] = SIGMOID) -> Config:
     """What the keys say of experts that are chosen as DeepSeek V3 does, in one group."""
     return {
         **rms(metadata),
-        **_experts(metadata, "n_routed_experts", gating, scaled=True),
+        **mixture(metadata, "n_routed_experts", gating, scaled=True),
         "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
         "attention_bias": attention_bias(metadata),
         "moe_intermediate_size": metadata.need(_INNER),
@@ -100,7 +100,7 @@ def _shared(metadata: Metadata) -> int:
     return rows // inner
 
 
-def _experts(
+def mixture(
     metadata: Metadata, count: str, gating: tuple[int, ...] = SOFTMAX, scaled: bool = False
 ) -> Config:
     """How many experts there are and how many of them compute; count: the name in the config.
@@ -121,7 +121,7 @@ def _experts(
 
 
 def _qwen_moe(metadata: Metadata, config: Config, normalized: bool) -> Config:
-    experts = _experts(metadata, "num_experts")
+    experts = mixture(metadata, "num_experts")
     each = config["intermediate_size"] // experts["num_experts_per_tok"]
     layers = range(config["num_hidden_layers"])
     return {
@@ -154,7 +154,7 @@ def llama4(metadata: Metadata, config: Config) -> Config:
     That knows the model without norms, Maverick, by its 128 experts.
     """
     metadata.only("attention.sliding_window", _LLAMA4_CHUNK)
-    experts = _experts(metadata, "num_local_experts", SIGMOID)
+    experts = mixture(metadata, "num_local_experts", SIGMOID)
     layers = range(config["num_hidden_layers"])
     return {
         **rms(metadata),
@@ -174,7 +174,7 @@ def llama4(metadata: Metadata, config: Config) -> Config:
 
 def hunyuan_moe(metadata: Metadata, config: Config) -> Config:
     """Experts, and that for all tokens, are as large as an MLP would be."""
-    experts, inner = _experts(metadata, "num_experts"), config["intermediate_size"]
+    experts, inner = mixture(metadata, "num_experts"), config["intermediate_size"]
     metadata.only(_INNER, inner)
     metadata.only("expert_shared_feed_forward_length", inner)
     return {
@@ -191,7 +191,7 @@ def gpt_oss(metadata: Metadata, config: Config) -> Config:
     yarn = {"truncate": False} if rope["rope_type"] == "yarn" else {}
     return {
         **rms(metadata),
-        **_experts(metadata, "num_local_experts"),
+        **mixture(metadata, "num_local_experts"),
         **windows(metadata, metadata.layers, 2, 128),
         "intermediate_size": metadata.need(_INNER),
         "attention_bias": attention_bias(metadata),

@@ -62,6 +62,11 @@ def _cased(numbers: str, suffix: str = "") -> str:
 _PLAIN = Kind(_GPT2)
 _DIGITS = Kind(pre_tokenizers.Sequence([_DIGIT, _GPT2]))
 _LLAMA3 = Kind(_split(_words(r"\p{N}{1,3}")), ignore_merges=True, add_bos=True)
+_QWEN35 = (
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    r"\p{N}",
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+)
 _QWEN2 = Kind(_split(_words(r"\p{N}")), nfc=True)
 _GPT4O = Kind(_split(_cased(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")))
 _V3 = Kind(_split(*_DEEPSEEK_V3))
@@ -78,6 +83,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Kind(_LLAMA3.pre_tokenizer)),
         "glm4": Kind(_LLAMA3.pre_tokenizer, ignore_merges=True),
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo"), _QWEN2),
+        "qwen35": Kind(_split("|".join((_CONTRACTIONS, *_QWEN35))), nfc=True),
         **dict.fromkeys(("stablelm2", "megrez", "hunyuan"), Kind(_QWEN2.pre_tokenizer)),
         **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
         "tekken": Kind(_split(_cased(r"\p{N}")), ignore_merges=True, add_bos=True),
