@@ -95,8 +95,10 @@ class QuantizedSource:
     def _stack(self, name: str) -> TensorInfo | None:
         """Of a tensor of all experts."""
         if name not in self._stacks:
-            stacks = isinstance(self._scheme, FP8 | MXFP4)
-            self._stacks[name] = self._scheme.stack(self._tensors, name) if stacks else None
+            found = None
+            if isinstance(self._scheme, FP8 | MXFP4):
+                found = self._scheme.stack(self._tensors, name)
+            self._stacks[name] = found
         return self._stacks[name]
 
     def _quantized(self, name: str) -> TensorInfo | None:
