@@ -30,7 +30,7 @@ PLAN = Plan(batch_size=2, batches=2, context=120, prefill_tokens=100, kv=KV)
 PLAIN = ["bloom", "minicpm3", "jamba", "vaultgemma", "falcon_h1", "mamba2"]
 RECURRENT = ["jamba", "falcon_h1", "mamba2"]
 WORKSPACES = ("workspace", "tiled_workspace")
-PACKED = ["gpt2-head64", "vaultgemma-head64", "jamba-head64"]
+PACKED = ["gpt2-head64", "vaultgemma-head64", "jamba-head64", "gemma3n-head64"]
 
 
 def prompts() -> list[list[int]]:
@@ -69,6 +69,7 @@ def test_the_answers_are_those_of_generate(base: Path, name: str) -> None:
         ("bloom", {"prefill_tokens": 7, "schedule": "sequential"}),
         ("vaultgemma", {"prefill_tokens": 40, "batches": 1, "batch_size": 5}),
         ("jamba-head64", {"kv_placement": KVPlacement(0, 0.5)}),
+        ("gemma3n-head64", {"kv_placement": KVPlacement(0, 0.5)}),
         ("gpt2-head64", {"kv_placement": KVPlacement(0, 0), "batches": 3}),
     ],
 )
