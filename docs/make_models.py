@@ -28,7 +28,8 @@ batches (`tests/models/test_decoder.py`). Other architectures: see below.
 """
 _REST = """
 Weights in FP8, in which DeepSeek V3, R1, Kimi K2 and MiniMax M2 are published, are read as they are
-([formats.md](formats.md)).
+([formats.md](formats.md)). Experts may be tensors of their own or one tensor for a layer,
+whatever form their family is published in.
 
 The KV cache of models with latent attention keeps of a token what the heads' keys and values come
 of, and the part of the keys that RoPE rotates: 324 bytes a layer of DeepSeek V2 and V3, packed to 4
@@ -53,15 +54,16 @@ whose layers keep several streams of hidden states, runs through transformers' m
 
 ## Other architectures
 
-Safetensors models of any other architecture that transformers has a causal language model for run
-through transformers' own modules, with `qoff.load`, `qoff.LLM` and their commands. Their weights
-are resident or offloaded under the same budgets, and their logits are those of transformers on the
-dequantized weights. What differs from the families above:
+Safetensors models of any other architecture that transformers has a causal language model for,
+in floats or FP8, run through transformers' own modules, with `qoff.load`, `qoff.LLM` and their
+commands. Their weights are resident or offloaded under the same budgets, and their logits are those
+of transformers on the dequantized weights. What differs from the families above:
 
 - They run on the CPU only. The KV cache, or whatever states the model keeps, is transformers'
   own, in float32 and padded like the batch. A packed KV cache replaces it, without padding, in
   models whose attention goes through transformers' attention interface, is causal or has a
   sliding window, and has heads of 64, 80, 96, 128, 256 or 512 channels for keys and values alike.
+  Layers may attend to the keys and values of earlier ones, as in Gemma 3n.
   Recurrent states stay transformers'. Other models are refused with the reason, which a trial
   without weights finds when the model is loaded.
 - Linear layers of decoder layers are quantized (also the transposed ones of GPT-2, and Falcon's),
