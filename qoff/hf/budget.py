@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from qoff.errors import BudgetError
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
-from qoff.kvcache import KVCache, KVQuant, PackedCache
+from qoff.kvcache import KVCache, KVQuant, PackedCache, PassingCache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
 from qoff.models.modules.cache import ModuleCache
@@ -27,6 +27,8 @@ from qoff.units import format_size
 _CONTEXTS = (2048, 1024, 512, 256)
 _PASSES = (MLP_TOKENS, 256, 128, 64, 32, 16)
 _LOGITS = 4  # copies: the model's, scaled or padded, and those that `generate` makes
+COMPARED_ROWS = 16  # of logits, of which values are computed that are compared
+_COMPARED = 2  # copies of these
 
 
 class BoundedCache(Protocol):
@@ -186,6 +188,22 @@ class Budget:
                     "max_length or more device_memory"
                 )
 
+    def reads_at_once(self, tokens: int, rows: int, sequences: int, longest: int) -> bool:
+        """Whether there is room to read sequences once, in two passes of a round at most.
+
+        tokens, rows of logits: of all; sequences: of a pass; longest: tokens of one. A layer's keys
+        and values are in a `PassingCache` for each pass. On a CPU, by the native decoder.
+        """
+        decoder = self._decoder
+        assert isinstance(decoder, Decoder)
+        each = -(-tokens // sequences)
+        work = working_bytes(
+            decoder, None, sequences, each, rows, longest, self._tiled, bound=self.memory, copies=1
+        )
+        work += 2 * PassingCache.bytes_for(decoder.head_shapes, sequences, longest)
+        work += 4 * _COMPARED * min(rows, COMPARED_ROWS) * decoder.spec.vocab_size
+        return self._others(None) + work <= self.free
+
     def count(self, cache: BoundedCache) -> None:
         """Count the memory of a cache from now on, as long as it is there."""
         with self._turn:
@@ -206,7 +224,7 @@ class Budget:
                 )
             yield
 
-    def _others(self, cache: BoundedCache) -> int:
+    def _others(self, cache: BoundedCache | None) -> int:
         return sum(one.nbytes for one in self._caches if one is not cache)
 
     def __str__(self) -> str:
@@ -243,12 +261,14 @@ def working_bytes(
     largest: int = 0,
     *,
     bound: int | None = None,
+    copies: int = _LOGITS,
 ) -> int:
     """The most bytes that a pass takes beside weights and KV cache, its logits included.
 
     The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
     `rows` rows of logits; tiled: layers stream in tiles. largest: sequences of a pass before.
-    bound: bytes of the device that may be used in all, None for all of it. For models that run
+    bound: bytes of the device that may be used in all, None for all of it. copies: of logits, on a
+    CPU. For models that run
     through transformers' modules it is an estimate.
     """
     if isinstance(decoder, ModuleDecoder):
@@ -279,7 +299,7 @@ def working_bytes(
     if decoder.replays is not None:
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)
-    work += 4 * rows * (_LOGITS * spec.vocab_size + 2 * spec.hidden_size)
+    work += 4 * rows * (copies * spec.vocab_size + 2 * spec.hidden_size)
     work += shared_bytes(decoder, kv, sequences, count, rows, longest, tiled, largest)
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
         unpacked = count + kv.window + kv.sinks + 2 * 64

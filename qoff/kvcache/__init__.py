@@ -4,6 +4,7 @@ from .base import CachePass, KVCache
 from .device.cache import DeviceCache
 from .host.mixed import MixedCache
 from .host.packed import PackedCache
+from .host.passing import PassingCache
 from .host.plain import PlainCache
 from .quant import SPARSE_TOP, KVQuant
 from .slots import SlotCache
@@ -18,6 +19,7 @@ __all__ = [
     "KVQuant",
     "MixedCache",
     "PackedCache",
+    "PassingCache",
     "PlainCache",
     "SlotCache",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.low_rank import LowRanks
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import CachePass, KVCache
+from qoff.kvcache import CachePass, KVCache, PassingCache
 from qoff.kvcache.slots import SlotSubset
 from qoff.memory import Unit
 
@@ -138,7 +138,7 @@ class ForwardPass:
 
     tokens: Tensor  # int64 [M]
     ragged: Ragged
-    cache: KVCache | SlotSubset  # the tokens before them
+    cache: KVCache | SlotSubset | PassingCache  # the tokens before them
     # int64 [R], rows whose logits are wanted; None: of all, valid until the next pass.
     logit_rows: Tensor | None
     activations: Activations = field(default_factory=ResidentActivations)

@@ -130,7 +130,7 @@ def test_batches_share_each_reading_of_the_weights(
 ) -> None:
     checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
     least, _ = load_budgets(checkpoint, batch_size=8)
-    lm = opened(checkpoint, batch_size=8, device_memory=least)
+    lm = opened(checkpoint, batch_size=8, pass_tokens=2, device_memory=least)
     requests = [(None, [5 + i, 6, 7], [8, 9]) for i in range(6)]
 
     def scored() -> tuple[list[tuple[float, bool]], int]:
@@ -147,6 +147,8 @@ def test_batches_share_each_reading_of_the_weights(
     budget = opened(checkpoint, batch_size=8, device_memory="64MiB").model.budget
     assert budget is not None
     assert room(budget, 1, 5, 512, 2).batches == 1  # resident weights are not read again
+    fewer = opened(checkpoint, batch_size=8, device_memory=least - 1)
+    assert fewer.batch_size == 4
 
 
 def test_a_packed_cache_is_packed_between_passes(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -12,13 +13,16 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.eval.extras import errors_only
 from qoff.hf.budget import Room
 from qoff.hf.load import load
 from qoff.hf.model import QoffForCausalLM
 
 from .continuations import score
+from .once import Size
+
+_LOGITS = 1 << 28  # bytes, of weights that are resident
 
 
 @register_model("qoff")
@@ -28,9 +32,10 @@ class QoffLM(HFLM):
     pretrained: as for `qoff.load`, which takes `options`, or its model and tokenizer. batch_size:
     sequences together. max_length: tokens that a sequence is cut to; None: the model's positions.
     pass_tokens: of a sequence that is scored, in one pass; a packed cache is packed between passes.
-    Where a bound of memory has no room for their logits, fewer sequences are read together, and
-    fewer tokens only where one sequence does not fit; where it has more, several batches go through
-    a layer before the next is read.
+    Where a bound of memory has no room for their KV caches, `batch_size` is halved; where it has
+    none for their logits, fewer are read together, and fewer tokens only where one sequence does
+    not fit; where it has more, several batches go through a layer before the next is read. What is
+    no longer than a pass needs no KV cache: see `continuations.score`.
     add_bos_token, prefix_token_id: as for HFLM. max_batch_size is ignored.
     """
 
@@ -49,8 +54,7 @@ class QoffLM(HFLM):
         sequences = _whole("batch_size", batch_size)
         self.pass_tokens = _whole("pass_tokens", pass_tokens)
         if not isinstance(pretrained, tuple):
-            room = {"batch_size": sequences, "context": max_length}
-            pretrained = load(pretrained, **{**room, **options})
+            pretrained, sequences = _opened(pretrained, sequences, max_length, options)
         model, tokenizer = pretrained
         with errors_only(HFLM.__module__):  # which warns of models that are not given by name
             super().__init__(
@@ -76,12 +80,24 @@ class QoffLM(HFLM):
                 return Room(at_once, self.pass_tokens)
             return budget.scored_at_once(at_once, tokens, self.pass_tokens, predicted)
 
+        runtime, most = self.model.runtime, at_once * self.pass_tokens
+
+        @cache
+        def fits(size: Size) -> bool:
+            stay = budget is None or getattr(runtime.decoder, "resident", False)
+            large = size.tokens > most or 4 * size.rows * runtime.spec.vocab_size > _LOGITS
+            if stay and large and size.sequences > 1:  # more at once would not be faster
+                return False
+            return budget is None or budget.reads_at_once(*size)
+
         with tqdm(total=len(requests), disable=disable_tqdm, desc="scoring") as bar:
             found = score(
-                self.model.runtime,
+                runtime,
                 [(context, continuation) for _, context, continuation in requests],
                 max_length=self.max_length,
                 room=room,
+                fits=fits,
+                at_once=self.pass_tokens if runtime.kv else min(most, self.max_length),
                 done=bar.update,
             )
         for (texts, _, _), result in zip(requests, found, strict=True):
@@ -100,6 +116,20 @@ class QoffLM(HFLM):
                 )
         answers: list[str] = super().generate_until(requests, disable_tqdm)
         return answers
+
+
+def _opened(
+    path: str, sequences: int, context: int | None, options: dict[str, Any]
+) -> tuple[tuple[QoffForCausalLM, PreTrainedTokenizerBase], int]:
+    """The model with room for so many sequences, or for as many as a bound has room for."""
+    while True:
+        try:
+            room = {"batch_size": sequences, "context": context}
+            return load(path, **{**room, **options}), sequences
+        except BudgetError:
+            if sequences == 1 or "batch_size" in options:
+                raise
+            sequences //= 2
 
 
 def _whole(name: str, value: int | str) -> int:

@@ -57,7 +57,7 @@ def run_tasks(
         name: value if isinstance(value, bool | int | float | None) else str(value)
         for name, value in options.items()
     }
-    asked = {**chosen, **sizes, "max_length": lm.max_length, **plain}
+    asked = {**chosen, **sizes, "batch_size": lm.batch_size, "max_length": lm.max_length, **plain}
     return {"model": str(model_path), "tasks": list(tasks), "settings": asked, **found}
 
 
