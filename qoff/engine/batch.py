@@ -51,6 +51,7 @@ class BatchSlots:
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
+        self._empty = list(range(cache.sequences))  # that was emptied first comes first
         self._indexed: object = None  # what `index` depends on, as it was then
 
     @property
@@ -60,7 +61,9 @@ class BatchSlots:
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
-        slot = min(set(range(self.cache.sequences)) - self._slots.keys())
+        # With shared prefixes what the last sequence of a slot has left is of use.
+        slot = min(self._empty) if self._prefixes is None else self._empty[0]
+        self._empty.remove(slot)
         self._sampler.begin(self._first_place + slot, sequence)
         self._slots[slot] = sequence
         self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
@@ -69,11 +72,9 @@ class BatchSlots:
         """Empty a sequence's slot; its blocks are free at once."""
         slot = self._slot_of(sequence)
         sequence.ended = True
-        blocks = list(self.cache.blocks[slot])
         del self._slots[slot]
+        self._empty.append(slot)
         self.cache.reset(slot)
-        if self._prefixes is not None:
-            self._prefixes.drop(blocks)
 
     def sequences(self) -> list[Sequence]:
         """Those in the slots."""
@@ -101,12 +102,11 @@ class BatchSlots:
         if sequence.decoding or sequence.waits_for is not None:
             return False
         before = sequence.begins_like
-        if before is None:
-            return True
-        if not before.decoding and not before.ended:
+        if before is not None and not before.decoding and not before.ended:
             return False
         sequence.begins_like = None
-        if self._prefixes is not None:
+        if self._prefixes is not None and sequence.may_share:
+            sequence.may_share = False
             prompt, expected = sequence.prompt, self.cache.expected[slot]
             blocks = self._prefixes.find(prompt, expected, sequence.adapter)
             self.cache.adopt(slot, blocks)
@@ -114,15 +114,22 @@ class BatchSlots:
         return True
 
     def index(self) -> None:
-        """Make the packed blocks of prompts known to others."""
+        """Make the packed blocks of sequences known to others, and to those that come later."""
         if self._prefixes is None:
             return
         blocks = [len(self.cache.blocks[slot]) for slot in self._slots]
-        now = (self._prefixes.dropped, *self._slots.values(), *blocks)
+        now = (*self._slots.values(), *blocks)
         if now != self._indexed:
             self._indexed = now
-            for slot, sequence in sorted(self._slots.items()):
-                self._prefixes.add(sequence.prompt, self.cache.blocks[slot], sequence.adapter)
+            for slot, one in sorted(self._slots.items()):
+                tokens = [*one.prompt, *one.answer]
+                self._prefixes.add(tokens, self.cache.blocks[slot], one.adapter)
+
+    def forget_prefixes(self) -> None:
+        """What blocks have may be wrong: nothing begins with those that there are."""
+        self._indexed = None
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def decode(self) -> ForwardPass | None:
         """A pass with the newest token of each sequence whose prompt is read, and its draft."""

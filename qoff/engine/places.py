@@ -120,6 +120,7 @@ class Places:
                 for sequence in self._waiting.popleft():
                     reads = sequence.waits_for is None and sequence.pooled is None
                     if self._share_prefixes and reads and not sequence.scores_prompt:
+                        sequence.may_share = True
                         sequence.begins_like = self._alike(sequence)
                     batch.add(sequence)
 
@@ -131,6 +132,7 @@ class Places:
     def begin_again(self) -> None:
         """Take all sequences out of the batches, to be read from the start."""
         for batch in self.batches:
+            batch.forget_prefixes()
             for sequence in batch.sequences():
                 batch.remove(sequence)
         groups: dict[Sequence, list[Sequence]] = {}

@@ -2,61 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.tiered import TieredBlocks
 
-# The block before, or the adapter, below 0, and 64 tokens.
-_Key = tuple[int, tuple[int, ...]]
+_Content = tuple[int, int]  # a block, and what `contents` says of it
+# What comes before, or the adapter, below 0; and 64 tokens.
+_Key = tuple[_Content | int, tuple[int, ...]]
 
 
 class PrefixIndex:
-    """Blocks of prompts that are still in use, found by the tokens from the first one on.
+    """Blocks with the tokens of sequences, found by these from the first one on.
 
-    A block is known by its tokens and by the block before it, the first one by the adapter that it
-    was read with, and forgotten when it is free.
+    A block is known by its tokens and by what comes before it, the first one by the adapter that it
+    was read with. It stays known when its sequences have ended, until other tokens come into it.
     """
 
     def __init__(self, store: TieredBlocks | DeviceBlocks) -> None:
         self._store = store
-        self._blocks: dict[_Key, int] = {}
-        self._keys: dict[int, _Key] = {}
-        self.dropped = 0  # blocks so far: others with the same tokens may take their places
+        self._found: dict[_Key, _Content] = {}
+        self._known: dict[int, tuple[int, _Key]] = {}  # of a block: contents, and its key
 
-    def add(self, prompt: Sequence[int], blocks: Sequence[int], adapter: int = -1) -> None:
-        """Remember the blocks that hold nothing but tokens of a prompt. adapter: -1 for none."""
-        before = -2 - adapter
-        for block, tokens in zip(blocks, _pieces(prompt), strict=False):
-            key = (before, tokens)
-            if block not in self._keys and key not in self._blocks:
-                self._keys[block], self._blocks[key] = key, block
-            before = block
+    def add(self, tokens: Sequence[int], blocks: Sequence[int], adapter: int = -1) -> None:
+        """Remember the blocks of a sequence, full of these tokens. adapter: -1 for none.
+
+        What others know of the same tokens stays.
+        """
+        before: _Content | int = -2 - adapter
+        for i, block in enumerate(blocks[: len(tokens) // BLOCK_TOKENS]):
+            own = block, self._store.contents(block)
+            known = self._known.get(block)
+            if known is None or known[0] != own[1]:
+                key = before, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
+                other = self._there(key)
+                if other is not None:
+                    before = other
+                    continue
+                if known is not None:
+                    self._found.pop(known[1], None)
+                self._known[block], self._found[key] = (own[1], key), own
+            before = own
 
     def find(self, prompt: Sequence[int], expected: int, adapter: int = -1) -> list[int]:
         """The longest chain of blocks that a prompt begins with, where they would lie, too.
 
         At least one token is left to be read. expected: blocks that the sequence will have.
         """
-        found: list[int] = []
-        before = -2 - adapter
+        chain: list[int] = []
+        before: _Content | int = -2 - adapter
         for index, tokens in enumerate(_pieces(prompt[:-1])):
-            block = self._blocks.get((before, tokens))
-            if block is None:
+            found = self._there((before, tokens))
+            if found is None:
                 break
-            if self._store.tier(block) != self._store.placement.tier(index, expected):
+            if self._store.tier(found[0]) != self._store.placement.tier(index, expected):
                 break
-            found.append(block)
-            before = block
-        return found
+            chain.append(found[0])
+            before = found
+        return chain
 
-    def drop(self, blocks: Iterable[int]) -> None:
-        """Forget those of some blocks that nobody uses any more."""
-        for block in blocks:
-            if block in self._keys and not self._store.users(block):
-                del self._blocks[self._keys.pop(block)]
-                self.dropped += 1
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._found.clear()
+        self._known.clear()
+
+    def _there(self, key: _Key) -> _Content | None:
+        """The block of a key, if it still has these tokens."""
+        found = self._found.get(key)
+        if found is not None and self._store.contents(found[0]) != found[1]:
+            del self._found[key], self._known[found[0]]
+            return None
+        return found
 
 
 def common_blocks(a: Sequence[int], b: Sequence[int]) -> int:

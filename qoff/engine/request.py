@@ -213,6 +213,7 @@ class Sequence:
     waits_for: Sequence | None = None  # reads the same prompt; forked when it has
     adapter: int = -1  # its number; -1: none
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
+    may_share: bool = False  # begins with blocks that are there, if it has read nothing
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
     grammar: Matcher | None = None  # of what the answer must match
@@ -232,6 +233,7 @@ class Sequence:
     def begin_again(self) -> None:
         """Forget the answer so far, and that the prompt was read."""
         self.read, self.begins_like, self.ended = 0, None, False
+        self.may_share = False
         self.answer.clear()
         if self.grammar is not None:
             self.grammar.reset()

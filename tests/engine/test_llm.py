@@ -16,7 +16,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
@@ -192,35 +191,6 @@ def test_a_greedy_fork_continues_like_the_first(
         params = SamplingParams(temperature=0, max_tokens=70, n=3, ignore_eos=True)
         found = llm.generate([PROMPTS[0]], params)
     assert [r.token_ids for r in found] == [expected[0]] * 3
-
-
-def test_prompts_that_begin_alike_share_blocks(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [[*PROMPTS[5][:160], *tail] for tail in ([7, 8, 9], [9], [], [100] * 30)]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, share_prefixes=True)
-    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
-        taken = []
-        allocate = llm.blocks.allocate
-        monkeypatch.setattr(
-            llm.blocks,
-            "allocate",
-            lambda indices, *rest: taken.extend(indices) or allocate(indices, *rest),
-        )
-        found = llm.generate(prompts, params)
-        assert taken == [0, 1, 2]  # the third is of the longest sequence alone
-        assert sum(r.read for r in llm.rounds) == 163 + 33 + 32 + 62
-        assert llm.blocks.used("device") == 0
-        (index,) = {one._prefixes for one in llm._rounds.current.opened.batches}
-        assert index is not None
-        assert not index._blocks  # nor does it know of blocks that are free
-        (alone,) = llm.generate(prompts[:1], params)
-        again = llm.generate(prompts[1:], params)
-    assert found[0].token_ids == alone.token_ids
-    assert [len(r.token_ids) for r in (*found, *again)] == [20] * 7
-    with pytest.raises(ArgumentError, match="share_prefixes needs sinks=0"):
-        Plan(share_prefixes=True, kv=KVQuant(sinks=16))
 
 
 def test_draws_depend_on_the_seed_alone(checkpoint: Path) -> None:

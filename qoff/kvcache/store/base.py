@@ -78,19 +78,19 @@ class Blocks(ABC):
         """Where a block lies."""
         return self.place(block)[0].tier
 
-    def users(self, block: int) -> int:
-        """How many sequences use a block."""
+    def contents(self, block: int) -> int:
+        """A number that is another one as soon as the block may have other tokens."""
         pool, number = self.place(block)
-        return pool.users[number]
+        return pool.contents[number]
 
     def stands_for(self, index: int, expected: int) -> int:
         """The number of some block where the one at this place in a sequence would lie."""
         return 0
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Count one user more of each block."""
+        """Count one user more of each block, which may have had none since its last one."""
         for pool, number in map(self.place, blocks):
-            pool.users[number] += 1
+            pool.share(number)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Count one user less of each block; without users it is free."""

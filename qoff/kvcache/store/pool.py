@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Self
@@ -20,6 +21,9 @@ class BlockPool:
 
     layers: memory of each layer, uint8 [at least capacity, kv_heads, form.nbytes]; none on disk.
     users: of each block. grows: there are more when all are in use. poison: free ones are wiped.
+    contents: of each block a number that changes when it is given away, or wiped: until then what
+    was in it is there, and it may be shared although nobody uses it. Without growth the block is
+    taken that was free for longest.
     """
 
     def __init__(
@@ -34,7 +38,9 @@ class BlockPool:
         self.tier, self.layers = tier, list(layers)
         self._grows, self._poison = grows, poison
         self.users = [0] * capacity
-        self._free = dict.fromkeys(range(capacity - 1, -1, -1))  # the one to take is last
+        self.contents = [0] * capacity
+        order = range(capacity - 1, -1, -1) if grows else range(capacity)
+        self._free = OrderedDict[int, None].fromkeys(order)  # the next is last, or first
         self._wipe(self._free)
 
     @classmethod
@@ -70,9 +76,9 @@ class BlockPool:
             if not self._grows:
                 raise BudgetError(f"all {self.capacity} KV blocks of the {self.tier} are in use")
             self.reserve(self.capacity + max(count, _GROWTH_BLOCKS, self.capacity // 2))
-        blocks = [self._free.popitem()[0] for _ in range(count)]
+        blocks = [self._free.popitem(last=self._grows)[0] for _ in range(count)]
         for block in blocks:
-            self.users[block] = 1
+            self._give(block)
         return blocks
 
     def take(self, wanted: int) -> int:
@@ -82,8 +88,13 @@ class BlockPool:
         near = (wanted + sign * away for away in count() for sign in (1, -1))
         block = next(block for block in near if block in self._free)
         del self._free[block]
-        self.users[block] = 1
+        self._give(block)
         return block
+
+    def share(self, block: int) -> None:
+        """Count one user more; the first one of a free block has what was in it."""
+        self._free.pop(block, None)
+        self.users[block] += 1
 
     def release(self, block: int) -> None:
         self.users[block] -= 1
@@ -105,9 +116,18 @@ class BlockPool:
                 grown = layer.new_empty(blocks, *layer.shape[1:])
                 grown[: len(layer)] = layer
                 self.layers[number] = grown
-        self._free = dict.fromkeys(range(blocks - 1, self.capacity - 1, -1)) | self._free
+        more = OrderedDict[int, None].fromkeys(range(blocks - 1, self.capacity - 1, -1))
+        self._free = more | self._free
+        self.contents += [0] * (blocks - self.capacity)
         self.users += [0] * (blocks - self.capacity)
 
+    def _give(self, block: int) -> None:
+        self.users[block] = 1
+        self.contents[block] += 1
+
     def _wipe(self, blocks: Iterable[int]) -> None:
-        for layer in self.layers if self._poison else ():
-            layer[list(blocks)] = 0xFF
+        wiped = list(blocks) if self._poison else []
+        for layer in self.layers if wiped else ():
+            layer[wiped] = 0xFF
+        for block in wiped:
+            self.contents[block] += 1

@@ -1,0 +1,79 @@
+"""Prompts that begin alike, or as what was answered before, share packed blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError
+from qoff.kvcache import KVQuant
+from qoff.plan import Plan
+from tests.instruments import POISON
+
+DRAW = Random(4)
+TOKENS = [DRAW.randrange(4, 128) for _ in range(200)]
+QUANT = KVQuant(window=16)
+CONTEXT = 300
+
+
+def test_prompts_that_begin_alike_share_blocks(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[*TOKENS[:160], *tail] for tail in ([7, 8, 9], [9], [], [100] * 30)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, share_prefixes=True)
+    with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
+        taken = []
+        allocate = llm.blocks.allocate
+        monkeypatch.setattr(
+            llm.blocks,
+            "allocate",
+            lambda indices, *rest: taken.extend(indices) or allocate(indices, *rest),
+        )
+        found = llm.generate(prompts, params)
+        assert taken == [0, 1, 2]  # the third is of the longest sequence alone
+        assert sum(r.read for r in llm.rounds) == 163 + 33 + 32 + 62
+        assert llm.blocks.used("device") == 0
+        (index,) = {one._prefixes for one in llm._rounds.current.opened.batches}
+        assert index is not None
+        assert not index.find(prompts[0], 3)  # nor of blocks that were wiped
+        (alone,) = llm.generate(prompts[:1], params)
+        again = llm.generate(prompts[1:], params)
+    assert found[0].token_ids == alone.token_ids
+    assert [len(r.token_ids) for r in (*found, *again)] == [20] * 7
+
+
+def test_prompts_begin_with_what_was_read_and_answered_before(checkpoint: Path) -> None:
+    """Until other tokens come into the blocks, of the place that was emptied first."""
+    plan = Plan(batch_size=2, context=CONTEXT, kv=KVQuant(8, 8, window=0), share_prefixes=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def read(prompt: list[int]) -> int:
+        before = sum(one.read for one in llm.rounds)
+        answers[tuple(prompt)] = llm.generate([prompt], params)[0].token_ids
+        return sum(one.read for one in llm.rounds) - before
+
+    answers = dict[tuple[int, ...], tuple[int, ...]]()
+    first, other, third = TOKENS[:100], TOKENS[10:110], TOKENS[20:120]
+    with LLM(checkpoint, plan) as llm:
+        assert read(first) == 100
+        turn = [*first, *answers[tuple(first)], 7, 8, 9]
+        assert read(other) == 100
+        assert read(turn) == 143 - 128
+        assert read(third) == 100  # in the place of `other`
+        assert read(first) == 100 - 64
+        assert read(other) == 100
+        assert llm.kv_used == 0
+        found = dict(answers)
+    with LLM(checkpoint, plan) as llm:
+        for prompt in (first, turn):
+            read(prompt)
+            assert answers[tuple(prompt)] == found[tuple(prompt)]
+
+
+def test_sink_tokens_are_not_shared() -> None:
+    with pytest.raises(ArgumentError, match="share_prefixes needs sinks=0"):
+        Plan(share_prefixes=True, kv=KVQuant(sinks=16))
