@@ -14,7 +14,7 @@ from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
 
 from .draft_model import DraftBatch
-from .drafts import PromptLookup
+from .drafts import Acceptance, PromptLookup
 from .pooling import PassPooling
 from .prefixes import PrefixIndex
 from .request import Sequence
@@ -32,7 +32,7 @@ class BatchSlots:
     """`cache.sequences` slots, some of them with a sequence.
 
     sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at
-    most.
+    most, and fewer where fewer are accepted. streams: whether weights are read in each pass.
     """
 
     def __init__(
@@ -44,10 +44,14 @@ class BatchSlots:
         draft_tokens: int = 0,
         adapters: Adapters | None = None,
         drafts: DraftBatch | None = None,
+        streams: bool = False,
     ) -> None:
         self.cache, self._adapters = cache, adapters
         self._draft_tokens = draft_tokens
         self._proposer: DraftBatch | PromptLookup = drafts or PromptLookup()
+        self._streams = streams
+        self._accepted: dict[int, Acceptance] = {}  # in each slot
+        self._drafted: dict[int, int] = {}  # tokens of the pass under way
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
@@ -65,7 +69,7 @@ class BatchSlots:
         slot = min(self._empty) if self._prefixes is None else self._empty[0]
         self._empty.remove(slot)
         self._sampler.begin(self._first_place + slot, sequence)
-        self._slots[slot] = sequence
+        self._slots[slot], self._accepted[slot] = sequence, Acceptance()
         self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
 
     def remove(self, sequence: Sequence) -> None:
@@ -156,8 +160,10 @@ class BatchSlots:
     def _drafts(self) -> dict[int, list[int]]:
         """Tokens that may follow in each slot: so few that all can be forgotten again."""
         given, wanted = dict[int, list[int]](), dict[int, tuple[Sequence, int]]()
+        self._drafted = {}
         if not self._draft_tokens:
             return given
+        decoding = sum(bool(one.answer) for one in self._slots.values())
         for slot, one in self._slots.items():
             done = len(one.answer)
             most = min(self._draft_tokens, self.cache.room(slot) - 1, one.max_tokens - done - 1)
@@ -165,8 +171,11 @@ class BatchSlots:
                 if one.given:
                     given[slot] = list(one.given[done : done + most])
                 else:
-                    wanted[slot] = one, most
-        return given | self._proposer.propose(wanted) if wanted else given
+                    accepted = self._accepted[slot]
+                    wanted[slot] = one, accepted.length(most, decoding, self._streams)
+        found = self._proposer.propose(wanted) if wanted else {}
+        self._drafted = {slot: len(draft) for slot, draft in found.items()}
+        return given | found
 
     def forget_rejected(self) -> None:
         """Have the cache remember of each sequence what is its own."""
@@ -174,6 +183,10 @@ class BatchSlots:
         for slot, one in self._slots.items():
             if one.answer:
                 wrong[slot] = self.cache.lengths[slot] - len(one.prompt) - len(one.answer) + 1
+        for slot, count in self._drafted.items():
+            if slot in self._slots:
+                self._accepted[slot].note(count, count - wrong[slot])
+        self._drafted = {}
         if any(wrong):
             self.cache.forget_each(wrong)
 

@@ -60,6 +60,7 @@ class Opened:
                 plan.draft_tokens,
                 executor.adapters,
                 None if drafts is None else drafts.new_batch(vocab),
+                not executor.runtime.store.all_resident,
             )
             for first in range(0, places, plan.batch_size)
         ]

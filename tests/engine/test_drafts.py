@@ -12,7 +12,7 @@ import torch
 
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.batch import BatchSlots
-from qoff.engine.drafts import continued
+from qoff.engine.drafts import Acceptance, continued
 from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant, PackedCache
@@ -46,6 +46,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_followed_before_is_proposed(tokens: list[int], most: int, follow: list[int]) -> None:
     assert continued(np.array(tokens, np.int32), most) == follow
+
+
+def test_drafts_are_as_long_as_they_are_worth() -> None:
+    accepted = Acceptance()
+    assert accepted.length(4, 1, True) == 4
+    for _ in range(100):
+        accepted.note(4, 0)
+    assert [accepted.length(4, 1, stream) for stream in (False, True)] == [1, 1]
+    for i in range(100):
+        accepted.note(16, 2 + 2 * (i % 3))
+    lengths = [accepted.length(16, n, stream) for stream in (True, False) for n in (1, 64)]
+    assert lengths == [6, 2, 4, 2]
+    for _ in range(10_000):
+        accepted.note(6, 6)
+    assert accepted.length(16, 1, False) == 16  # what was long ago is forgotten
 
 
 def answers(llm: LLM, **how: object) -> list[Completion]:
