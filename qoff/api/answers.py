@@ -108,6 +108,25 @@ class Form:
             "text_offset": offsets,
         }
 
+    def echoed(
+        self,
+        tokens: Sequence[int],
+        steps: Sequence[Mapping[int, Logprob] | None] | None,
+        own: dict[str, Any] | None,
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of a prompt's tokens, the first of which has none, before `own`."""
+        if own is None or steps is None:
+            return own
+        found = self.logprobs(tokens[1:], [one for one in steps[1:] if one is not None])
+        assert found is not None
+        first = self._token(tokens[0])
+        found = {name: [None, *values] for name, values in found.items()}
+        found["tokens"][0], found["text_offset"][0] = first, 0
+        found["text_offset"][1:] = [at + len(first) for at in found["text_offset"][1:]]
+        end = found["text_offset"][-1] + len(found["tokens"][-1])
+        own = {**own, "text_offset": [end + at for at in own["text_offset"]]}
+        return {name: [*values, *own[name]] for name, values in found.items()}
+
     def prompt_logprobs(
         self, steps: Sequence[Mapping[int, Logprob] | None]
     ) -> list[dict[str, Any] | None]:
@@ -125,6 +144,10 @@ class Form:
             }
             for step in steps
         ]
+
+    def text_of(self, tokens: Sequence[int], text: str | None) -> str:
+        """A prompt as it was given, or what its tokens say."""
+        return str(self.tokenizer.decode(list(tokens))) if text is None else text
 
     def _top(self, step: Mapping[int, Logprob]) -> list[dict[str, Any]]:
         most = self._shown or 0

@@ -95,7 +95,7 @@ class Generation(Body):
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    logit_bias: Annotated[dict[str, Number] | None, Field(max_length=0)] = None
+    logit_bias: Annotated[dict[str, Number] | None, Field(max_length=300)] = None
     # vLLM's
     top_k: int | None = None
     min_p: Number | None = None
@@ -119,6 +119,8 @@ class Generation(Body):
     def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
         """How the answer is drawn. Raises ArgumentError for values out of range."""
         given = {name: getattr(self, name) for name in _PARAMS} | more
+        with raised_as(ArgumentError, "logit_bias has token ids, as texts"):
+            given["logit_bias"] = {int(k): v for k, v in (self.logit_bias or {}).items()} or None
         given.setdefault("structured_outputs", self.structured())
         if given["top_p"] == 0 or 0 < (given["temperature"] or 0) < _LEAST_HEAT:
             given |= {"temperature": 0.0, "top_p": None}  # the likeliest token, as for OpenAI
@@ -278,15 +280,22 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     prompt: Input
     logprobs: Count | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None  # the prompt before its answer
     suffix: None = None
     best_of: None = None
 
+    @model_validator(mode="after")
+    def _echoes(self) -> CompletionRequest:
+        if self.echo and self.stream:
+            raise ValueError("echo does not go with stream")
+        return self
+
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """How the answers are drawn; OpenAI's 16 tokens without a bound."""
-        return self.params(
-            replace(defaults, max_tokens=16), logprobs=self.logprobs, max_tokens=self.max_tokens
-        )
+        more: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": self.max_tokens}
+        if self.echo and self.prompt_logprobs is None:
+            more["prompt_logprobs"] = self.logprobs
+        return self.params(replace(defaults, max_tokens=16), **more)
 
 
 class EmbeddingRequest(Body):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qoff.engine import LLM, Completion, SamplingParams
@@ -13,7 +13,7 @@ from qoff.models.forward_pass import NOT_FINITE
 from .answers import Form, usage
 from .errors import ApiError
 from .protocol import ChatRequest, CompletionRequest
-from .tools import Calls, check_template, ended, split
+from .tools import Calls, ended, split, written_whole
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Asked:
     stream: bool
     include_usage: bool
     adapter: str | None
+    echo: bool = False
 
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
@@ -38,9 +39,14 @@ class Asked:
             check_answer(one)
             text, tools = split(self.calls, one.text)
             logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
+            if self.echo:
+                text = self.form.text_of(one.prompt_token_ids, one.prompt) + text
+                steps = one.prompt_logprobs
+                logprobs = self.form.echoed(one.prompt_token_ids, steps, logprobs)
             reason = ended(self.calls, tools, one.finish_reason)
             choices.append(self.form.choice(number, text, reason, logprobs, tools))
-            if one.prompt_logprobs is not None:
+            said = self.echo and self.params.prompt_logprobs == self.params.logprobs
+            if one.prompt_logprobs is not None and not said:
                 choices[-1]["prompt_logprobs"] = self.form.prompt_logprobs(one.prompt_logprobs)
         generated = sum(len(one.token_ids) for one in answers)
         return self.form.whole(choices, usage(prompt_tokens, generated))
@@ -60,11 +66,13 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
     if chat and not llm.tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template; use /v1/completions")
     if calls is not None:
-        check_template(llm.tokenizer.get_chat_template(tools=[{}]))
+        template = llm.tokenizer.get_chat_template(tools=[{}])
+        calls = replace(calls, whole=written_whole(template))
     adapter = body.model if body.model in llm.adapters else None
     form = Form("chat" if chat else "text", adapter or model, llm.tokenizer, params.logprobs)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    return Asked(form, prompts, params, calls, bool(body.stream), with_usage, adapter)
+    echo = isinstance(body, CompletionRequest) and bool(body.echo)
+    return Asked(form, prompts, params, calls, bool(body.stream), with_usage, adapter, echo)
 
 
 def check_model(name: str | None, model: str, adapters: Sequence[str] = ()) -> None:

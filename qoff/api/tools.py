@@ -1,7 +1,9 @@
-"""Calls of functions in an answer, as most chat templates have models write them.
+"""Calls of functions in an answer, as chat templates have models write them.
 
 Hermes' form, of Qwen, SmolLM3 and many others: `<tool_call>{"name": ..., "arguments": {...}}
-</tool_call>`, any number of them. An answer that must call a function is that JSON alone.
+</tool_call>`, any number of them beside text. Llama 3's, whose whole answer is `{"name": ...,
+"parameters": {...}}`, and Mistral's, a list of such objects with "arguments" behind `[TOOL_CALLS]`.
+An answer that must call a function is one object alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from .errors import ApiError
 
 OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>\s*|\Z)", re.DOTALL)
+# What is in a template of a form whose calls are a whole answer.
+_WHOLE = ('"parameters": dictionary of argument name and its value', "[TOOL_CALLS]")
+_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # before them, where a tokenizer shows these
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Calls:
     must: bool  # exactly one of them
     named: bool  # by the client
     one_only: bool  # at most
+    whole: bool = False  # an answer is calls, or text
 
     def schema(self) -> dict[str, Any]:
         """Of an answer that is one call."""
@@ -42,14 +48,28 @@ class Calls:
         return {"anyOf": options}
 
 
-def check_template(template: object) -> None:
-    """Raise ApiError for a chat template that does not say how functions are called."""
-    if "tools" not in str(template) or OPEN not in str(template):
-        raise ApiError(
-            400,
-            f"the model's chat template does not have tools in the form {OPEN}...</tool_call>",
-            param="tools",
-        )
+def written_whole(template: object) -> bool:
+    """Whether a chat template has models write calls as a whole answer, or in `OPEN`'s form.
+
+    Raises ApiError for one that has them write no form that is known here.
+    """
+    text = str(template)
+    if "tools" in text and OPEN in text:
+        return False
+    if "tools" in text and any(mark in text for mark in _WHOLE):
+        return True
+    raise ApiError(
+        400,
+        f"the model's chat template has tools in none of the forms {OPEN}...</tool_call>, Llama's "
+        "and Mistral's",
+        param="tools",
+    )
+
+
+def may_be_calls(text: str) -> bool:
+    """Whether an answer that begins so may be calls as a whole; without text it may."""
+    said = text.lstrip()
+    return not said or said[0] in "{[" or any(m.startswith(said[: len(m)]) for m in _MARKS)
 
 
 def split(calls: Calls | None, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -62,6 +82,8 @@ def split(calls: Calls | None, text: str) -> tuple[str, list[dict[str, Any]]]:
     if calls.must:
         one = _call(text)
         return (text, []) if one is None else ("", [one])
+    if calls.whole:
+        return _whole(calls, text)
     found: list[dict[str, Any]] = []
     kept = []
     end = 0
@@ -81,13 +103,41 @@ def ended(calls: Calls | None, found: list[dict[str, Any]], reason: str) -> str:
     return "tool_calls" if by_call else reason
 
 
+def _whole(calls: Calls, text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The same of an answer that is an object, several with semicolons between, or a list."""
+    said = text.strip()
+    for mark in _MARKS:
+        said = said.removeprefix(mark).lstrip()
+    found: list[Any] = []
+    try:
+        while said:
+            one, end = json.JSONDecoder().raw_decode(said)
+            found += one if isinstance(one, list) else [one]
+            said = said[end:].lstrip("; \n")
+    except (ValueError, RecursionError):
+        return text, []
+    # Mistral's templates take identifiers of nine characters alone.
+    made = [_call_of(one, secrets.token_hex(5)[:9]) for one in found]
+    known = [one for one in made if one is not None and one["function"]["name"] in calls.tools]
+    if not known or len(known) < len(made):
+        return text, []
+    return "", known[: 1 if calls.one_only else None]
+
+
 def _call(text: str) -> dict[str, Any] | None:
     try:
         said = json.loads(text)
-        name, arguments = said["name"], said["arguments"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, RecursionError):
         return None
+    return _call_of(said, f"call_{secrets.token_hex(12)}")
+
+
+def _call_of(said: Any, number: str) -> dict[str, Any] | None:
+    """OpenAI's object of what a model has written of a call; None where it is none."""
+    if not isinstance(said, dict):
+        return None
+    name, arguments = said.get("name"), said.get("arguments", said.get("parameters"))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {"id": number, "type": "function", "function": function}

@@ -147,6 +147,8 @@ class Admission:
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.stop_token_ids:
             self._check_tokens("list of stop_token_ids", params.stop_token_ids)
+        if params.logit_bias:
+            self._check_tokens("logit_bias", list(params.logit_bias))
         ends = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else self._eos
         )

@@ -47,7 +47,8 @@ class SamplingParams:
     structured_outputs: what the answer must match, unless `max_tokens` cuts it off.
     logits_processors: functions of the answer's tokens so far, or of the prompt's and these, and of
     the logits, float32 [vocab_size], which they may change; each returns the logits to go on with.
-    Raises ArgumentError for values out of range.
+    logit_bias: what is added to the logits of some tokens, by their ids, -100 to 100, before all
+    else. Raises ArgumentError for values out of range.
     """
 
     n: int = 1
@@ -71,6 +72,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logits_processors: list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None = None
     structured_outputs: StructuredOutputs | None = None
+    logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         limit, fewest = self.max_tokens, self.min_tokens
@@ -113,6 +115,13 @@ class SamplingParams:
                 isinstance(self.logits_processors, list | tuple | None)
                 and all(map(callable, self.logits_processors or ())),
                 "None, or a list of functions",
+            ),
+            (
+                "logit_bias",
+                isinstance(self.logit_bias, Mapping | None)
+                and all(_whole(token, 0) for token in self.logit_bias or ())
+                and all(_within(x, -100, 100) for x in (self.logit_bias or {}).values()),
+                "None, or numbers from -100 to 100 by token ids",
             ),
         ):  # fmt: skip
             if not good:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import groupby
@@ -97,7 +97,8 @@ class Sampler:
         """
         sequences = [sequence for _, sequence in rows]
         if self._device.type != "cpu" or any(
-            _early(one) or one.grammar or one.params.logits_processors for one in sequences
+            _early(one) or one.grammar or one.params.logits_processors or one.params.logit_bias
+            for one in sequences
         ):
             return None
         if sequences != self._ahead[0]:
@@ -131,13 +132,17 @@ class Sampler:
         early = [(i, end) for i, row in enumerate(rows) for end in self._forbidden(row.sequence)]
         matched = [(i, row.sequence.grammar) for i, row in enumerate(rows) if row.sequence.grammar]
         processed = [i for i, each in enumerate(params) if each.logits_processors]
-        if on_cpu and not (early or matched or processed or _penalizes(params[0])):
+        biased = [(i, *each) for i, one in enumerate(params) for each in _biases(one)]
+        if on_cpu and not (early or matched or processed or biased or _penalizes(params[0])):
             return self._compiled([row.logits for row in rows], rows)
         size = self._vocab_size
         logits = torch.empty(len(rows), columns(size), device=self._device)
         torch.stack([row.logits for row in rows], out=logits[:, :size])
         logits[:, size:] = -torch.inf
         finite = logits.amax(1).isfinite()  # NaN if one is
+        if biased:
+            at = self._there(torch.tensor([(i, token) for i, token, _ in biased])).T
+            logits[at[0], at[1]] += self._there(torch.tensor([by for *_, by in biased]))
         if _penalizes(params[0]):
             self._penalize(logits, rows)
         if early:
@@ -328,6 +333,10 @@ def _append(sequence: Sequence, token: int) -> None:
         sequence.answer.append(token)
         if sequence.grammar is not None:
             sequence.error = sequence.grammar.take(token) or sequence.error
+
+
+def _biases(params: SamplingParams) -> Iterable[tuple[int, float]]:
+    return () if params.logit_bias is None else params.logit_bias.items()
 
 
 def _penalizes(params: SamplingParams) -> bool:

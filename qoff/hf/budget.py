@@ -268,8 +268,7 @@ def working_bytes(
     The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
     `rows` rows of logits; tiled: layers stream in tiles. largest: sequences of a pass before.
     bound: bytes of the device that may be used in all, None for all of it. copies: of logits, on a
-    CPU. For models that run
-    through transformers' modules it is an estimate.
+    CPU. For models that run through transformers' modules it is an estimate.
     """
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size

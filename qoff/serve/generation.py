@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from qoff.api.answers import encoded, event, usage
 from qoff.api.errors import ClientGone, as_api_error
 from qoff.api.requests import Asked, check_answer
-from qoff.api.tools import OPEN, ended, split
+from qoff.api.tools import OPEN, ended, may_be_calls, split
 from qoff.engine import Completion
 
 from .engine import Answers, Engine, Piece
@@ -82,7 +82,8 @@ class Generated(Response):
         async with self._answering(receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
             texts: dict[int, TextStream] = {}
-            stops = [*asked.params.stops, *([] if asked.calls is None else [OPEN])]
+            among = asked.calls is not None and not asked.calls.whole
+            stops = [*asked.params.stops, *([OPEN] if among else [])]
             async for piece in self._pieces(answers):
                 number, one = piece.number, piece.answer
                 first = number not in texts
@@ -93,13 +94,18 @@ class Generated(Response):
                     content, tools = split(asked.calls, one.text)
                     new, reason = text.finish(content), ended(asked.calls, tools, one.finish_reason)
                 elif asked.calls is None or not asked.calls.must:
-                    new = text.add(piece.token_ids)
+                    new = text.add(piece.token_ids, self._held_back)
                 if new or first or reason or (logprobs and piece.token_ids):
                     choice = form.delta(number, new, first, reason, logprobs, tools)
                     yield event(form.chunk([choice]))
             if asked.include_usage:
                 cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
                 yield event(form.chunk([], cost))
+
+    def _held_back(self, text: str) -> bool:
+        """Whether an answer that begins so may be calls, and is not to be shown before it ends."""
+        calls = self._asked.calls
+        return calls is not None and calls.whole and may_be_calls(text)
 
     async def _pieces(self, answers: Answers) -> AsyncIterator[Piece]:
         """The pieces of answers, counted. Raises ApiError for an answer that cannot go on."""

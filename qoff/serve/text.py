@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,8 +23,11 @@ class TextStream:
         self._held = ""
         self.sent = 0  # characters
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """The text that further tokens have made certain."""
+    def add(self, tokens: Sequence[int], holds: Callable[[str], bool] = lambda _: False) -> str:
+        """The text that further tokens have made certain.
+
+        holds: whether a text that an answer begins with is to be held back as a whole.
+        """
         self._tokens += tokens
         before = self._decode(self._tokens[self._start : self._end])
         after = self._decode(self._tokens[self._start :])
@@ -32,6 +35,8 @@ class TextStream:
             return ""
         self._start, self._end = self._end, len(self._tokens)
         self._held += after[len(before) :]
+        if not self.sent and holds(self._held):
+            return ""
         certain = len(self._held)
         for stop in self._stops:
             at = self._held.find(stop)

@@ -119,6 +119,20 @@ def test_functions_change_logits(llm: LLM) -> None:
     assert seen[3] == (tuple(PROMPTS[0]), (7, 8, 9))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_are_biased_by_token(temperature: float, llm: LLM) -> None:
+    params = replace(PARAMS, temperature=temperature, seed=3)
+    plain = [one.token_ids for one in llm.generate(PROMPTS[:2], params)]
+    likeliest = plain[0][0]
+    each = [replace(params, logit_bias={9: 100, 8: -100}), replace(params, logit_bias={9: 0.0})]
+    found = [one.token_ids for one in llm.generate(PROMPTS[:2], each)]
+    assert found == [(9,) * len(plain[0]), plain[1]]
+    (other,) = llm.generate(PROMPTS[:1], replace(params, logit_bias={likeliest: -100}))
+    assert likeliest not in other.token_ids
+    wrong = replace(params, logit_bias={128: 1.0})
+    assert "there are 0 to 127" in llm.generate(PROMPTS[:1], wrong)[0].error
+
+
 def test_a_function_that_fails_ends_its_answer_alone(llm: LLM) -> None:
     wrong = [lambda *_: 1 // 0, lambda _, logits: logits[:3]]
     params = [replace(PARAMS, logits_processors=[one]) for one in wrong]
@@ -135,6 +149,8 @@ def test_a_function_that_fails_ends_its_answer_alone(llm: LLM) -> None:
         ({"detokenize": 1}, "detokenize is 1; use True or False"),
         ({"stop": "a", "detokenize": False}, "stop texts need detokenize=True"),
         ({"logits_processors": [3]}, "None, or a list of functions"),
+        ({"logit_bias": {3: 101}}, "numbers from -100 to 100 by token ids"),
+        ({"logit_bias": {"3": 1}}, "numbers from -100 to 100 by token ids"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:

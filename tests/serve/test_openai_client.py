@@ -76,6 +76,7 @@ def test_a_stop_text_ends_the_answer_before_it(client: OpenAI, stream: bool) -> 
 
 def test_several_prompts_have_n_answers_each_drawn_by_seed(client: OpenAI, served: Running) -> None:
     options: Any = {"temperature": 1, "seed": 7, "n": 2, "max_tokens": 6}
+    options |= {"presence_penalty": 1.5, "frequency_penalty": 0.5}
     prompts = ["Hello", "abc"]
     found = client.completions.create(model=MODEL, prompt=prompts, **options)
     assert served.engine.llm is not None
@@ -106,6 +107,45 @@ def test_log_probabilities_are_those_of_the_engine(client: OpenAI, served: Runni
              zip(wanted.token_ids, wanted.logprobs or (), strict=True)], abs=1e-4
         )  # fmt: skip
         assert all(len(one.top_logprobs) == 3 for one in entries)
+
+
+def test_prompts_are_echoed_as_lm_eval_wants_them(client: OpenAI, served: Running) -> None:
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    llm = served.engine.llm
+    assert llm is not None
+    prompts = [list(llm.encode(text)) for text in ("Hello there", "abc")]
+    found = client.completions.create(
+        model=MODEL, prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True
+    )
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    answers = llm.generate([{"prompt_token_ids": one} for one in prompts], params)
+    scores = LocalCompletionsAPI.parse_logprobs(found.to_dict(), ctxlens=[2, 1])
+    for (score, greedy), at, one, choice in zip(
+        scores, (2, 1), answers, found.choices, strict=True
+    ):
+        steps = list(zip(one.prompt_token_ids, one.prompt_logprobs or (), strict=True))[at:]
+        mine = [step[token] for token, step in steps if step is not None]
+        assert score == pytest.approx(sum(each.logprob for each in mine), abs=1e-4)
+        assert greedy == all(each.rank == 1 for each in mine)
+        assert choice.logprobs is not None
+        text, offsets = choice.text, choice.logprobs.text_offset or []
+        pieces = [text[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True)]
+        assert pieces == choice.logprobs.tokens
+    plain = client.completions.create(model=MODEL, prompt="abc", echo=True, **GREEDY)
+    assert plain.choices[0].text.startswith("abc")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt="abc", echo=True, stream=True)
+
+
+def test_tokens_are_made_likely_and_unlikely(client: OpenAI, served: Running) -> None:
+    (token,) = served.ask("/tokenize", {"prompt": "a"})[1]["tokens"][-1:]
+    options = {**GREEDY, "logit_bias": {str(token): 100}}
+    found = client.completions.create(model=MODEL, prompt="abc", **options)
+    assert set(found.choices[0].text) == {"a"}
+    for wrong in ({"a": 1}, {"1": 200}, {"-1": 1}, {"9" * 5000: 1}, {str(10**9): 1}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=MODEL, prompt="abc", **{**GREEDY, "logit_bias": wrong})
 
 
 def test_models_tokens_and_health(client: OpenAI, served: Running) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from qoff.api.tools import OPEN, Calls, ended, split
+from qoff.api.errors import ApiError
+from qoff.api.tools import OPEN, Calls, ended, may_be_calls, split, written_whole
 from qoff.engine import LLM, SamplingParams, StructuredOutputs
 from qoff.errors import ArgumentError
 from qoff.serve.text import TextStream
@@ -179,6 +181,58 @@ def test_calls_are_found_in_an_answer(text: str, rest: Any, count: int) -> None:
     for call in calls:
         assert json.loads(call["function"]["arguments"]) == {"a": "ü"}
     assert ended(AUTO, calls, "stop") == ("tool_calls" if count else "stop")
+
+
+LLAMA = '{"name": "look", "parameters": {"a": "ü"}}'
+MISTRAL = '[{"name": "look", "arguments": {"a": "ü"}}]'
+WHOLE = replace(AUTO, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (LLAMA, 1),
+        (f" <|python_tag|>{LLAMA}; {LLAMA}\n", 2),
+        (f"[TOOL_CALLS] {MISTRAL[:-1]}, {MISTRAL[1:]}", 2),
+        (f"Let me see. {LLAMA}", 0),
+        (LLAMA.replace("look", "other"), 0),
+        (f"{LLAMA} I said", 0),
+        (LLAMA[:-1], 0),
+        ("[1]", 0),
+        ("{}", 0),
+        ("", 0),
+        ("[" * 100_000, 0),
+    ],
+)
+def test_an_answer_that_is_calls_is_none_but_these(text: str, count: int) -> None:
+    said, calls = split(WHOLE, text)
+    assert (said, len(calls)) == ("" if count else text, count)
+    for call in calls:
+        assert json.loads(call["function"]["arguments"]) == {"a": "ü"}
+        assert re.fullmatch(r"\w{9}", call["id"])
+    assert len(split(replace(WHOLE, one_only=True), text)[1]) == min(count, 1)
+
+
+def test_templates_say_how_calls_are_written() -> None:
+    llama = (
+        'tools: {"name": function name, "parameters": dictionary of argument name and its value}'
+    )
+    assert [written_whole(one) for one in (llama, "tools [TOOL_CALLS]", f"tools {OPEN}")] == [
+        True, True, False
+    ]  # fmt: skip
+    for other in ("{{ tools }}", OPEN, None):
+        with pytest.raises(ApiError, match="in none of the forms"):
+            written_whole(other)
+
+
+@pytest.mark.parametrize("text", [LLAMA, f"[TOOL_CALLS]{MISTRAL}", "Let me {see}", " [TOO", ""])
+def test_a_stream_holds_back_what_may_be_calls_alone(text: str) -> None:
+    stream, given = TextStream(_Characters(None), ()), ""  # type: ignore[arg-type]
+    for character in text:
+        given += stream.add([ord(character)], may_be_calls)
+    assert given == (text if text.startswith("Let") else "")
+    said, _ = split(WHOLE, text)
+    assert given + stream.finish(said) == said
 
 
 @pytest.mark.parametrize("text", ["plain <tool", f"Let me see. {CALL}", "äö< <tool_ca <stop> x"])

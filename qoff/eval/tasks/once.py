@@ -80,7 +80,7 @@ def read_once(
     passes, before = list[ForwardPass](), None
     for parts in filter(None, both):
         ragged = Ragged.of([x.stop - x.first for x in parts], [x.first for x in parts])
-        begins = [part.begins for part in parts] if before else []
+        begins = [part.begins for part in parts if before]
         before = PassingCache(decoder.head_shapes, RecentWorkspace(), before, begins)
         tokens = chain(*(sequences[x.sequence][x.first : x.stop] for x in parts))
         ends = zip(ragged.spans, parts, strict=True)
