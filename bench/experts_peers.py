@@ -259,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="3 layers, 768 MiB, one round")
+    parser.add_argument("--quick", action="store_true", help="3 layers, 1 GiB, one round")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--limit", default="2GiB", help="of the control group")
     parser.add_argument("--path", type=Path, help="folder of both files, written if not there")
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; default in bench/results")
     given = parser.parse_args()
     if given.quick:
-        given.layers, given.limit, given.rounds, given.tokens, given.steps = 3, "768MiB", 1, 4, 2
+        given.layers, given.limit, given.rounds, given.tokens, given.steps = 3, "1GiB", 1, 4, 2
     if given.steps < 2:
         parser.error("--steps is 2 or more: the first of them is not counted")
     if given.minutes < math.inf and None in (given.path, given.samples):
