@@ -6,14 +6,16 @@ disk's bytes at the rate of reads and writes alone, or the arithmetic, whichever
 is torch's products of the same shapes alone, with one more forward as layers are computed again,
 its attention, and the optimizer on memory. `adapters` trains LoRA beside its 4-bit weights from
 disk in 1 GiB, and the same in memory without a limit. `tiles` trains all weights of one layer of
-hidden size 16,384, each of whose large matrices has 512 MiB, with 256 MiB of device memory.
+hidden size 16,384 or more, embedding and head, each of whose large matrices has 512 MiB, with 256
+MiB of device memory.
 
 Every run is a process of its own in a control group (v1, so this needs root) that counts cached
 pages, too, and kills what takes more.
 
     python -m bench.train_large full                      # 40 GB of disk
     python -m bench.train_large adapters --tokens 512 --micro-batches 128
-    python -m bench.train_large tiles --tokens 64         # 25 GB of disk
+    python -m bench.train_large tiles --tokens 64         # 35 GB of disk
+    python -m bench.train_large tiles --tokens 16 --hidden 65536
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ from bench.train_steps import adapted, random_model
 from qoff import train
 from qoff.units import format_size, parse_size
 
+_HIDDEN = 16384, 32768, 65536
 _LIMITS = {"full": "3GiB", "adapters": "1GiB", "tiles": "1GiB"}
 _TILED_MEMORY = 256 << 20
+_LARGEST = 1 << 28  # elements of a matrix in tiles
 _FOLDERS = {"full": "float", "adapters": "packed", "tiles": "float"}
 _FULL_BAR, _ADAPTERS_BAR = 0.8, 0.9
 
@@ -114,7 +118,7 @@ def write(given: argparse.Namespace, config: dict[str, Any]) -> None:
 
 
 def _child(given: argparse.Namespace, part: str, *more: str) -> list[str]:
-    names = ("path", "layers", "tokens", "micro_batches", "steps", "device_memory")
+    names = ("path", "layers", "tokens", "micro_batches", "steps", "device_memory", "hidden")
     sizes = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names]
     quick = ["--quick"] if given.quick else []
     return [
@@ -193,14 +197,16 @@ def shape(given: argparse.Namespace) -> dict[str, Any]:
     """The config of what is trained."""
     if given.what != "tiles":
         return (SMALL if given.quick else TINYLLAMA) | {"num_hidden_layers": given.layers}
-    hidden = 1024 if given.quick else 16384
+    hidden = 1024 if given.quick else given.hidden
+    other = (_LARGEST >> (8 * given.quick)) // hidden
     return TINYLLAMA | {
         "hidden_size": hidden,
-        "intermediate_size": hidden,
-        "num_attention_heads": hidden // 128,
+        "intermediate_size": other,
+        "num_attention_heads": other // 128,
+        "head_dim": 128,
         "num_key_value_heads": 1,
         "num_hidden_layers": 1,
-        "vocab_size": 256,
+        "vocab_size": other,
     }
 
 
@@ -219,6 +225,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--path", type=Path, help="folder of models and states, kept")
     made.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
     made.add_argument("--micro-batches", type=int, default=1)
+    made.add_argument(
+        "--hidden", type=int, default=16384, choices=_HIDDEN, help="of what is trained in tiles"
+    )
     made.add_argument(
         "--device-memory",
         default="96MiB",

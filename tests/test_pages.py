@@ -36,6 +36,8 @@ OTHERS = {
     "--rows",
     "--texts",
     "--pieces",
+    "--hidden",
+    "--seeds",
 }
 
 

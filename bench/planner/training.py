@@ -26,8 +26,8 @@ from qoff.units import format_size
 from .flexgen import OPT_175B, opt_config
 
 _GB, _GIB = 10**9, 1 << 30
-# For each parameter and token, where layers are computed again: all learn, or adapters.
-_OPERATIONS, _OF_ADAPTERS = 8, 6
+# For each parameter and token: all learn, or adapters; and where a layer is computed again.
+_OPERATIONS, _OF_ADAPTERS, _AGAIN = 6, 4, 2
 _PUBLISHED = 25e15 / 512  # operations a second of one GPU
 
 
@@ -141,7 +141,9 @@ def measure(quick: bool) -> Report:
         found = paper.plan()
         used = {tier: sum(rows.values()) for tier, rows in found.bytes_by_tier().items()}
         step, job = found.step, found.job
-        operations = _OPERATIONS if paper.lora is None else _OF_ADAPTERS
+        there = len(found.kept) + len(found.swapped)
+        again = 1 - there / (job.layers * job.sizes.micro_batches)
+        operations = (_OPERATIONS if paper.lora is None else _OF_ADAPTERS) + _AGAIN * again
         rate = operations * job.parameters * step.tokens_per_s / 1e12
         result.rows.append(
             (f"{name}, {paper.sequences} x {paper.tokens}",

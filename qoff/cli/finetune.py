@@ -60,6 +60,9 @@ def finetune(
     delayed: bool = Option(
         False, "--delayed", help="Change weights a step late, beside all of the next step."
     ),
+    gradients: Literal["auto", "float32", "bfloat16"] = Option(
+        "auto", help="What those of layers are kept as; auto: bfloat16 if weights are."
+    ),
     device: str = Option("cpu", help="What computes: cpu, or a GPU, like cuda."),
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
         "auto", help="Of weights; auto: the model's."
@@ -133,6 +136,7 @@ def finetune(
         hold_out,
         optimizer,
         delayed,
+        gradients,
     )
     place = Room({})
     if chosen is not None and is_checkpoint(path):
@@ -154,6 +158,7 @@ def finetune(
         activation_memory=activation_memory,
         activation_disk=activation_disk,
         delayed=delayed,
+        gradients=gradients,
         device=where,
     )
     run = work.Run(training, found, recipe, output, overwrite, held_out, tensorboard)

@@ -34,6 +34,9 @@ class FinetuneOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
         "auto", help="With --train: of weights that learn; auto: the model's."
     )
+    gradients: Literal["auto", "float32", "bfloat16"] = Option(
+        "auto", help="With --train: what those of layers are kept as."
+    )
 
 
 def print_training(
@@ -66,6 +69,7 @@ def print_training(
         micro_batches=how.micro_batches,
         clips=how.clip,
         device="cuda" if machine.on_gpu else "cpu",
+        gradients=how.gradients,
     )
     found = training_plan(job, machine)
     if as_json:

@@ -138,7 +138,7 @@ class Activations:
         self._used += nbytes
         self.peak = max(self.peak, self._used)
         if stage is not None:
-            x.data = _NOTHING.to(x.dtype).expand(x.shape)
+            x.data = x.new_full((), float("nan")).expand(x.shape)
             self._swaps.write(place, stage)
         return y.detach(), rest
 
@@ -206,7 +206,7 @@ class Activations:
                 start = int(x.storage_offset() - weights.storage_offset())
                 return partial(weight, start, x.shape, x.stride())
             tally.add(x)
-            if stage is None or _of(x) in there:
+            if stage is None or _of(x) in there or x.device != stage.memory.device:
                 return x.detach
             taken = stage.take(x.detach())
             return lambda: self._swaps.read(place).at(*taken)
@@ -281,9 +281,6 @@ def _now(x: Tensor) -> float:
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter()
-
-
-_NOTHING = torch.full((), float("nan"))
 
 
 def _of(x: Tensor) -> int:

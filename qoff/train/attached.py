@@ -38,6 +38,7 @@ def attach(
     disk: str | PathLike[str] | None = None,
     activation_memory: int | str = 0,
     activation_disk: int | str = 0,
+    gradients: str = "auto",
     device: torch.device | str = "cpu",
 ) -> Training:
     """Have a Trainer train its model by `offload`; returns what does so. Then call its `train`.
@@ -64,6 +65,7 @@ def attach(
         max_norm=args.max_grad_norm or None,
         activation_memory=activation_memory,
         activation_disk=activation_disk,
+        gradients=gradients,
         device=device,
     )
     args.gradient_checkpointing = False  # layers are computed again in any case

@@ -8,10 +8,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from qoff.memory.arena import PAGE, Arena, round_up
+from qoff.memory.arena import PAGE, Arena, map_pages, round_up
 from qoff.memory.io.copy_stream import CopyStream
 
-from . import factored, stays
+from . import factored, stays, tiled
 from . import tiles as tiles_module
 from .activations import Activations
 from .boundaries import STAGES, STAGES_WITHOUT_COLUMN, Boundaries
@@ -74,7 +74,9 @@ def engine_of(
         (grads_here,) = one("their gradients", homes.device)
     slots = memory("slots of weights", SLOTS * copies, near)
     slots_here = slots[:SLOTS] if streams is None else memory("slots of weights", SLOTS)
-    at_work = memory("gradients at work", 2)
+    dtypes = sizes.gradients
+    at_work = memory("gradients at work", 1 if dtypes.rounds else 2)
+    rounded = memory("gradients on their way", 1) if dtypes.rounds else []
     on_way = memory("states on their way", BUFFERS, near)
     column = memory("hidden states", sizes.micro_batches)
     stages = memory("inputs on their way", STAGES if column else STAGES_WITHOUT_COLUMN)
@@ -90,7 +92,9 @@ def engine_of(
     ]
     gradients = (
         [
-            homes.home("gradients", 4 * units[i].count, i in placement.gradients)
+            homes.home(
+                "gradients", sizes.gradient.itemsize * units[i].count, i in placement.gradients
+            )
             for i in range(count)
         ]
         if sizes.keeps
@@ -131,9 +135,11 @@ def engine_of(
         memory("tiles of weights", tiles_module.SLOTS),
         memory("tiles of gradients", tiles_module.BUFFERS),
     )
+    tiled.replace(tiles)
     for j, tile in enumerate(sizes.tiles):
         updater.begin(len(units) + j, tile.unit, tiles.fill(j))
-    swaps = Swaps(homes, homes.home("activations", kept[1], False) if kept[1] else None)
+    on_disk = homes.home("activations", kept[1], False) if kept[1] else None
+    swaps = Swaps(link, on_disk, map_pages if streams is None else streams[0].allocate)
     homes.moved.clear()
     frozen = FrozenWeights(layers)
     frozen.order()
@@ -142,7 +148,9 @@ def engine_of(
     if streams is not None:
         landing = memory("gradients on their way", 2, near)
         grads_home = Home("gradients outside of layers", len(outer_grads[0]), outer_grads[0])
-    sums = Gradients(homes, link, units, grads_here, at_work, gradients, landing, grads_home)
+    sums = Gradients(
+        homes, link, units, grads_here, at_work, gradients, landing, grads_home, dtypes, rounded
+    )
     served = stepped = WeightSlots(link, weights, slots_here)
     if streams is not None:
         stepped = WeightSlots(homes, weights, slots[:SLOTS])
@@ -181,11 +189,12 @@ def _homes_of_tiles(
     weights, gradients, in_memory = placement.tiles
     forms = sizes.forms[len(sizes.units) :]
     for j, (tile, form) in enumerate(zip(sizes.tiles, forms, strict=True)):
-        unit = tile.unit
+        unit, dtype = tile.unit, sizes.summed_in(tile)
         of_tiles.append(
             TileHomes(
                 homes.home("weights", unit.nbytes, j in weights),
-                homes.home("gradients", 4 * unit.count, j in gradients),
+                homes.home("gradients", dtype.itemsize * unit.count, j in gradients),
+                dtype,
             )
         )
         states.append([homes.home("states", n, j in in_memory) for n in form.of_pieces(unit)])

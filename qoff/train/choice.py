@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from qoff.errors import BudgetError
@@ -14,7 +15,7 @@ from qoff.units import format_size
 
 from .activations import shared_out
 from .forecast import PHASES, StepForecast, forecast, layer_costs
-from .placement import TILES, Placement, columns, fitted, placed, placed_with
+from .placement import PARTS, TILES, Placement, columns, fitted, placed, placed_with
 from .planned import Planned
 from .swaps import STAGES, Place
 
@@ -181,41 +182,44 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
     room = usable[DEVICE] - sum(_beside(job).values())
     if apart:
         room -= sum(placed(job.sizes, None, 0, True, apart).device.values())
-    for part in range(_PARTS + 1):
-        bound = min(whole, room) * part // _PARTS
-        if part and bound <= 0:
-            break
+    bounds = [min(whole, room) * part // _PARTS for part in range(_PARTS + 1)]
+    for bound, swaps in product([0, *(n for n in bounds[1:] if n > 0)], (False, True)):
+        if swaps and not bound:
+            continue
         try:
-            one, device, host, placement = _placement(job, machine, bound)
+            trial = replace(job, sizes=replace(job.sizes, swaps=swaps))
+            one, device, host, placement = _placement(trial, machine, bound)
             _check(DISK, placement.disk, machine)
+            _check(HOST, placement.host if apart else {}, machine)
         except BudgetError as error:
             refused = refused or error
             continue
         in_tiles = {tile.layer for tile in one.sizes.tiles}
         places = {place: cost for place, cost in every.items() if place[0] not in in_tiles}
-        free = 0 if apart else usable[DISK] - sum(placement.disk.values())
-        for disk in {0, free // PAGE * PAGE if bound else 0}:
-            rate = 1 / (1 / machine.disk_read.bytes_per_s + 1 / machine.disk_write.bytes_per_s)
-            kept, swapped = shared_out(places, bound, disk, rate) if places else (set(), set())
-            stage = max((round_up(places[p].on_stage, PAGE) for p in swapped), default=0)
-            on_disk = sum(round_up(places[p].on_stage, PAGE) for p in swapped)
-            in_host = _frozen_in_host(job, machine, placement)
-            found = True
-            yield TrainingPlan(
-                one,
-                machine,
-                placement,
-                device,
-                host,
-                bound if kept or swapped else 0,
-                on_disk,
-                frozenset(kept),
-                frozenset(swapped),
-                STAGES * stage + sum(places[p].nbytes for p in kept),
-                on_disk,
-                in_host,
-                forecast(one, machine, placement, kept, swapped, in_host),
-            )
+        free = (usable[DISK] - sum(placement.disk.values())) // PAGE * PAGE
+        rate = 1 / (1 / machine.disk_read.bytes_per_s + 1 / machine.disk_write.bytes_per_s)
+        kept, swapped = shared_out(places, bound, free * swaps, rate) if places else (set(), set())
+        if swaps and not swapped:
+            continue
+        stage = max((round_up(places[p].on_stage, PAGE) for p in swapped), default=0)
+        on_disk = sum(round_up(places[p].on_stage, PAGE) for p in swapped)
+        in_host = _frozen_in_host(job, machine, placement)
+        found = True
+        yield TrainingPlan(
+            one,
+            machine,
+            placement,
+            device,
+            host,
+            bound if kept or swapped else 0,
+            on_disk,
+            frozenset(kept),
+            frozenset(swapped),
+            STAGES * stage + sum(places[p].nbytes for p in kept),
+            on_disk,
+            in_host,
+            forecast(one, machine, placement, kept, swapped, in_host),
+        )
     if not found and refused is not None:
         raise refused
 
@@ -250,7 +254,7 @@ def _placement(
         _, least = fitted(sizes, job.cut, left, 0, True)
     except BudgetError:
         if not (sizes.factored or sizes.delayed):
-            sizes = job.cut(TILES[-1])
+            sizes = job.cut(TILES[-1], PARTS[-1])
         _check(
             DEVICE,
             {**placed_with(columns(sizes)[-1], sizes, None, 0, True).device, **beside},

@@ -27,7 +27,7 @@ class EmbeddingRows:
     def __call__(self, ids: Tensor) -> Tensor:
         here = getcurrent()
         if not (isinstance(here, TrainingPass) and torch.is_grad_enabled()):
-            return self._forward(ids)
+            return self.rows(ids)
         found: Tensor = _Rows.apply(self._anchor, ids, self)
         return found
 
@@ -37,11 +37,16 @@ class EmbeddingRows:
 
     def add(self, ids: Tensor, grad: Tensor) -> None:
         """Sum the gradients of rows [..., K]; that of padding stays zero."""
-        total, flat = self._sum_of(self._module.weight), ids.reshape(-1)
-        given = grad.reshape(len(flat), -1).to(total.dtype)
+        flat = ids.reshape(-1)
+        given = grad.reshape(len(flat), -1).float()
         padding = self._module.padding_idx
         if padding is not None:
             given = given.masked_fill((flat == padding)[:, None], 0)
+        self.add_flat(flat, given)
+
+    def add_flat(self, flat: Tensor, given: Tensor) -> None:
+        """Sum gradients [n, K], float32, of the rows of ids [n]."""
+        total = self._sum_of(self._module.weight)
         if total.is_cuda:  # where `index_add_` sums in any order
             total.index_put_((flat,), given, accumulate=True)
         else:

@@ -61,7 +61,7 @@ class FactoredMoments:
         """Take the gradients into the means, and find how large updates are. grad: flat."""
         sums = [torch.zeros_like(x) if x is not None else None for x in self._columns]
         for run in self.runs:
-            g = self._view(run, grad) * rule.grad_scale
+            g = self._view(run, grad).float() * rule.grad_scale
             g.square_()
             rows, of_columns = self._rows[run.parameter][run.matrix], sums[run.parameter]
             if of_columns is None:

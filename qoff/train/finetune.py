@@ -26,6 +26,7 @@ from .schedules import Schedule
 from .training import Training
 
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
+_UNNAMED = {"optimizer": "adamw", "delayed": False}  # of older runs
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
         "adamw": lambda rate: AdamW(lr=rate),
@@ -64,7 +65,8 @@ class Recipe:
     """What makes a run what it is, beside its data. lora: None: all weights learn.
 
     decay_steps: after which the rate is 0; None: never. hold_out: share of sequences that are not
-    learned. optimizer: one of OPTIMIZERS. delayed: weights change a step late.
+    learned. optimizer: one of OPTIMIZERS. delayed: weights change a step late. gradients: what
+    those of layers are kept as.
     """
 
     model: str
@@ -80,6 +82,7 @@ class Recipe:
     hold_out: float = 0.0
     optimizer: str = "adamw"
     delayed: bool = False
+    gradients: str = "auto"
 
     @property
     def rate(self) -> Schedule:
@@ -264,9 +267,9 @@ class Run:
     def _resume(self) -> None:
         found = self._training.resume(self.checkpoint)
         theirs = found if isinstance(found, dict) else {}
-        theirs = {"optimizer": "adamw", **theirs}  # of a run that named none
+        theirs = {**_UNNAMED, "gradients": self._recipe.gradients, **theirs}
         for name, value in self._same.items():
-            if theirs.get(name, False if name == "delayed" else None) != value:
+            if theirs.get(name) != value:
                 raise ArgumentError(
                     f"{self.checkpoint} is of another run: its {name} is {theirs.get(name)}, here "
                     f"{value}; choose another --output, or begin anew with --overwrite"

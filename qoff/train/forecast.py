@@ -187,9 +187,10 @@ def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
     for i, (unit, form) in enumerate(zip(job.sizes.units, job.sizes.forms, strict=False)):
         if i not in placement.states:
             moves.both_ways(update, form.of_pieces(unit))
-        nbytes, grad = round_up(unit.nbytes, PAGE), round_up(4 * unit.count, PAGE)
+        nbytes = round_up(unit.nbytes, PAGE)
+        grad = round_up(job.sizes.gradient.itemsize * unit.count, PAGE)
         if i == job.layers:
-            moves.over(_OUT, _BACKWARD, grad)
+            moves.over(_OUT, _BACKWARD, round_up(4 * unit.count, PAGE))
             moves.over(_IN, update, nbytes)
         if i == job.layers or not unit.count:
             continue
@@ -208,22 +209,23 @@ def _weights(job: Planned, placement: Placement, moves: _Moves) -> None:
 
 
 def _tiles(job: Planned, placement: Placement, moves: _Moves) -> None:
-    """Weights, gradients and states of tiles; weights come forward, again and backward."""
+    """Weights, gradients and states of tiles, which are read as `Tile.reads` says."""
     sizes, batches = job.sizes, job.sizes.micro_batches
     update = _UPDATE if sizes.clips else _BACKWARD
     forms = sizes.forms[len(sizes.units) :]
     for j, (tile, form) in enumerate(zip(sizes.tiles, forms, strict=True)):
         weights, gradients, states = (j in near for near in placement.tiles)
-        nbytes, grad = round_up(tile.unit.nbytes, PAGE), round_up(4 * tile.unit.count, PAGE)
+        nbytes = round_up(tile.unit.nbytes, PAGE)
+        grad = round_up(sizes.summed_in(tile).itemsize * tile.unit.count, PAGE)
         if not states:
             moves.both_ways(update, form.of_pieces(tile.unit))
         if not weights:
-            moves.add(_READ, _FORWARD, batches * nbytes, batches)
-            moves.add(_READ, _BACKWARD, 2 * batches * nbytes, 2 * batches)
+            for phase, times in zip((_FORWARD, _BACKWARD), tile.reads(job.layers), strict=True):
+                moves.add(_READ, phase, times * batches * nbytes, times * batches)
             moves.both_ways(update, [nbytes])
         if not gradients:
-            moves.add(_WRITE, _BACKWARD, batches * grad, batches)
-            moves.add(_READ, _BACKWARD, (batches - 1) * grad, batches - 1)
+            moves.add(_WRITE, _BACKWARD, (added := len(tile.modules) * batches) * grad, added)
+            moves.add(_READ, _BACKWARD, (added - 1) * grad, added - 1)
             moves.add(_READ, update, grad)
 
 
@@ -281,16 +283,18 @@ def _product_s(machine: MachineProfile, bits: int, rows: int) -> float:
 
 def _update_bytes(job: Planned) -> float:
     """What an update reads and writes of memory: states and weights both ways, gradients once."""
-    total = 0.0
+    total, grad = 0.0, job.sizes.gradient.itemsize
     for unit, form in zip(job.sizes.stepped, job.sizes.forms, strict=True):
-        total += 2 * sum(form.of_pieces(unit)) + 2 * unit.nbytes + 4 * unit.count
+        total += 2 * sum(form.of_pieces(unit)) + 2 * unit.nbytes + grad * unit.count
     return total
 
 
 def _summed_bytes(job: Planned) -> float:
-    """What gradients read and write until they are sums: zeros, and each micro-batch's added."""
-    total = 0.0
+    """What gradients read and write until they are sums, each micro-batch's added, and rounded."""
+    dtypes, total = job.sizes.gradients, 0.0
+    summed, rounding = dtypes.sums.itemsize, dtypes.sums.itemsize + dtypes.kept.itemsize
     for unit in job.sizes.stepped:
         own = 0 if unit.dtype.itemsize == 4 else unit.dtype.itemsize
-        total += unit.count * (4 + job.sizes.micro_batches * (8 + 2 * own))
+        each = summed + job.sizes.micro_batches * (2 * summed + 2 * own)
+        total += unit.count * (each + rounding * dtypes.rounds)
     return total

@@ -1,4 +1,8 @@
-"""Gradients of units, float32 and flat, from the first micro-batch to the update."""
+"""Gradients of units, flat, from the first micro-batch to the update.
+
+A unit's are summed over the micro-batches of a step in float32, and kept in float32 or bfloat16
+until it is stepped: so they are rounded once. Those of a single micro-batch are no sum.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -19,13 +24,30 @@ from .layout import FlatUnit
 _PIECE = 1 << 20  # elements
 
 
+@dataclass(frozen=True)
+class Dtypes:
+    """Of layers' gradients: while micro-batches are added, and from then on."""
+
+    sums: torch.dtype = torch.float32
+    kept: torch.dtype = torch.float32
+
+    @property
+    def rounds(self) -> bool:
+        """Whether sums are rounded when they are complete."""
+        return self.sums != self.kept
+
+
+_WIDE = Dtypes()
+
+
 class Gradients:
     """Sums the gradients of a unit over micro-batches, and keeps them where they are clipped.
 
-    outer: of the last unit, from a step's begin to its end. buffers: that the others take turns in.
-    places: homes of the others' gradients, until they are used; None: none are kept. landing: on a
-    GPU, host memory that they come to for their unit to be stepped. outer_home: the same, of the
-    last unit.
+    outer: of the last unit, from a step's begin to its end; float32. buffers: that the others take
+    turns in. places: homes of the others' gradients, until they are used; None: none are kept.
+    landing: on a GPU, host memory that they come to for their unit to be stepped. outer_home: the
+    same, of the last unit. dtypes: of all but the last unit. rounded: memory that sums are rounded
+    to, where that is not their home.
     """
 
     def __init__(
@@ -38,13 +60,16 @@ class Gradients:
         places: Sequence[Home] | None,
         landing: Sequence[Tensor] = (),
         outer_home: Home | None = None,
+        dtypes: Dtypes = _WIDE,
+        rounded: Sequence[Tensor] = (),
     ) -> None:
         self._homes, self._link, self._units, self._outer = homes, link, units, outer
-        self._places, self._outer_home = places, outer_home
-        self._free, self._landing = _queue(buffers), _queue(landing)
+        self._places, self._outer_home, self.dtypes = places, outer_home, dtypes
+        self._free = self._leaving = _queue(buffers)  # to sum in, and to be written from
+        if dtypes.rounds:
+            self._leaving = _queue(rounded)
         self._apart = bool(landing)
-        if not self._apart:
-            self._landing = self._free
+        self._landing = _queue(landing) if self._apart else self._leaving
         self._sums: dict[nn.Parameter, Tensor] = {}  # of parameters that are bound
         self._begun: set[nn.Parameter] = set()  # of these, those that have a sum
         self._writes: dict[int, Future[None]] = {}
@@ -57,7 +82,7 @@ class Gradients:
     @property
     def outer(self) -> Tensor:
         """Of the last unit, flat."""
-        return self._flat(self._units[-1], self._outer)
+        return _flat(self._units[-1], self._outer, torch.float32)
 
     @property
     def are_kept(self) -> bool:
@@ -67,42 +92,46 @@ class Gradients:
     def begin(self) -> None:
         """Forget the last step; the last unit is open."""
         self._squares.clear()
-        self._bind(self._units[-1], self._outer)
+        self._bind(self._units[-1], self.outer)
 
     def open(self, i: int) -> None:
         """Bind memory to a unit, if anything learns in it."""
         if not self._units[i].count:
             return
-        home = None if self._places is None else self._link.here(self._places[i])
+        home = self._summed_at_home(i)
         self._summed[i] = memory = self._free.get() if home is None else home
-        self._bind(self._units[i], memory)
+        self._bind(self._units[i], _flat(self._units[i], memory, self.dtypes.sums))
 
     def close(self, i: int) -> None:
         """The unit is complete."""
-        unit = self._units[i]
+        unit, kept = self._units[i], self.dtypes.kept
         if not unit.count:
             return
         memory = self._summed[i]
-        flat = self._flat(unit, memory)
+        flat = _flat(unit, memory, self.dtypes.sums)
         self._complete(unit, flat)
+        home = None
         if self._places is not None:
             self._squares += squares(flat)
             home = self._places[i]
         elif self._apart:
-            nbytes = round_up(flat.nbytes, PAGE)
+            nbytes = round_up(kept.itemsize * unit.count, PAGE)
             self._taken[i] = landed = self._landing.get()
             home = Home("gradients", nbytes, landed[:nbytes])
-        else:
-            self._taken[i] = self._summed.pop(i)
-            return
+        here = None if home is None else self._link.here(home)
+        if self.dtypes.rounds:
+            memory = self._rounded(unit, flat, here)
+            self._free.put(self._summed[i])
         del self._summed[i]
-        if self._link.here(home) is None:
+        if home is None:
+            self._taken[i] = memory
+        elif here is None:
             self._writes[i] = self._link.write(
-                home, memory[: home.nbytes], lambda: self._free.put(memory)
+                home, memory[: home.nbytes], lambda: self._leaving.put(memory)
             )
 
     def sum_of(self, p: Tensor) -> Tensor:
-        """Where the gradients of a parameter that is bound are summed, float32."""
+        """Where the gradients of a parameter that is bound are summed: of the last, float32."""
         assert isinstance(p, nn.Parameter)
         found = self._sums[p]
         if p not in self._begun:
@@ -134,10 +163,10 @@ class Gradients:
         if self._places is not None:
             home = self._places[i]
             if home.memory is not None:
-                return self._flat(unit, home.memory)
+                return _flat(unit, home.memory, self.dtypes.kept)
             self._taken[i] = memory = self._landing.get()
             self._homes.read(home, memory[: home.nbytes]).result()
-        return self._flat(unit, self._taken[i])
+        return _flat(unit, self._taken[i], self.dtypes.kept)
 
     def take_outer(self) -> Tensor:
         """Those of the last unit, where it is stepped; in any thread."""
@@ -145,7 +174,7 @@ class Gradients:
         if write is not None:
             write.result()
         memory = None if self._outer_home is None else self._outer_home.memory
-        return self.outer if memory is None else self._flat(self._units[-1], memory)
+        return self.outer if memory is None else _flat(self._units[-1], memory, torch.float32)
 
     def settle(self) -> None:
         """Wait until all that is kept is where it is kept. Raises DiskWriteError."""
@@ -166,7 +195,7 @@ class Gradients:
         for i in list(self._taken):
             self.give_back(i)
         for i, memory in self._summed.items():
-            if self._places is None or self._link.here(self._places[i]) is None:
+            if self._summed_at_home(i) is None:
                 self._free.put(memory)
         self._summed.clear()
         self._sums.clear()
@@ -174,8 +203,25 @@ class Gradients:
         for p in chain.from_iterable(unit.parameters.values() for unit in self._units):
             p.grad = None
 
-    def _bind(self, unit: FlatUnit, memory: Tensor) -> None:
-        for name, x in unit.views(self._flat(unit, memory)).items():
+    def _summed_at_home(self, i: int) -> Tensor | None:
+        """The memory of a unit's home, if its gradients are summed there."""
+        if self._places is None or self.dtypes.rounds:
+            return None
+        return self._link.here(self._places[i])
+
+    def _rounded(self, unit: FlatUnit, flat: Tensor, home: Tensor | None) -> Tensor:
+        """Memory with the complete gradients as they are kept: their home's, if that is here."""
+        memory = self._leaving.get() if home is None else home
+        try:
+            _flat(unit, memory, self.dtypes.kept).copy_(flat)
+        except BaseException:
+            if home is None:
+                self._leaving.put(memory)
+            raise
+        return memory
+
+    def _bind(self, unit: FlatUnit, flat: Tensor) -> None:
+        for name, x in unit.views(flat).items():
             self._sums[unit.parameters[name]] = x
             self._begun.discard(unit.parameters[name])
 
@@ -202,13 +248,13 @@ class Gradients:
             self._begun.add(p)
         p.grad = None
 
-    @staticmethod
-    def _flat(unit: FlatUnit, memory: Tensor) -> Tensor:
-        return memory[: 4 * unit.count].view(torch.float32)
+
+def _flat(unit: FlatUnit, memory: Tensor, dtype: torch.dtype) -> Tensor:
+    return memory[: dtype.itemsize * unit.count].view(dtype)
 
 
 def add_into(total: Tensor, x: Tensor) -> None:
-    """Add x to float32 `total`, a few rows at a time: torch widens what it adds in memory."""
+    """Add x to `total`, float32, a few rows at a time: torch widens what it adds in memory."""
     rows = max(1, _PIECE // max(1, x[:1].numel()))
     for into, part in zip(total.split(rows), x.split(rows), strict=True):
         into += part

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -17,11 +18,13 @@ from qoff.kernels.ops import ops_for
 
 from .gradients import add_into
 from .passes import TrainingPass
+from .tiled import TiledLinear, loss_of_tiles
 
 # Bytes that are there at once; one token's, if that is more. Each piece goes through all gradients
 # of a head that learns, and dequantizes one that is packed.
 _LOGITS, _OF_PACKED, _LEARNING = 16 << 20, 32 << 20, 64 << 20
 _IGNORED = -100
+_WHOLE: Mapping[nn.Module, int] = MappingProxyType({})
 
 
 class FusedHead:
@@ -45,17 +48,23 @@ class FusedHead:
         self._model, self._head = own, head
         self._memory = torch.empty(0)
         self._sum_of: Callable[[Tensor], Tensor] = _no_sum
+        self._tiled: TiledLinear | None = None
 
-    def logits_bytes(self, tokens: int, packed: bool | None = None) -> int:
+    def logits_bytes(
+        self, tokens: int, packed: bool | None = None, rows: Mapping[nn.Module, int] = _WHOLE
+    ) -> int:
         """Of memory for `begin`, where a micro-batch has so many tokens.
 
-        packed: whether the head will be, None: as it is.
+        packed: whether the head will be, None: as it is. rows: of modules in tiles, at once.
         """
         if not self._is_linear:
             return 0
         if packed is None:
             packed = type(self._head) is QoffLinear
-        each, most = 4 * self._head.out_features, _OF_PACKED if packed else _LOGITS
+        each, most = (
+            4 * rows.get(self._head, self._head.out_features),
+            _OF_PACKED if packed else _LOGITS,
+        )
         if type(self._head) is nn.Linear and self._head.weight.requires_grad:
             most = _LEARNING
         return each * min(tokens, max(1, most // each))
@@ -63,6 +72,8 @@ class FusedHead:
     def begin(self, memory: Tensor, sum_of: Callable[[Tensor], Tensor]) -> None:
         """Take the places of head and loss. sum_of: where a parameter's gradients are summed."""
         self._memory, self._sum_of = memory.view(torch.float32), sum_of
+        tiled = getattr(self._head, "forward", None)
+        self._tiled = tiled if isinstance(tiled, TiledLinear) else None
         if self.fused is None:
             self._forward, self._loss = self._head.forward, self._model.loss_function
             self._head.forward = self._given_on
@@ -133,7 +144,8 @@ class FusedHead:
         total = torch.zeros((), device=flat.device)
         grad = torch.zeros_like(flat) if learns else None
         compute = self._of_linear if self._is_linear else self._of_any
-        piece = max(1, self._memory.numel() // self._head.out_features) if self._is_linear else 256
+        at_once = self._head.out_features if self._tiled is None else self._tiled.most_rows
+        piece = max(1, self._memory.numel() // at_once) if self._is_linear else 256
         with torch.no_grad():
             for at in used.split(piece):
                 loss, of_hidden = compute(flat[at], wanted[at], factor, learns)
@@ -149,6 +161,8 @@ class FusedHead:
         self, x: Tensor, wanted: Tensor, factor: float, learns: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Loss and gradient of hidden states [n, K], times `factor`; adds that of the weights."""
+        if self._tiled is not None:
+            return loss_of_tiles(self._tiled, x, wanted, factor, learns, self._memory, self._sum_of)
         weight, bias = self._head.weight, self._head.bias
         packed = self._head.qtensor if type(self._head) is QoffLinear else None
         logits = self._memory[: len(x) * self._head.out_features].view(len(x), -1)

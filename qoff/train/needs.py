@@ -18,9 +18,11 @@ from .loss_scale import uses_float16
 from .optimizers import Optimizer
 from .passes import StoppingLayer
 from .placement import Sizes
+from .tiled import tileable
 from .tiles import Tile, cut
 
 _CPU = torch.device("cpu")
+GRADIENTS = "auto", "float32", "bfloat16"  # auto: bfloat16 where layers' weights are
 
 
 def needs_of(
@@ -32,42 +34,59 @@ def needs_of(
     packed: bool | None = None,
     delayed: bool = False,
     most: int | None = None,
+    part: str = "layers",
     device: torch.device = _CPU,
+    gradients: str = "auto",
+    swaps: bool = False,
 ) -> tuple[list[nn.Module], FusedHead, Sizes]:
     """The layers of a model and its head, and the sizes of a training of it.
 
     packed: of a model of shapes alone, whether its frozen matrices are to be packed; None: it has
-    values. delayed: weights change a step late. most: linear layers of more bytes are cut into
-    tiles; None: none are. device: computes. Raises ArgumentError and UnsupportedModelError for a
-    model that cannot be trained by streaming.
+    values. delayed: weights change a step late. most: matrices of more bytes are cut into tiles, in
+    this part, see `placement.PARTS`; None: none are. device: computes. gradients: what layers' are
+    kept as, of GRADIENTS. swaps: activations may go to disk. Raises ArgumentError and
+    UnsupportedModelError for a model that cannot be trained by streaming.
     """
     if packed is None:
         stays.check(model, device)
-    layers, units, tiles = _units(model, packed is None, most)
+    layers, units, tiles = _units(model, packed is None, most, part)
     head = FusedHead(model)
     if optimizer.factored:
         for unit in units:
             unit.pieces = [(run.start, run.stop) for run in factored.runs(unit)]
     forms = [StateForm.of(x, optimizer) for x in (*units, *(tile.unit for tile in tiles))]
     width = int(model.config.get_text_config(decoder=True).hidden_size)
+    rows = {m: tile.count for tile in reversed(tiles) for m in tile.modules}
     counts = [factored.count(unit) for unit in units] if optimizer.factored else []
     sizes = Sizes(
         units,
         forms,
         micro_batches,
         4 * tokens * width,
-        head.logits_bytes(tokens, packed),
+        head.logits_bytes(tokens, packed, rows),
         clips or uses_float16(model),
         counts,
         delayed,
         tiles,
         0 if packed else stays.nbytes_of(model),
+        _kept_as(gradients, (*units[:-1], *(tile.unit for tile in tiles))),
+        swaps,
     )
     return layers, head, sizes
 
 
+def _kept_as(name: str, units: Iterable[FlatUnit]) -> torch.dtype:
+    """What gradients of layers are kept as. Raises ArgumentError for a name that is none."""
+    if name not in GRADIENTS:
+        raise ArgumentError(f"gradients are {name!r}; use {', '.join(GRADIENTS)}")
+    if name == "auto":
+        dtypes = {unit.dtype for unit in units if unit.count}
+        return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
 def _units(
-    model: nn.Module, values: bool, most: int | None
+    model: nn.Module, values: bool, most: int | None, part: str
 ) -> tuple[list[nn.Module], list[FlatUnit], list[Tile]]:
     """The layers of a model, what learns in each and outside of them, and what is cut."""
     if any(isinstance(m.__dict__.get("forward"), StoppingLayer) for m in model.modules()):
@@ -87,14 +106,17 @@ def _units(
         )
     names = {id(p): name for name, p in model.named_parameters()}
     units, tiles = [], list[Tile]()
+    users = {} if most is None else tileable(model)
     for i, unit in enumerate(found):
         learns = _learning([m._parameters[own] for m, own in unit.owned.values()], names)
-        if most is not None:
-            linears = {id(m.weight): m for m in unit.module.modules() if type(m) is nn.Linear}
-            learns, more = cut(i, learns, linears, most)
+        if most is not None and part != "outside":
+            learns, more = cut(i, learns, users, most)
             tiles += more
         units.append(FlatUnit(unit.path, learns))
     learns = _learning([kind[name] for kind, name in others(model, found)], names)
+    if most is not None and part != "layers":
+        learns, more = cut(len(found), learns, users, most)
+        tiles += more
     units.append(FlatUnit("outside of layers", learns))
     if not tiles and not any(unit.parameters for unit in units):
         raise ArgumentError(

@@ -40,6 +40,7 @@ def offload(
     activation_memory: int | str = 0,
     activation_disk: int | str = 0,
     delayed: bool = False,
+    gradients: str = "auto",
     device: torch.device | str = "cpu",
 ) -> Training:
     """Return what trains a model of transformers, one step after another.
@@ -60,12 +61,14 @@ def offload(
     step on; the others are computed again. activation_disk: bytes of the disk that more of them go
     to, where that is faster; two stages in memory count as activation_memory. Which are kept, and
     where, changes no bit. delayed: a step's gradients change weights during the next step, beside
-    all of it, and so one step later; weights then lie twice, and gradients stay.
+    all of it, and so one step later; weights then lie twice, and gradients stay. gradients: what
+    those of a layer are kept as when all micro-batches are added in float32: "float32", or
+    "bfloat16", rounded once; "auto": bfloat16 where layers' weights are.
 
     device: computes, "cpu" or a GPU, like "cuda". On a GPU device_memory is of its memory, where
     what does not learn, and does not stream, has to be. Weights, gradients and layers' inputs are
     copied from pinned host memory and back beside what it computes, and weights are stepped by the
-    CPU. Tiles and activation_disk are for the CPU alone.
+    CPU. Tiles are for the CPU alone.
 
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.
@@ -83,20 +86,19 @@ def offload(
     where = device_for(device)
     streams = streams_of(where)
     apart = streams is not None
-    if swapped and apart:
-        raise ArgumentError("activation_disk is for the CPU; use activation_memory on a GPU")
     if swapped and (disk is None or not kept):
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
     clips = max_norm is not None
     needs = partial(
-        needs_of, built, optimizer, tokens, micro_batches, clips, delayed=delayed, device=where
-    )
+        needs_of, built, optimizer, tokens, micro_batches, clips,
+        delayed=delayed, device=where, gradients=gradients, swaps=bool(swapped),
+    )  # fmt: skip
     layers, head, sizes = needs()
     fuse(built)
 
-    def cut(most: int) -> Sizes:
-        return needs(most=most)[2]
+    def cut(most: int, part: str) -> Sizes:
+        return needs(most=most, part=part)[2]
 
     sizes, placement = fitted(sizes, cut, room, host, disk is not None, apart)
     folder = None if disk is None else Path(disk)

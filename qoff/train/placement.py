@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
+
+import torch
 
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 
 from . import gpu_link
 from .boundaries import STAGES, STAGES_WITHOUT_COLUMN
+from .gradients import Dtypes
 from .layout import FlatUnit, StateForm
 from .slots import SLOTS
 from .tiles import BUFFERS as TILE_GRADIENTS
@@ -19,6 +23,7 @@ from .tiles import Tile
 from .updates import BUFFERS
 
 TILES = tuple(1 << n for n in range(26, 19, -1))  # bytes of tiles, where units are too large
+PARTS = "layers", "outside", "all"  # that have tiles, in the order in which they are tried
 _GRADIENTS = 2  # of units at once: one is made while another is used
 
 
@@ -31,7 +36,8 @@ class Sizes:
     kept until their norm is known. factored: elements of each unit's moments by rows and columns.
     delayed: gradients are kept until the next step, and weights lie twice. tiles: of linear layers
     that are larger than the device; their forms are behind those of the units. frozen: bytes that
-    do not learn, nor stream, and have to be on a GPU.
+    do not learn, nor stream, and have to be on a GPU. gradient: what layers' gradients are kept as.
+    swaps: activations may go to disk.
     """
 
     units: Sequence[FlatUnit]
@@ -44,6 +50,18 @@ class Sizes:
     delayed: bool = False
     tiles: Sequence[Tile] = ()
     frozen: int = 0
+    gradient: torch.dtype = torch.float32
+    swaps: bool = False
+
+    @property
+    def gradients(self) -> Dtypes:
+        """Those of one micro-batch are no sum; those of more are rounded once."""
+        several = self.micro_batches > 1
+        return Dtypes(torch.float32 if several else self.gradient, self.gradient)
+
+    def summed_in(self, tile: Tile) -> torch.dtype:
+        """What the gradients of a tile are: outside of layers several modules may add to them."""
+        return self.gradients.sums if tile.layer < len(self.units) - 1 else torch.float32
 
     @property
     def stepped(self) -> list[FlatUnit]:
@@ -107,25 +125,33 @@ def placed(
 
 def fitted(
     sizes: Sizes,
-    cut: Callable[[int], Sizes],
+    cut: Callable[[int, str], Sizes],
     device_memory: int | None,
     host_memory: int | None,
     disk: bool,
     apart: bool = False,
 ) -> tuple[Sizes, Placement]:
-    """As `placed`, with sizes; where layers are too large for the device, in tiles if they can be.
+    """As `placed`, with sizes; where these are too large for the device, in tiles if they can be.
 
-    cut: gives the sizes with linear layers of more bytes cut into tiles of so many.
+    cut: gives the sizes with matrices of more bytes cut into tiles of so many, in one of PARTS.
     """
-    tiles = iter(() if sizes.factored or sizes.delayed or apart else TILES)
+    reasons = {
+        "a GPU computes": apart,
+        "updates are delayed, which keeps weights twice": sizes.delayed,
+        "Adafactor's means are of whole rows and columns": bool(sizes.factored),
+    }
+    against = next((why for why, holds in reasons.items() if holds), None)
+    tiles = iter(() if against else product(PARTS, TILES))
     while True:
         try:
             return sizes, placed(sizes, device_memory, host_memory, disk, apart)
-        except BudgetError:  # of the device
-            most = next(tiles, None)
-            if most is None:
+        except BudgetError as error:  # of the device
+            part, most = next(tiles, (None, 0))
+            if against is not None:
+                raise BudgetError(f"{error}; there are no tiles where {against}") from error
+            if part is None:
                 raise
-            sizes = cut(most)
+            sizes = cut(most, part)
 
 
 def columns(sizes: Sizes) -> tuple[bool, ...]:
@@ -147,18 +173,23 @@ def placed_with(
     tiles = [tile.unit for tile in sizes.tiles]
     pieces = [form.of_pieces(u) for form, u in zip(sizes.forms, sizes.stepped, strict=True)]
     copies = 2 if sizes.delayed else 1
+    dtypes = sizes.gradients
+    summed, kept_as = dtypes.sums.itemsize, dtypes.kept.itemsize
     wanted = {
         "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],
         "inputs of units": [region * sizes.micro_batches] * (layers + (not column)),
-        "gradients": [_whole(4 * u.count) * sizes.keeps for u in units[:-1]],
+        "gradients": [_whole(kept_as * u.count) * sizes.keeps for u in units[:-1]],
         "states": [sum(each) for each in pieces[: len(units)]],
         "weights in tiles": [_whole(tile.nbytes) for tile in tiles],
-        "gradients of tiles": [_whole(4 * tile.count) for tile in tiles],
+        "gradients of tiles": [
+            _whole(sizes.summed_in(tile).itemsize * tile.unit.count) for tile in sizes.tiles
+        ],
         "states of tiles": [sum(each) for each in pieces[len(units) :]],
     }
     piece = max(nbytes for each in pieces for nbytes in each)
     on_way = BUFFERS * piece
-    largest = max(_whole(4 * unit.count) for unit in units[:-1])
+    largest = max(_whole(kept_as * unit.count) for unit in units[:-1])
+    at_work = max(_whole(summed * unit.count) for unit in units[:-1])
     outer = units[-1]
     moments = sum(_whole(4 * n) for n in sizes.factored)
     slots = SLOTS * max(wanted["weights"])
@@ -174,27 +205,30 @@ def placed_with(
         if_parked = {
             "slots of weights": slots,
             "states on their way": on_way,
-            "staging buffers": gpu_link.BUFFERS * min(gpu_link.STAGING, longest),
         }
+        staging = gpu_link.BUFFERS * min(gpu_link.STAGING, longest)
+        (always if sizes.swaps else if_parked)["staging buffers"] = staging
     left = None if host_memory is None else host_memory - sum(always.values())
     kept, host = _filled(wanted, left)
     if left is not None and host != {what: sum(each) for what, each in wanted.items()}:
         kept, host = _filled(wanted, left - sum(if_parked.values()))
     parked = {what: sum(each) - host[what] for what, each in wanted.items()}
-    all_at_home = sizes.keeps and not parked["gradients"] and not apart
+    elsewhere = apart or not sizes.keeps or bool(parked["gradients"])  # than at home
     spills = bool(parked["states"] + parked["states of tiles"])
     stages = STAGES if column else STAGES_WITHOUT_COLUMN
     if apart:
         if_parked["slots of weights"] *= bool(parked["weights"])
         if_parked["states on their way"] *= spills
-        if_parked["staging buffers"] *= any(parked.values())
+        if not any(parked.values()):
+            if_parked.pop("staging buffers", None)
     host |= always | if_parked
     device = {
         "weights outside of layers": _whole(outer.nbytes),
         "their gradients": (1 if apart else copies) * _whole(4 * outer.count),
         "weights that do not learn": sizes.frozen * apart,
         "slots of weights": slots // copies if apart else slots * bool(parked["weights"]),
-        "gradients at work": 0 if all_at_home else _GRADIENTS * largest,
+        "gradients at work": at_work if dtypes.rounds else _GRADIENTS * at_work * elsewhere,
+        "gradients on their way": largest * (dtypes.rounds and elsewhere),
         "moments by rows and columns": moments * (not apart),
         "states on their way": on_way * spills * (not apart),
         "tiles of weights": _at_once(TILE_SLOTS, wanted, parked, "weights in tiles"),

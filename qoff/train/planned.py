@@ -65,7 +65,7 @@ class Planned:
     loaded: int
     parameters: int
     frozen: Frozen | None
-    cut: Callable[[int], Sizes]
+    cut: Callable[[int, str], Sizes]
 
     @property
     def layers(self) -> int:
@@ -89,6 +89,7 @@ def planned(
     clips: bool = False,
     device: str = "cpu",
     delayed: bool = False,
+    gradients: str = "auto",
 ) -> Planned:
     """The training of the model of a `config.json`; the arguments are those of `offload`.
 
@@ -103,8 +104,9 @@ def planned(
         with torch.device("meta"):  # PEFT moves what it makes
             model = adapted(_model(config, "float32"), lora)
     needs = partial(
-        needs_of, model, optimizer, tokens, micro_batches, clips, lora is not None, delayed
-    )
+        needs_of, model, optimizer, tokens, micro_batches, clips, lora is not None, delayed,
+        gradients=gradients,
+    )  # fmt: skip
     layers, _, sizes = needs()
     work = [_work(layer, model.config, packed) for layer in layers]
     work.append(_head(model, packed))
@@ -127,7 +129,7 @@ def planned(
         loaded,
         parameters,
         frozen,
-        cache(lambda most: needs(most)[2]),
+        cache(lambda most, part: needs(most, part)[2]),
     )
 
 

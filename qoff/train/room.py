@@ -70,6 +70,7 @@ def room_of(
         clips=recipe.max_norm is not None,
         device=device.type,
         delayed=recipe.delayed,
+        gradients=recipe.gradients,
     )
     saved = max((cost.nbytes for cost in job.costs), default=_SAVED * job.sizes.hidden)
     assert job.frozen is not None

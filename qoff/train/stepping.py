@@ -59,12 +59,14 @@ class Stepping:
         self._done.append(
             self._updater.submit(i, held.units[i], rule, weights, partial(gradients.take, i), after)
         )
+        self._tiles_of(i, rule)
 
+    def _tiles_of(self, i: int, rule: Rule | FactoredRule) -> None:
         tiles = self.tiles
         for j in tiles.layers.get(i, ()):
             self._done.append(
                 self._updater.submit(
-                    len(held.units) + j,
+                    len(self._held.units) + j,
                     tiles.tiles[j].unit,
                     rule,
                     partial(tiles.to_step, j),
@@ -98,6 +100,7 @@ class Stepping:
             self._gradients.take_outer,
             _nothing,
         )
+        self._tiles_of(last, rule)
         for update in (*self._done, outer):
             update.result()
         held.stepped.settle()

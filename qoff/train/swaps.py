@@ -1,11 +1,14 @@
-"""Activations on disk from a layer's forward to its backward, by way of two stages in memory."""
+"""Activations on disk from a layer's forward to its backward, by way of two stages.
+
+Stages are in the memory of what computes.
+"""
 
 from __future__ import annotations
 
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from qoff.memory.arena import PAGE, map_pages, round_up
 
-from .homes import Home, Homes
+from .homes import Home, Link, Read
 
 STAGES = 2  # one is computed with, another is written or read
 LINE = 64  # bytes that every tensor on a stage is aligned to
@@ -38,7 +41,8 @@ class Stage:
         if start is None:
             start, nbytes = self.used, storage.nbytes()
             assert start + nbytes <= len(self.memory)
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+            whole = torch.empty(0, dtype=torch.uint8, device=x.device)
+            whole.set_(storage, 0, (nbytes,), (1,))
             self.memory[start : start + nbytes].copy_(whole)
             self._starts[storage.data_ptr()] = start
             self._alive.append(x)
@@ -68,18 +72,21 @@ class Stage:
 class Swaps:
     """Writes stages to disk in the forward pass and reads them back in the order of the backward.
 
-    home: on disk, or None for none. rate: bytes per second there and back, as measured.
+    home: on disk, or None for none. allocate: gives bytes of the memory that is computed with.
+    rate: bytes per second there and back, as measured.
     """
 
-    def __init__(self, homes: Homes, home: Home | None) -> None:
+    def __init__(
+        self, link: Link, home: Home | None, allocate: Callable[[int], Tensor] = map_pages
+    ) -> None:
         self.capacity = 0 if home is None else home.nbytes
-        self._homes, self._home = homes, home
+        self._link, self._home, self._allocate = link, home, allocate
         self._free: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         self._each = 0  # bytes of a stage
         self._end = 0  # on disk
         self._places: dict[Place, tuple[Home, Future[None]]] = {}
         self._order: deque[Place] = deque()  # of those to be read
-        self._here: dict[Place, tuple[Stage, Future[None]]] = {}
+        self._here: dict[Place, tuple[Stage, Read]] = {}
         self.rate = self._measured() if self.capacity else 0.0
 
     def begin(self, each: int) -> None:
@@ -88,7 +95,7 @@ class Swaps:
         if each != self._each:
             self._free = queue.SimpleQueue()
             for _ in range(STAGES if each else 0):
-                self._free.put(Stage(map_pages(each)))
+                self._free.put(Stage(self._allocate(each)))
             self._each = each
         self._end = 0
 
@@ -106,7 +113,7 @@ class Swaps:
         home = Home(self._home.what, nbytes, None, self._home.offset + self._end)
         self._end += nbytes
         stage.done()
-        write = self._homes.write(home, stage.memory[:nbytes], lambda: self._free.put(stage))
+        write = self._link.write(home, stage.memory[:nbytes], lambda: self._free.put(stage))
         self._places[place] = home, write
 
     def drop(self, stage: Stage) -> None:
@@ -152,13 +159,15 @@ class Swaps:
             home, _ = self._places[place]
             stage = self._free.get()
             stage.used = home.nbytes
-            self._here[place] = stage, self._homes.read(home, stage.memory[: home.nbytes])
+            self._here[place] = stage, self._link.read(home, stage.memory[: home.nbytes])
 
     def _measured(self) -> float:
         assert self._home is not None
         nbytes = min(_PROBE, self.capacity) // PAGE * PAGE
-        memory = map_pages(nbytes).fill_(1)
+        memory = self._allocate(nbytes).fill_(1)
         start = time.perf_counter()
-        self._homes.write(self._home, memory, lambda: None).result()
-        self._homes.read(self._home, memory).result()
+        self._link.write(self._home, memory, lambda: None).result()
+        error = self._link.read(self._home, memory).exception()
+        if error is not None:
+            raise error
         return nbytes / max(time.perf_counter() - start, nbytes / 1e11)

@@ -1,8 +1,9 @@
-"""Linear layers larger than the device: their weights come a few rows at a time, both ways.
+"""Matrices larger than the device: their weights come a few rows at a time, both ways.
 
 Memory-centric tiling, as in ZeRO-Infinity (arXiv 2104.07857). A tile has weights, gradients and
 states of its own, in host memory or on disk. It is read when its rows are multiplied by: forward,
-forward again and backward, for each micro-batch. Gradients are summed where they lie.
+forward again and backward, for each micro-batch. Gradients are summed where they lie, so those of
+several micro-batches are float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .gradients import add_into, square
 from .homes import Home, Homes
@@ -29,26 +29,55 @@ BUFFERS = 3  # of gradients: one is made, one is written, one is used for a step
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Rows of a linear layer. layer: the one that it is in. unit: its only parameter is theirs."""
+    """Rows of a linear layer or an embedding, or of both.
+
+    layer: the one that it is in; how many there are for what is outside of them. modules: whose
+    weight has the rows. unit: its only parameter is theirs.
+    """
 
     layer: int
-    module: nn.Linear
+    modules: tuple[nn.Module, ...]
     name: str
     rows: slice
     unit: FlatUnit
 
+    @property
+    def count(self) -> int:
+        """Of its rows."""
+        return int(self.rows.stop - self.rows.start)
+
+    def reads(self, layers: int) -> tuple[int, int]:
+        """How often its weights are read for a micro-batch, forward and backward.
+
+        In a layer once, and backward once more as that is computed again; those of a head twice for
+        the loss and its gradients, of an embedding once.
+        """
+        if self.layer < layers:
+            return 1, 2
+        return sum(2 if isinstance(m, nn.Linear) else 1 for m in self.modules), 0
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The whole matrix, which has no memory while it is in tiles."""
+        found: Any = self.modules[0].weight
+        return found
+
 
 def cut(
-    layer: int, own: Mapping[str, nn.Parameter], linears: Mapping[int, nn.Linear], most: int
+    layer: int,
+    own: Mapping[str, nn.Parameter],
+    users: Mapping[int, tuple[nn.Module, ...]],
+    most: int,
 ) -> tuple[dict[str, nn.Parameter], list[Tile]]:
     """Parameters of a layer that stay whole, and tiles of up to `most` bytes, or a row, of others.
 
-    linears: those whose forward may be replaced, by the identity of their weight.
+    users: modules whose forward may be replaced, by the identity of their weight; of all that have
+    it.
     """
     whole, tiles = dict[str, nn.Parameter](), list[Tile]()
     for name, p in own.items():
-        module = linears.get(id(p))
-        if module is None or p.nbytes <= most:
+        modules = users.get(id(p))
+        if modules is None or p.nbytes <= most:
             whole[name] = p
             continue
         rows = max(1, most // p[0].nbytes)
@@ -56,23 +85,24 @@ def cut(
             part = nn.Parameter(p.data[start : start + rows])
             found = slice(start, start + len(part))
             unit = FlatUnit(f"{name}[{start}:{found.stop}]", {name: part})
-            tiles.append(Tile(layer, module, name, found, unit))
+            tiles.append(Tile(layer, modules, name, found, unit))
     return whole, tiles
 
 
 @dataclass(frozen=True)
 class TileHomes:
-    """Where a tile's weights and gradients lie."""
+    """Where a tile's weights and gradients lie, and what gradients are."""
 
     weights: Home
     gradients: Home
+    dtype: torch.dtype
 
 
 class Tiles:
     """Brings tiles to who multiplies by them, and keeps sums of their gradients.
 
     slots, buffers: memory for tiles of weights and gradients on disk, SLOTS and BUFFERS of each, or
-    none where all are in host memory.
+    none where all are in host memory. numbers: of the tiles of a module.
     """
 
     def __init__(
@@ -92,12 +122,11 @@ class Tiles:
         self._squares: dict[int, float] = {}  # of tiles that have gradients in this step
         self._taken: dict[int, Tensor] = {}
         self.layers: dict[int, list[int]] = {}
-        of_modules: dict[nn.Linear, list[int]] = {}
+        self.numbers: dict[nn.Module, list[int]] = {}
         for j, tile in enumerate(self.tiles):
             self.layers.setdefault(tile.layer, []).append(j)
-            of_modules.setdefault(tile.module, []).append(j)
-        for module, numbers in of_modules.items():
-            TiledLinear(module, self, numbers)
+            for module in tile.modules:
+                self.numbers.setdefault(module, []).append(j)
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
@@ -125,7 +154,7 @@ class Tiles:
 
     @contextmanager
     def gradient(self, j: int) -> Iterator[tuple[Tensor, bool]]:
-        """Where the gradient of a tile is summed, float32 [rows, K], and whether it has a sum."""
+        """Where the gradient of a tile is summed, [rows, K], and whether it has a sum."""
         home, begun = self.places[j].gradients, j in self._squares
         memory = home.memory
         if memory is None:
@@ -148,6 +177,16 @@ class Tiles:
             yield self._sum(j, memory), begun
             self._squares[j] = square(self._sum(j, memory))
 
+    def add(self, j: int, of_y: Tensor, x: Tensor) -> None:
+        """Add the gradient of a tile, of what it was given [M, K], and that of what it gave."""
+        with self.gradient(j) as (total, begun):
+            if begun:
+                add_into(total, of_y.t() @ x)
+            elif x.dtype == total.dtype:
+                torch.mm(of_y.t(), x, out=total)
+            else:
+                total.copy_(of_y.t() @ x)
+
     @property
     def squares(self) -> float:
         """The sum of the squares of all gradients."""
@@ -158,12 +197,13 @@ class Tiles:
         tile, home = self.tiles[j], self.places[j].weights
         memory = self._stepping[0] if home.memory is None else home.memory
         flat = tile.unit.flat(memory).zero_()
-        self._matrix(j, memory).copy_(tile.module.weight.data[tile.rows])
+        weight = tile.weight
+        self._matrix(j, memory).copy_(weight.data[tile.rows])
         if home.memory is None:
             self._homes.write(home, memory[: home.nbytes], lambda: None).result()
         tile.unit.bind(None)
-        if tile.rows.stop == tile.module.out_features:
-            tile.module.weight.data = _NAN.to(flat.dtype).expand(tile.module.weight.shape)
+        if tile.rows.stop == len(weight):
+            weight.data = _NAN.to(flat.dtype).expand(weight.shape)
         return flat
 
     def to_step(self, j: int) -> Tensor:
@@ -186,7 +226,7 @@ class Tiles:
             self._taken[j] = memory = self._free.get()
             if j in self._squares:
                 self._homes.read(home, memory[: home.nbytes]).result()
-        flat = memory[: 4 * unit.count].view(torch.float32)
+        flat = self._flat(j, memory)
         if j not in self._squares:
             flat.zero_()
         for gap in unit.gaps(flat):
@@ -213,7 +253,7 @@ class Tiles:
         found: dict[str, Tensor] = {}
         for j in self.layers.get(layer, ()):
             tile = self.tiles[j]
-            weight = tile.module.weight
+            weight = tile.weight
             if tile.name not in found:
                 found[tile.name] = torch.empty(weight.shape, dtype=weight.dtype)
             with closing(self.weights([j])) as parts:
@@ -237,60 +277,11 @@ class Tiles:
 
     def _sum(self, j: int, memory: Tensor) -> Tensor:
         tile = self.tiles[j]
-        return tile.unit.views(memory[: 4 * tile.unit.count].view(torch.float32))[tile.name]
+        return tile.unit.views(self._flat(j, memory))[tile.name]
+
+    def _flat(self, j: int, memory: Tensor) -> Tensor:
+        dtype = self.places[j].dtype
+        return memory[: dtype.itemsize * self.tiles[j].unit.count].view(dtype)
 
 
 _NAN = torch.full((), float("nan"))
-
-
-class TiledLinear:
-    """Takes the place of the forward of a linear layer whose weights lie in tiles."""
-
-    def __init__(self, module: nn.Linear, tiles: Tiles, numbers: Sequence[int]) -> None:
-        self.tiles, self.numbers, self._module = tiles, numbers, module
-        module.forward = self  # type: ignore[assignment]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self._module.in_features)
-        if torch.is_grad_enabled():
-            learns = rows if rows.requires_grad else rows.detach().requires_grad_()
-            y: Tensor = _Tiled.apply(learns, self)
-        else:
-            y = self.forward(rows)
-        if self._module.bias is not None:
-            y = y + self._module.bias
-        return y.view(*x.shape[:-1], -1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [M, K] to [M, N]."""
-        y = x.new_empty(len(x), self._module.out_features)
-        with closing(self.tiles.weights(self.numbers)) as parts:
-            for rows, w in parts:
-                y[:, rows] = x @ w.t()
-        return y
-
-
-class _Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: TiledLinear) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.linear = linear
-        return linear.forward(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,), linear = ctx.saved_tensors, ctx.linear
-        of_x = torch.zeros(x.shape)
-        with closing(linear.tiles.weights(linear.numbers)) as parts:
-            for j, (rows, w) in zip(linear.numbers, parts, strict=True):
-                part = grad[:, rows]
-                add_into(of_x, part @ w)
-                with linear.tiles.gradient(j) as (total, begun):
-                    if begun:
-                        add_into(total, part.t() @ x)
-                    elif x.dtype == torch.float32:
-                        torch.mm(part.t(), x, out=total)
-                    else:
-                        total.copy_(part.t() @ x)
-        return of_x.to(x.dtype), None

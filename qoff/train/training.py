@@ -232,9 +232,10 @@ class Training:
         return now.position
 
     def _kind_of_run(self) -> dict[str, Any]:
-        steps, units = self._engine.parts.steps, self._engine.parts.held.units
-        tiles = [tile.unit for tile in steps.tiles.tiles]
-        return kind_of_run(units, self.optimizer, steps.delayed is not None, tiles)
+        parts = self._engine.parts
+        tiles = [tile.unit for tile in parts.steps.tiles.tiles]
+        late, gradient = parts.steps.delayed is not None, parts.gradients.dtypes.kept
+        return kind_of_run(parts.held.units, self.optimizer, late, tiles, gradient)
 
     def _check_whole(self) -> None:
         if self._engine.parts.steps.changing:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import control_group, train, train_bound, train_curves, train_large, train_steps
+from bench import (
+    control_group,
+    train,
+    train_bound,
+    train_curves,
+    train_large,
+    train_precision,
+    train_steps,
+)
 from bench.harness import Report
 from qoff.errors import ArgumentError
 from tests.tiny_models import tiny_checkpoint
@@ -22,6 +30,13 @@ def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["measured"].keys() == found.keys()
     assert all(one["fastest"] >= one["rate"] > 0 for one in written["measured"].values())
+
+
+def test_precisions(tmp_path: Path) -> None:
+    train_precision.main(["--quick", "--out", str(tmp_path / "out.json")])
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert len(written["measured"]) == 1 + len(train_precision.KINDS)
+    assert written["bars"][0]["met"]
 
 
 def test_only_whole_kinds_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

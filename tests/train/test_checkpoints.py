@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, FormatError, QoffError
+from qoff.train.checkpoints import exists
 from tests.io_faults import SHORT, each_call
 from tests.tiny_models import tiny_checkpoint
 
@@ -132,6 +136,49 @@ def test_a_run_that_is_killed_leaves_the_former_checkpoint(tmp_path: Path) -> No
     training.save(tmp_path / "run", position="latter")
     assert training_of(PLACES[0], tmp_path).resume(tmp_path / "run") == "latter"
     assert len(list((tmp_path / "run").iterdir())) == 2  # what was left behind is gone
+
+
+def test_a_run_that_is_killed_at_any_moment_loses_few_steps(tmp_path: Path) -> None:
+    """SIGKILL while it computes, steps weights on disk or saves; each process goes on after it."""
+    run, last, every, kills = tmp_path / "run", 10, 2, 6
+
+    def train_on(told: int) -> None:
+        torch.manual_seed(7)
+        training = training_of(PLACES[2], tmp_path)
+        if exists(run):
+            training.resume(run)
+        while training.steps < last:
+            (loss,) = steps(training, 1)
+            os.write(told, f"{training.steps} {loss!r}\n".encode())
+            if training.steps % every == 0:
+                training.save(run)
+
+    moments, losses, before = random.Random(5), dict[int, float](), 0
+    for turn in range(kills + 1):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                train_on(write)
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as told:
+            rows = []
+            if turn < kills:
+                rows = [told.readline() for _ in range(moments.randrange(1, 4))]
+                time.sleep(moments.uniform(0, 0.05))
+                os.kill(pid, signal.SIGKILL)
+            rows += told.readlines()
+        os.waitpid(pid, 0)
+        found = [(int(step), float(loss)) for step, loss in map(str.split, filter(None, rows))]
+        for step, loss in found:
+            assert losses.setdefault(step, loss) == loss
+        if found:
+            assert found[0][0] > before - every
+            before = found[-1][0]
+    torch.manual_seed(7)
+    assert list(losses.items()) == list(enumerate(steps(training_of(PLACES[2], tmp_path), last), 1))
 
 
 def test_other_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +28,51 @@ from .test_training import (
 STEPS = 12
 
 
-class Late(torch.optim.AdamW):
-    """Steps by the gradients of the call before."""
+def late(kind: Any, **options: Any) -> Callable[..., Any]:
+    """An optimizer of torch that steps by the gradients of the call before."""
 
-    waits: list[torch.Tensor] | None = None
+    class Late(kind):
+        waits: list[torch.Tensor] | None = None
 
-    def step(self, *_: Any) -> None:  # type: ignore[override]
-        learns = self.param_groups[0]["params"]
-        made = [p.grad.clone() for p in learns]
-        if self.waits is not None:
-            for p, grad in zip(learns, self.waits, strict=True):
-                p.grad = grad
-            super().step()
-        self.waits = made
+        def step(self, *_: Any) -> None:
+            learns = self.param_groups[0]["params"]
+            made = [p.grad.clone() for p in learns]
+            if self.waits is not None:
+                for p, grad in zip(learns, self.waits, strict=True):
+                    p.grad = grad
+                super().step()
+            self.waits = made
+
+    return partial(Late, **options)
 
 
-def delayed(place: str, folder: Path, norm: float | None = None, **model: Any) -> train.Training:
-    made, optimizer = model_of("llama", **model), train.AdamW(lr=LR, eps=EPS)
+OPTIMIZERS: dict[str, tuple[train.Optimizer, Callable[..., Any]]] = {
+    "adamw": (train.AdamW(lr=LR, eps=EPS), late(torch.optim.AdamW, lr=LR, eps=EPS)),
+    "adafactor": (train.Adafactor(lr=LR), late(torch.optim.Adafactor, lr=LR)),
+}
+
+
+def delayed(
+    place: str, folder: Path, norm: float | None = None, kind: str = "adamw", **model: Any
+) -> train.Training:
+    made, optimizer = model_of("llama", **model), OPTIMIZERS[kind][0]
     return offloaded(made, place, folder, optimizer=optimizer, max_norm=norm, delayed=True)
 
 
-@pytest.mark.parametrize(("place", "norm"), [(PLACES[0], None), (PLACES[1], 0.5), (PLACES[2], 0.5)])
+@pytest.mark.parametrize(
+    ("place", "norm", "kind"),
+    [
+        (PLACES[0], None, "adamw"),
+        (PLACES[1], 0.5, "adamw"),
+        (PLACES[2], 0.5, "adamw"),
+        (PLACES[2], None, "adafactor"),
+    ],
+)
 def test_steps_are_those_of_a_loop_that_delays(
-    place: str, norm: float | None, tmp_path: Path
+    place: str, norm: float | None, kind: str, tmp_path: Path
 ) -> None:
-    reference, training = model_of("llama"), delayed(place, tmp_path, norm)
-    optimizer = Late(reference.parameters(), lr=LR, eps=EPS)
+    reference, training = model_of("llama"), delayed(place, tmp_path, norm, kind)
+    optimizer = OPTIMIZERS[kind][1](reference.parameters())
     for step in range(STEPS):
         wanted = torch_step(reference, optimizer, batches_of(step), norm)
         assert training.step(batches_of(step)) == pytest.approx(wanted, abs=LOSSES)

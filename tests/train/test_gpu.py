@@ -19,6 +19,7 @@ from qoff.errors import ArgumentError, BudgetError, TrainingError
 from qoff.plan.profile import Link
 from qoff.train.forecast import forecast
 from qoff.train.placement import placed
+from qoff.train.swaps import Swaps
 from tests.plan.machines import machine
 from tests.tiny_models import tiny_checkpoint
 
@@ -71,7 +72,8 @@ def test_full_training_is_that_of_the_cpu(
 
 KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "clipped": (partial(model_of, "tied"), {"max_norm": 0.1}),
-    "delayed": (partial(model_of, "tied"), {"delayed": True}),
+    "delayed": (partial(model_of, "tied", torch.bfloat16), {"delayed": True}),
+    "clipped, rounded": (partial(model_of, "llama", torch.bfloat16), {"max_norm": 0.1}),
     "float16": (partial(model_of, "llama", torch.float16), {}),
     "activations kept": (partial(model_of, "llama"), {"activation_memory": "1GiB"}),
     "dropout": (partial(model_of, "llama", attention_dropout=0.3), {}),
@@ -123,16 +125,16 @@ def test_units_are_copied_twice_a_step(
     assert moved["inputs of units to the GPU"] == 3 * count * MANY * 4096
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("clips", "dtype"), [(False, "bfloat16"), (True, "float32")])
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_a_plan_counts_what_lies_and_moves(
-    place: str, clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, clips: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = job_of("llama", train.AdamW(lr=LR), clips=clips)
+    job = job_of("llama", train.AdamW(lr=LR), clips=clips, dtype=dtype)
     simulated(monkeypatch)
     least = placed(job.sizes, None, 0, True, apart=True).totals[1] if place == "disk" else None
     training = train.offload(
-        model_of("llama"),
+        model_of("llama", getattr(torch, dtype)),
         train.AdamW(lr=LR),
         tokens=TOKENS,
         micro_batches=2,
@@ -155,6 +157,30 @@ def test_a_plan_counts_what_lies_and_moves(
     moved = training.stats.moved
     for way, link in ways.items():
         assert found.get(link, 0) == sum(n for what, n in moved.items() if what.endswith(way)), way
+
+
+def test_activations_on_disk_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = partial(model_of, "llama", attention_dropout=0.3)
+    measured = Swaps._measured
+    monkeypatch.setattr(Swaps, "_measured", lambda self: 1e12 * (measured(self) > 0))
+    torch.manual_seed(3)
+    wanted = run(made(), "host", tmp_path, activation_memory="1GiB")
+    each = wanted[2].stats.activations_planned // (2 * 3)  # layers and micro-batches
+    simulated(monkeypatch)
+    bounds: dict[str, Any] = {"activation_memory": 3 * each + 2 * 4096, "activation_disk": "1MiB"}
+    torch.manual_seed(3)
+    found = run(made(), "host", tmp_path, **bounds)
+    assert_same(found, wanted)
+    stats = found[2].stats
+    assert stats.activations_peak == stats.activations_planned <= 3 * each + 2 * 4096
+    moved = stats.moved
+    assert moved["activations to the GPU"] == moved["activations read"] > 0
+    assert moved["activations from the GPU"] == moved["activations written"]
+    assert moved["activations written"] >= 2 * 3 * each  # of the second step and the third
+    job = job_of("llama", train.AdamW())
+    sizes = replace(job.sizes, swaps=True)
+    assert placed(sizes, None, None, True, apart=True) == found[2].placement
+    assert placed(job.sizes, None, None, True, apart=True) != found[2].placement
 
 
 def test_a_copy_that_is_not_waited_for_is_seen(
@@ -256,5 +282,3 @@ def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     simulated(monkeypatch)
     with pytest.raises(BudgetError, match="device memory: 1,000 bytes are too few"):
         train.offload(model, **given, device_memory=1000)
-    with pytest.raises(ArgumentError, match="activation_disk is for the CPU"):
-        train.offload(model, **given, activation_memory="1MiB", activation_disk="1MiB")

@@ -111,13 +111,18 @@ def test_planned_adapters_are_counted_adapters(
     assert read == pytest.approx(sum(job.frozen.layers), rel=0.25)
 
 
-@pytest.mark.parametrize(("clips", "column"), [(False, True), (True, True), (False, False)])
-def test_forecast_bytes_are_those_that_move(clips: bool, column: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("clips", "column", "dtype"),
+    [(False, True, "float32"), (True, True, "bfloat16"), (False, False, "float32")],
+)
+def test_forecast_bytes_are_those_that_move(
+    clips: bool, column: bool, dtype: str, tmp_path: Path
+) -> None:
     count = 2 if column else 8
-    job = job_of("llama", train.AdamW(lr=LR), clips=clips, micro_batches=count)
+    job = job_of("llama", train.AdamW(lr=LR), clips=clips, micro_batches=count, dtype=dtype)
     device = None if column else sum(placed(job.sizes, None, 0, True).device.values()) - 1
     training = train.offload(
-        model_of("llama"),
+        model_of("llama", DTYPES[dtype]),
         train.AdamW(lr=LR),
         tokens=TOKENS,
         micro_batches=count,
@@ -157,17 +162,21 @@ def test_a_plan_fits_and_is_what_the_trainer_takes(memory: int, tmp_path: Path) 
     assert 0 < found.step.seconds < 1e3
 
 
-@pytest.mark.parametrize("clips", [False, True])
-def test_layers_that_a_machine_is_too_small_for_are_planned_in_tiles(
-    clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("clips", "part", "name"),
+    [(False, "layers", "llama"), (True, "all", "llama"), (False, "all", "tied")],
+)
+def test_what_a_machine_is_too_small_for_is_planned_in_tiles(
+    clips: bool, part: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "TILES", (TILE,))
-    job = job_of("llama", train.AdamW(lr=LR), clips=clips)
+    monkeypatch.setattr(placement, "PARTS", (part,))
+    job = job_of(name, train.AdamW(lr=LR), clips=clips)
     whole = sum(placed(job.sizes, None, 0, True).device.values()) + sum(_beside(job).values())
     found = training_plan(job, with_disk(Link(1.0), device=whole - 1))  # a byte a second
     assert found.job.learned == job.learned
     training = train.offload(
-        model_of("llama"),
+        model_of(name),
         train.AdamW(lr=LR),
         tokens=TOKENS,
         micro_batches=2,
@@ -178,10 +187,13 @@ def test_layers_that_a_machine_is_too_small_for_are_planned_in_tiles(
     )
     assert training.placement == found.placement
     assert found.placement.device["tiles of weights"] > 0
+    training.step([batch(i, rows=1) for i in range(2)])  # the first looks at embeddings, too
+    before = training.stats.moved
     training.step([batch(i, rows=1) for i in range(2)])
+    moved = {what: n - before[what] for what, n in training.stats.moved.items()}
     for way, link in (("read", "disk read"), ("written", "disk write")):
-        moved = sum(n for what, n in training.stats.moved.items() if what.endswith(way))
-        assert found.step.by_resource[link] == moved
+        found_bytes = sum(n for what, n in moved.items() if what.endswith(way))
+        assert found.step.by_resource[link] == found_bytes
 
 
 def test_activations_are_kept_where_there_is_room() -> None:

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from qoff import train
 from qoff.errors import ArgumentError, BudgetError, TrainingError
 from qoff.train import placement
-from qoff.train.tiles import TiledLinear, Tiles
+from qoff.train.homes import Homes
+from qoff.train.tiled import TiledLinear, loss_of_tiles
+from qoff.train.tiles import TileHomes, Tiles, cut
 
 from .test_training import (
     EPS,
@@ -31,41 +33,72 @@ TILE = 3000  # bytes: of matrices whose rows it does not divide
 
 
 def tiled(
-    place: str, folder: Path, patch: pytest.MonkeyPatch, norm: float | None = None, **model: Any
+    place: str,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    norm: float | None = None,
+    part: str = "layers",
+    name: str = "llama",
+    **model: Any,
 ) -> train.Training:
     """Training in tiles, as the device has no room for a matrix."""
     options: dict[str, Any] = {"optimizer": train.AdamW(lr=LR, eps=EPS), "max_norm": norm}
     patch.setattr(placement, "TILES", (TILE,))
-    whole = offloaded(model_of("llama", **model), place, folder, **options).placement
+    patch.setattr(placement, "PARTS", (part,))
+    whole = offloaded(model_of(name, **model), place, folder, **options).placement
     assert not whole.host["weights in tiles"] + whole.disk["weights in tiles"]
     room = sum(whole.device.values()) - 1
-    made = offloaded(model_of("llama", **model), place, folder, device_memory=room, **options)
+    made = offloaded(model_of(name, **model), place, folder, device_memory=room, **options)
     assert made.placement.host["weights in tiles"] + made.placement.disk["weights in tiles"]
+    kept = made.placement.device["weights outside of layers"]
+    assert (kept < whole.device["weights outside of layers"]) == (part != "layers")
     return made
 
 
 @pytest.mark.parametrize(
-    ("place", "norm"), [(PLACES[2], None), (PLACES[2], 0.5), (PLACES[0], None)]
+    ("place", "norm", "part", "name"),
+    [
+        (PLACES[2], None, "layers", "llama"),
+        (PLACES[2], 0.5, "layers", "llama"),
+        (PLACES[0], None, "layers", "llama"),
+        (PLACES[2], 0.5, "outside", "llama"),
+        (PLACES[2], None, "all", "tied"),
+        (PLACES[0], None, "outside", "tied"),
+        (PLACES[2], None, "outside", "gpt2"),
+    ],
 )
 def test_steps_are_those_of_torch(
-    place: str, norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    norm: float | None,
+    part: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    training, reference = tiled(place, tmp_path, monkeypatch, norm), model_of("llama")
+    model: dict[str, Any] = {}
+    if name == "gpt2":
+        model = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    training = tiled(place, tmp_path, monkeypatch, norm, part, name, **model)
+    reference = model_of(name, **model)
     assert (training.placement.device["tiles of weights"] > 0) == (place == PLACES[2])
     optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, eps=EPS)
     for step in range(4):
         wanted = torch_step(reference, optimizer, batches_of(step), norm)
         assert training.step(batches_of(step)) == pytest.approx(wanted, abs=LOSSES)
+    with torch.no_grad():
+        wanted = float(reference.eval()(**batches_of(0)[0]).loss)
+    assert training.evaluate(batches_of(0)[:1]) == pytest.approx(wanted, abs=LOSSES)
     assert_same_weights(training.state_dict(), reference)
     training.save_model(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert_same_weights(dict(saved.state_dict()), reference)
+    assert_same_weights(dict(saved.named_parameters()), reference)
 
 
+@pytest.mark.parametrize("part", ["layers", "all"])
 def test_in_bfloat16_a_resumed_run_is_the_same_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half: dict[str, Any] = {"dtype": torch.bfloat16}
+    half: dict[str, Any] = {"dtype": torch.bfloat16, "part": part}
     whole, first, second = (tiled(PLACES[2], tmp_path, monkeypatch, **half) for _ in range(3))
     wanted = [whole.step(batches_of(i)) for i in range(4)]
     found = [first.step(batches_of(i)) for i in range(2)]
@@ -74,7 +107,7 @@ def test_in_bfloat16_a_resumed_run_is_the_same_bit_for_bit(
     assert found + [second.step(batches_of(i)) for i in range(2, 4)] == wanted
     ours, theirs = second.state_dict(), whole.state_dict()
     assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
-    in_memory = offloaded(model_of("llama", **half), PLACES[0], tmp_path)
+    in_memory = offloaded(model_of("llama", torch.bfloat16), PLACES[0], tmp_path)
     assert found[0] == pytest.approx(in_memory.step(batches_of(0)), abs=0.02)
     with pytest.raises(ArgumentError, match="another run: its"):
         in_memory.resume(tmp_path / "run")
@@ -86,8 +119,60 @@ def test_what_cannot_be_cut_is_refused_with_the_bytes(
     monkeypatch.setattr(placement, "TILES", (TILE,))
     with pytest.raises(BudgetError, match=r"too few by .*tiles of weights"):
         offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16)
-    with pytest.raises(BudgetError, match=r"too few by .*slots of weights"):
-        offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16, delayed=True)
+    for reason, options in (
+        ("updates are delayed", {"delayed": True}),
+        ("Adafactor's means are of whole", {"optimizer": train.Adafactor()}),
+    ):
+        with pytest.raises(BudgetError, match=rf"too few by .*slots .* no tiles where {reason}"):
+            offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16, **options)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = tiled(PLACES[0], tmp_path, monkeypatch, part="outside")
+    with pytest.raises(IndexError, match="not all from 0 to 127"):
+        training.step([{"input_ids": torch.full((1, 4), 128)}])
+
+
+def test_a_loss_is_that_of_torch_however_large_its_logits() -> None:
+    """The largest may be in any tile; with a bias, which learns."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 50)
+    homes = Homes(0, 1 << 20, 0, None)
+    weight: Any = head.weight
+    _, parts = cut(0, {"weight": weight}, {id(head.weight): (head,)}, 7 * 8 * 4)
+    places = [
+        TileHomes(
+            homes.home("weights", part.unit.nbytes, True),
+            homes.home("gradients", 4 * part.unit.count, True),
+            torch.float32,
+        )
+        for part in parts
+    ]
+    tiles = Tiles(homes, parts, places, [], [])
+    x, wanted = 300 * torch.randn(9, 8), torch.randint(0, 50, (9,))
+    x.requires_grad_()
+    loss = torch.nn.functional.cross_entropy(head(x), wanted, reduction="sum") / 4
+    loss.backward()
+    of_weight, of_bias = head.weight.grad, torch.zeros(50)
+    assert of_weight is not None
+    for j in range(len(parts)):
+        tiles.fill(j)
+    linear = TiledLinear(head, tiles, range(len(parts)))
+    memory = torch.empty(9 * linear.most_rows)
+    given = linear, x.detach(), wanted, 0.25
+    with torch.no_grad():
+        found, of_x = loss_of_tiles(*given, True, memory, lambda _: of_bias)
+    near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(found, loss.detach(), **near)
+    torch.testing.assert_close(of_x, x.grad, **near)
+    torch.testing.assert_close(of_bias, head.bias.grad, **near)
+    for j, part in enumerate(parts):
+        with tiles.gradient(j) as (total, begun):
+            assert begun
+            torch.testing.assert_close(total, of_weight[part.rows], **near)
+    homes.close()
 
 
 def test_a_step_that_is_refused_changes_nothing(
