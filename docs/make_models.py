@@ -36,15 +36,15 @@ of, and the part of the keys that RoPE rotates: 324 bytes a layer of DeepSeek V2
 bits ([kv-layout.md](kv-layout.md#latent-records)), on a CPU and on a GPU. Keys and values are the
 same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
-Models with linear attention run on a CPU only, too. A layer with it keeps no K and V, but states of
-a fixed size for each sequence, float32 and on the device: 2.1 MiB of Qwen3-Next, as much as 3,900
+Models with linear attention run on CPUs and GPUs. A layer with it keeps no K and V, but states of a
+fixed size for each sequence, float32 and on the device: 2.1 MiB of Qwen3-Next, as much as 3,900
 tokens of K and V packed to 4 bits in one of its other layers ("states" in a plan's memory). They
 sum up all tokens: sequences are copied and go on from any prompt, in pieces, too, but do not go
 back to an earlier token. So `draft_tokens`, `share_prefixes`, such a draft model and cropping a
 `QoffCache` are refused. Bits of `--kv` for single layers count the layers that attend. The matrix
 of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
-Gemma 4 runs on a CPU only, too, in every other mode; K and V of its heads of 256 and 512 channels
+Gemma 4 runs on CPUs, and but for E2B and E4B on GPUs; K and V of its heads of 256 and 512 channels
 are packed. Where keys are values as well, their matrix is stored twice. E2B and E4B have embeddings
 of their layers: a table of more than 2 billion numbers, of which a token reads 256 for each layer.
 It stays in memory where everything does; otherwise its rows come from host memory, where a budget

@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError, BudgetError, OpError
 from qoff.system_memory import left_by_limits
 
-from .layout.delta import DeltaShape, DeltaWeights, LayerStates
+from .layout.delta import DeltaShape, DeltaWeights
 from .layout.ending import PLAIN, Ending, Norm
 from .layout.heads import HeadShape
 from .layout.latent import LatentShape
@@ -164,7 +164,7 @@ class Ops(Protocol):
         ba: Tensor,
         weights: DeltaWeights,
         shape: DeltaShape,
-        states: LayerStates,
+        states: Any,  # as `cache` in `attention`: a `LayerStates`, or a `DeviceLayerStates`
         ragged: Ragged,
         *,
         out: Tensor | None = None,

@@ -17,12 +17,13 @@ from bench.variants.variant import (
 )
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, GPU_HEAD_DIMS, KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
 from qoff.kernels.layout.rotation import value_run
 from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.merge import join
 from qoff.kernels.triton.attention.new_token import NewTokens
+from qoff.kernels.triton.attention.op import WIDEST
 from qoff.kernels.triton.attention.prefill import prefill_attention
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
@@ -41,7 +42,10 @@ _APPENDED = (  # forms, and pairs of channels that are turned
     (KVFormat(128, k_bits=8, v_bits=8), 64),
     (KVFormat(256), 128),
     (KVFormat(256, k_bits=8), 32),
+    (KVFormat(512), 0),
+    (KVFormat(512, k_bits=8, v_bits=8), 0),
 )
+_WHOLE = tuple(dim for dim in HEAD_DIMS if dim <= WIDEST)  # others: see `variants.latent`
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -62,7 +66,7 @@ def _appended(capability: int) -> Iterator[Variant]:
         packed = _append("pack", types[i % len(types)], form, pairs)
         blocks[packed.name] = packed  # with one type, two are alike
     yield from blocks.values()
-    for i, head_dim in enumerate(GPU_HEAD_DIMS):
+    for i, head_dim in enumerate(HEAD_DIMS):
         half, quarter = head_dim // 2, head_dim // 4
         for j, pairs in enumerate((0, quarter) if i % 2 else (half, quarter)):
             yield _append("write", types[(i // 2 + j) % len(types)], KVFormat(head_dim), pairs)
@@ -98,7 +102,7 @@ def _decode(capability: int) -> Iterator[Variant]:
     and bfloat16 with the default form; the extras together, with tokens that are in the ring. But
     Turing's head size 256 and groups over 8, which spill registers."""
     for form in (
-        *map(KVFormat, GPU_HEAD_DIMS),
+        *map(KVFormat, _WHOLE),
         KVFormat(64, 2, 3),
         KVFormat(128, 3, 2),
         KVFormat(128, k_bits=8),
@@ -118,7 +122,7 @@ def _prefill(capability: int) -> Iterator[Variant]:
     """Each head size with the default form, from packed blocks and from the scratch; other forms,
     the extras together and bfloat16 with head size 128. But Turing's head size 256, which spills.
     """
-    for head_dim in GPU_HEAD_DIMS if capability >= 80 else GPU_HEAD_DIMS[:-1]:
+    for head_dim in _WHOLE if capability >= 80 else _WHOLE[:-1]:
         yield _attention("prefill", capability, "fp16", KVFormat(head_dim), rows=_MANY)
         older = capability == 80 and head_dim > 128 and not WARPS_OVER_ROWS
         if capability >= 80 and not older:  # others take the scratch for any number of queries
@@ -136,7 +140,7 @@ def _scratch() -> Iterator[Variant]:
     """Each head size with the default form, one of them with the extras; other codes with head size
     128."""
     others = KVFormat(128, 3, 2), KVFormat(128, k_bits=8, v_bits=8)
-    for form in (*map(KVFormat, GPU_HEAD_DIMS), *others):
+    for form in (*map(KVFormat, _WHOLE), *others):
         yield _attention("scratch", 0, "fp16", form, rows=_MANY, extras=form.head_dim == 64)
 
 

@@ -12,7 +12,7 @@ from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
 
-_ROTARY = ((64, 64), (80, 32), (80, 80), (96, 96), (128, 128), (256, 64), (256, 256))
+_ROTARY = ((64, 64), (80, 32), (80, 80), (96, 96), (128, 128), (256, 64), (256, 256), (512, 512))
 _HEADS = 24  # no multiple of 16
 
 

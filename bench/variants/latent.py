@@ -1,4 +1,4 @@
-"""Latent attention, as its kernels are compiled for each architecture."""
+"""Attention to latents and wide heads, as its kernels are compiled for each architecture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _FORM = KVFormat(576, latent=512)  # of every model there is
 def variants(capability: int) -> Iterator[Variant]:
     """Products, DeepSeek V3's heads and fewer at decode and of prompts, and what is appended.
 
-    But attention on Turing, which spills registers: a tile of any size takes more than there are.
+    Heads of 512 channels, eight to a KV head as in Gemma 4 and one. But attention on Turing, which
+    spills registers: a tile of any size takes more than there are.
     """
     types = float_types(capability)
     for kind, dtype, bits, group in (("absorb", types[-1], 8, 32), ("expand", "fp16", 4, 128)):
@@ -39,6 +40,10 @@ def variants(capability: int) -> Iterator[Variant]:
         yield _attention("fp16", KVFormat(576, 8, 8, latent=512), 128, 1)
         for rows in (1, 4096):
             yield _attention(types[-1], _FORM, 128, rows)
+        for form in (KVFormat(512, 8, 8), KVFormat(512)):
+            yield _attention("fp16", form, 1, 1)
+            for rows in (1, 4096):
+                yield _attention("fp16", form, 8, rows)
 
 
 def _product(kind: str, capability: int, dtype: str, tokens: int, bits: int, group: int) -> Variant:
@@ -73,12 +78,16 @@ def _append(kind: str, dtype: str, form: KVFormat) -> Variant:
     return Variant("latent_attention", name, f"latent_{kind}_kernel", launch)
 
 
-def _attention(dtype: str, form: KVFormat, heads: int, rows: int) -> Variant:
+def _attention(dtype: str, form: KVFormat, group: int, rows: int) -> Variant:
     """Of few rows what is not packed and runs of blocks, of many all."""
-    shape = HeadShape(heads, 1, form.head_dim, 0.125, latent=form.latent)
     cache = cache_of(form, dtype, rows)
-    both = empty(DTYPES[dtype], rows, heads + 1, form.head_dim)
-    launch = partial(latent_attention, both[:, :heads], both[:, heads:], cache, shape)
+    kv_heads = cache.recent_k.shape[2]
+    heads = group * kv_heads
+    shape = HeadShape(heads, kv_heads, form.head_dim, 0.125, latent=form.latent)
+    vectors = empty(DTYPES[dtype], rows, heads + kv_heads, form.head_dim)
+    q, key = vectors.split([heads, kv_heads], 1)
+    value = None if form.latent else key
+    launch = partial(latent_attention, q, key, cache, shape, value=value)
     traits = frozenset({WIDE_CODES, TENSOR_CORES})
-    name = f"{dtype}-{form.latent}-k{form.k_bits}-{heads}heads-{rows}rows"
+    name = f"{dtype}-{form.latent or 'wide'}-k{form.k_bits}-{group}heads-{rows}rows"
     return Variant("latent_attention", name, "latent_attention_kernel", launch, traits)

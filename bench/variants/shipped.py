@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bench.variants import attention, elementwise, latent, linear, moe
+from bench.variants import attention, delta, elementwise, latent, linear, moe
 from bench.variants.variant import Variant
 
 
@@ -14,7 +14,7 @@ def shipped(capability: int, few: bool = False) -> Iterable[Variant]:
     few: of each kernel the last with each type and set of traits only; later ones are larger.
     """
     found: dict[object, Variant] = {}
-    for module in (linear, moe, elementwise, attention, latent):
+    for module in (linear, moe, elementwise, attention, latent, delta):
         for variant in module.variants(capability):
             like = (variant.kernel, variant.dtype, variant.traits)
             found[like if few else len(found)] = variant

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
+from .device_cache import PassTables
+
 L2_EPS = 1e-6  # under the root of a key's or query's length
 SPAN_FIELDS = ("first row", "rows", "slot")
 
@@ -112,6 +114,15 @@ class LayerStates:
     conv: Tensor  # [slots, *conv_shape]
     memory: Tensor  # [slots, *memory_shape]
     spans: Tensor  # int64 [sequences, SPAN_FIELDS]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceLayerStates:
+    """The same on a GPU, of all S slots of a cache; a slot without new tokens is left as it is."""
+
+    conv: Tensor  # [S, *conv_shape]
+    memory: Tensor  # [S, *memory_shape]
+    step: PassTables
 
 
 def state_bytes(shapes: Sequence[DeltaShape]) -> int:

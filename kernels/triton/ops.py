@@ -12,27 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.operands import require
-from qoff.kernels.reference.delta import delta, gate
+from qoff.kernels.reference.delta import gate
 from qoff.kernels.reference.experts import route
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.reference.low_rank import low_rank
 from qoff.kernels.reference.ops import norm_all_heads
 
-from .attention.append import new_blocks, pack_blocks, write_recent
-from .attention.decode import decode_attention, decode_bytes
-from .attention.new_token import NewTokens
-from .attention.offloaded import OffloadedAttention, joined_bytes
-from .attention.prefill import prefill_attention, prefill_bytes
+from .attention.offloaded import joined_bytes
+from .attention.op import attend_to_heads, heads_bytes
+from .delta import op as linear_attention
 from .elementwise.rms_norm import rms_norm
-from .elementwise.rope import rope
 from .latent.op import attend_to_latents, latents_bytes
 from .latent.products import absorb, expand
 from .linear import linear
@@ -140,6 +137,21 @@ def _normalized(x: Tensor, by: Norm) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], by.weight.to(x.dtype), bias, by.eps)
 
 
+def delta(
+    qkvz: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: DeviceLayerStates,
+    ragged: Ragged,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Linear attention of the rows for which the states were opened: see `delta.op.delta`."""
+    with torch.cuda.device_of(qkvz):
+        return linear_attention.delta(qkvz, ba, weights, shape, states, out=out)
+
+
 def attention(
     qkv: Tensor,
     shape: HeadShape,
@@ -161,7 +173,9 @@ def attention(
     out: contiguous. Returns [M, heads * value_dim] in the dtype of qkv; with blocks in host memory,
     it returns when the CPU has attended to them. Raises OpError.
     """
-    require("qkv", qkv, (cache.recent_k.dtype,), ("M", shape.qkv_width), cache.recent_k.device)
+    dtypes, device = (cache.recent_k.dtype,), cache.recent_k.device
+    width = ("M", shape.qkv_width)
+    require("qkv", qkv, dtypes, width, device, rows_apart=not shape.latent)
     step, tokens = cache.step, qkv.shape[0]
     if step.positions.shape[0] != tokens:
         raise OpError(f"{tokens} rows, but the cache was opened for {len(step.positions)}")
@@ -175,42 +189,12 @@ def attention(
             attended = attend_to_latents(rows, shape, cache, rotary, sinks).flatten(1)
         else:
             norms = (q_norm, k_norm)
-            attended = _attend_to_heads(rows, shape, cache, rotary, norms, sinks).flatten(1)
+            attended = attend_to_heads(rows, shape, cache, rotary, norms, sinks).flatten(1)
         if step.order is not None:
             out = torch.empty_like(attended) if out is None else out
             out[step.order] = attended
             return out
         return attended if out is None else out.copy_(attended)
-
-
-def _attend_to_heads(
-    rows: Tensor,
-    shape: HeadShape,
-    cache: DeviceLayerCache,
-    rotary: tuple[Tensor, Tensor] | None,
-    norms: tuple[Tensor | None, Tensor | None],
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of the rows of a pass to keys and values, [M, heads, head_dim]."""
-    step = cache.step
-    heads = rows.view(rows.shape[0], -1, shape.head_dim)
-    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    if step.max_rows == 1 and not cache.offloaded:  # all else is done where it attends
-        new = NewTokens(key, value, rotary, *norms, cache.values_rotated)
-        return _decode(query, new, shape, cache, sinks)[0]
-    if cache.values_rotated:
-        value = rotate_values(value)
-    query, key = (
-        _prepared(x, norm, shape, step.positions, rotary)
-        for x, norm in zip((query, key), norms, strict=True)
-    )
-    if shape.query_scale is not None:
-        query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
-    offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
-    attend = _decode if step.max_rows == 1 else _prefill
-    attended, lse = attend(query, NewTokens(key, value), shape, cache, sinks)
-    attended = attended if offloaded is None else offloaded.join(attended, lse)
-    return rotate_values(attended, back=True) if cache.values_rotated else attended
 
 
 def attention_bytes(
@@ -233,75 +217,5 @@ def attention_bytes(
     joined = joined_bytes(tokens, shape, dtype) if offloaded else 0
     if shape.latent:
         return joined + latents_bytes(tokens, blocks, shape, form, dtype, device, offloaded)
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
-    values = tokens * (queries + 2 * keys + 3 * (queries + keys))
-    values += tokens * queries * (shape.query_scale is not None)
-    values += tokens * queries * 2  # results in the order of the slots, and of the batch
-    values += sequences * queries  # of decode, with those of sequences that wait
-    if values_rotated:
-        values += 2 * tokens * (keys + queries)
-    both = (shape.heads, shape.kv_heads)
-    work = max(
-        decode_bytes(sequences, *both, blocks, form, dtype, device),
-        prefill_bytes(tokens, *both, sequences, blocks, form, dtype, device),
-    )
-    return values * dtype.itemsize + work + joined
-
-
-def _decode(
-    query: Tensor,
-    new: NewTokens,
-    shape: HeadShape,
-    cache: DeviceLayerCache,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One query a sequence: its key goes to the ring first, complete blocks are packed last."""
-    attended, lse = decode_attention(query, cache, shape, sinks, new=new)
-    _pack(new, cache, cache.step.length)
-    return attended, lse
-
-
-def _prefill(
-    query: Tensor,
-    new: NewTokens,
-    shape: HeadShape,
-    cache: DeviceLayerCache,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Many queries: they attend to the cache as it was and to each other, then it is written."""
-    attended, lse = prefill_attention(query, new.key, new.value, cache, shape, sinks)
-    _pack(new, cache, cache.step.start)
-    write_recent(new.key, new.value, cache, cache.step.after)
-    return attended, lse
-
-
-def _pack(new: NewTokens, cache: DeviceLayerCache, start: Tensor) -> None:
-    """Pack the blocks that become complete; start: see `new_blocks`."""
-    for blocks in new_blocks(cache, start):
-        pack_blocks(new.key, new.value, cache, blocks)
-
-
-def _prepared(
-    heads: Tensor,
-    norm: Tensor | None,
-    shape: HeadShape,
-    positions: Tensor,
-    tables: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Queries or keys, normed and turned."""
-    if shape.norm_last:
-        return _normed(_turned(heads, positions, tables), norm, shape.norm_eps)
-    return _turned(_normed(heads, norm, shape.norm_eps), positions, tables)
-
-
-def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm of each head of [M, H, D]."""
-    if weight is None:
-        return heads
-    rows = heads.contiguous().view(-1, heads.shape[2])
-    return rms_norm(rows, weight, eps)[0].view(heads.shape)
-
-
-def _turned(heads: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-    return heads if tables is None else rope(heads, positions, *tables)
+    several = tokens, sequences, blocks
+    return joined + heads_bytes(*several, shape, form, dtype, device, values_rotated)

@@ -19,8 +19,8 @@ from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.host.recent import RecentWorkspace
-from qoff.kvcache.host.stateful import StatefulCache
 from qoff.kvcache.slots import SlotCache
+from qoff.kvcache.stateful import StatefulCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.pool import BlockPool
 from qoff.kvcache.store.staging import Staging
@@ -292,10 +292,8 @@ class CpuExecutor(Executor):
         return self._staging.ring.wait_s
 
     def new_cache(self) -> PackedCache:
-        quant, states = self.plan.kv, new_states(self.spec, self.plan.batch_size)
-        more: dict[str, Any] = {}
-        if states is not None and self.spec.linear is not None:
-            more = {"states": states, "linear": self.spec.linear.layers}
+        quant, (states, linear) = self.plan.kv, new_states(self.spec, self.plan.batch_size)
+        more: dict[str, Any] = {} if states is None else {"states": states, "linear": linear}
         return self._packed_cache(
             self.shapes,
             self.forms,

@@ -10,9 +10,11 @@ from qoff.kernels.triton.linear.scratch import Scratch
 from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
 from qoff.kvcache.device.write_back import WriteBackQueue
+from qoff.kvcache.stateful import device_cache
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.models.native.decoder import new_states
 from qoff.plan import Memory
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
 from qoff.plan.gpu_scratch import scratch_sizes
@@ -39,7 +41,7 @@ class GpuExecutor(Executor):
     def new_cache(self) -> DeviceCache:
         assert self.memory.on_gpu is not None
         groups = (group for group, _ in self.memory.on_gpu.groups)
-        return DeviceCache(
+        return device_cache(
             self.shapes,
             self.forms,
             self.plan.batch_size,
@@ -49,6 +51,7 @@ class GpuExecutor(Executor):
             device=self.device,
             dtype=self.dtype,
             stores=dict(zip(groups, self.stores, strict=True)),
+            states=new_states(self.spec, self.plan.batch_size, self.device),
         )
 
     def _transfers(self) -> Transfers:
@@ -81,7 +84,7 @@ class GpuExecutor(Executor):
                 dict(self.arenas),
                 self._copies,
                 self._spill,
-                layers=group.layers,
+                layers=[self.spec.attention_layers[layer] for layer in group.layers],
                 always_move=not self.plan.attends_on_cpu,
                 instrumentation=self.instrumentation,
                 new_queue=self._new_queue,

@@ -13,6 +13,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.processor import pool_threads
 from qoff.kernels.triton.attention.offloaded import host_bytes
+from qoff.kernels.triton.delta.op import delta_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
 from qoff.kernels.triton.ops import attention_bytes
@@ -85,6 +86,8 @@ def memory_on_gpu(
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for form in forms)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
+    if spec.linear is not None:
+        purposes[DEVICE]["states"] = plan.states_bytes(spec)
     return Memory(BlockPlans(), purposes, blocks)
 
 
@@ -184,6 +187,7 @@ def _pass_bytes(
         linear_bytes=linear,
         experts_bytes=partial(experts_bytes, dtype=dtype),
         attention_bytes=attention,
+        delta_bytes=partial(delta_bytes, sequences=plan.batch_size, dtype=dtype),
         tiled=tiled,
     )
     head = linear(plan.decode_tokens, spec.vocab_size, spec.hidden_size, gated=False)

@@ -185,6 +185,10 @@ class Plan:
             self.activations, passes, self.pass_tokens, hidden_size, dtype
         )
 
+    def states_bytes(self, spec: DecoderSpec) -> int:
+        """Bytes of the device that linear attention remembers of all sequences."""
+        return self.batches * self.batch_size * state_bytes(spec.delta_shapes)
+
     def logits_bytes(self, vocab_size: int) -> int:
         """Bytes of the logits of all passes of a round, beside those that are computed.
 
@@ -295,8 +299,7 @@ class Memory:
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
         purposes = by_purpose(kv, recent, hidden, {DEVICE: work})
         if spec.linear is not None:
-            states = state_bytes(spec.delta_shapes)
-            purposes[DEVICE]["states"] = plan.batches * plan.batch_size * states
+            purposes[DEVICE]["states"] = plan.states_bytes(spec)
         return cls(blocks, purposes)
 
     def beside(self, purposes: Mapping[str, int]) -> Memory:

@@ -102,7 +102,12 @@ def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("cpu_attention", "family"),
-    [("always", "llama"), ("never", "llama"), ("always", "deepseek-v3")],
+    [
+        ("always", "llama"),
+        ("never", "llama"),
+        ("always", "deepseek-v3"),
+        ("never", "qwen3-next-head64"),
+    ],
 )
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     cpu_attention: Any, family: str, tmp_path: Path
@@ -115,9 +120,11 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
 
     placement = KVPlacement(0.3, 0.7)
     plan = replace(PLAN, kv_placement=placement, cpu_attention=cpu_attention)
-    sizes = {"intermediate_size": 32, "vocab_size": 64}
+    sizes: dict[str, Any] = {"intermediate_size": 32, "vocab_size": 64}
     if family == "deepseek-v3":
         sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
+    if family == "qwen3-next-head64":
+        sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     counted, taken = counted_and_taken(tmp_path, plan, family, sizes, triton_ops)
     assert taken <= counted - CUBLAS_BYTES <= 4 * taken
 

@@ -38,6 +38,7 @@ from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.links import Link, behind
 from tests.models.test_triton_decoder import CHANGES, least_budget
+from tests.models.test_triton_decoder import checkpoint as checkpoint_of
 from tests.tiny_models import QUANT, save_model
 from tests.triton_module import triton_module
 
@@ -72,8 +73,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if ON_GPU:
         return
-    monkeypatch.setattr(triton_ops, "rope", elementwise.rope)
-    monkeypatch.setattr(triton_ops, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
+    attention = triton_module("attention.op")
+    monkeypatch.setattr(attention, "rope", elementwise.rope)
+    for module in (triton_ops, attention):
+        monkeypatch.setattr(module, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
     monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
 
 
@@ -385,3 +388,13 @@ def test_types_and_devices_that_are_not_there_are_refused(checkpoint: Path) -> N
     if not ON_GPU:
         with pytest.raises(OpError, match="no GPU that torch can use"):
             LLM(checkpoint, PLAN, device="cuda")
+
+
+def test_states_are_beside_packed_blocks(tmp_path: Path, where: dict[str, Any]) -> None:
+    """Linear attention: a prompt of two chunks is read while another sequence decodes."""
+    path, prompts = checkpoint_of(tmp_path, "qwen3-next-head64"), [PROMPTS[1], PROMPTS[0][:70]]
+    plan = Plan(batch_size=2, context=90, prefill_tokens=75, kv=KVQuant(8, 8, window=16))
+    with LLM(path, plan) as on_cpu, LLM(path, plan, **where) as llm:
+        both = [[a.token_ids for a in x.generate(prompts, PARAMS)] for x in (llm, on_cpu)]
+        assert both[0] == both[1]
+        assert len({x.memory.purposes[DEVICE]["states"] for x in (llm, on_cpu)} - {0}) == 1

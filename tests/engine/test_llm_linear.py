@@ -18,9 +18,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.processor import usable_threads
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.decoder import check_on_gpu
 from qoff.models.runtime import Runtime
-from qoff.models.spec import DecoderSpec
 from qoff.plan.sizes import ModelSizes
 from tests.engine.test_llm_plans import BATCHES, PLAN, PROMPTS
 from tests.engine.test_simulated import PLAIN_PLAN, moved, real
@@ -45,11 +43,6 @@ def test_states_are_counted(checkpoint: Path) -> None:
 def test_states_cannot_go_back_or_be_shared(checkpoint: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="has recurrent states, which cannot go back"):
         LLM(checkpoint, replace(PLAN, **changes))
-
-
-def test_there_is_no_kernel_for_a_gpu(checkpoint: Path) -> None:
-    with pytest.raises(ArgumentError, match="has no kernel for a GPU yet"):
-        check_on_gpu(DecoderSpec.from_config(Checkpoint.open(checkpoint).config))
 
 
 @pytest.mark.parametrize("kv", [None, "8", "8/0:16"])

@@ -77,6 +77,11 @@ def _config(rows: int = 16, run: int = 1):
     return attention.LatentConfig(rows, num_warps=1, programs=10**4, min_blocks=run)
 
 
+def config_of(split: bool):
+    """Blocks in runs of two, or all in one program with what is not packed."""
+    return _config(run=2) if split else replace(_config(), programs=0)
+
+
 def _shape(form: KVFormat, heads: int, **options) -> HeadShape:
     return HeadShape(heads, 1, form.head_dim, 0.1, latent=form.latent, **options)
 
@@ -100,8 +105,7 @@ def test_decode_attends_to_blocks_and_the_ring(
     cache = replace(cache, step=step)
     both = torch.randn(4, heads + 1, form.head_dim).to(dtype)
     q, k = both.split([heads, 1], 1)
-    config = _config(run=2) if split else replace(_config(), programs=0)
-    out, lse = attention.latent_attention(q, k, cache, _shape(form, heads), config)
+    out, lse = attention.latent_attention(q, k, cache, _shape(form, heads), config_of(split))
     there = [0, 1, 2, 4]
     queries = torch.zeros(5, heads, form.head_dim, dtype=torch.float64)
     queries[there] = q.double()

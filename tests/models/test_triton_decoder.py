@@ -55,6 +55,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
+    "qwen3-next-head64": {  # linear attention, and gates of the other
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_only_layers": [0, 1],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "gemma4-moe": {  # heads of two sizes, normalized values, scaled layers
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 512,
+        "sliding_window": 40,
+    },
     "opt": {"hidden_size": 64, "ffn_dim": 32, "max_position_embeddings": 192},
 }
 
@@ -66,16 +80,20 @@ def checkpoint(folder: Path, family: str = "llama") -> Path:
     return folder / "checkpoint"
 
 
+# What the reference in float16 is off by, too: small sums of large terms, with a low soft cap.
+COARSER = {"gemma4-moe": 2}
+
+
 class Runs:
     """One model on several ops, each with a packed cache of its own; all are told the same."""
 
-    def __init__(self, path: Path, sequences: int, kv: KVQuant = KV8) -> None:
+    def __init__(self, path: Path, sequences: int, kv: KVQuant = KV8, coarser: int = 1) -> None:
         self.runs = [
             PlainRun(path, triton_ops, dtype=torch.float16),
             PlainRun(path, cpu),
             PlainRun(path, reference_ops),
         ]
-        self.bits = kv.k_bits
+        self.bits, self.coarser = kv.k_bits, coarser
         self.vocab = self.runs[0].decoder.spec.vocab_size
         self.caches: list[Any] = [run.decoder.new_cache(sequences, kv=kv) for run in self.runs]
 
@@ -90,7 +108,7 @@ class Runs:
         )
         assert found.dtype == torch.float32
         for other in others:
-            tolerance = FLOAT16_LOGITS[self.bits if packed else 0]
+            tolerance = self.coarser * FLOAT16_LOGITS[self.bits if packed else 0]
             assert_close(found, other, tolerance=tolerance)
 
     def select(self, sequences: list[int]) -> None:
@@ -130,7 +148,7 @@ def test_prefill_decoding_over_a_block_beams_and_a_retreat(tmp_path: Path) -> No
 @interpreted
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
 def test_other_families(tmp_path: Path, family: str) -> None:
-    runs = Runs(checkpoint(tmp_path, family), 3)
+    runs = Runs(checkpoint(tmp_path, family), 3, coarser=COARSER.get(family, 1))
     runs.forward([81, 1, 17])
     runs.forward([1, 1, 1])
     runs.forward([1, 70, 2])

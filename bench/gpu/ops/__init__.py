@@ -14,14 +14,15 @@ SHARES: Mapping[str, float] = MappingProxyType(
         "decode_attention": 0.18,
         "prefill_attention": 0.12,
         "latent_attention": 0.04,
+        "delta": 0.03,
         "experts": 0.06,
         "kv_append": 0.06,
         "merge": 0.04,
         "rms_norm": 0.04,
-        "gated_silu": 0.03,
-        "rope": 0.03,
+        "gated_silu": 0.02,
+        "rope": 0.02,
         "dequantize": 0.02,
-        "quantize": 0.02,
+        "quantize": 0.01,
     }
 )
 OPS = tuple(SHARES)

@@ -82,6 +82,20 @@ def load_packed_tile(
 
 
 @triton.jit
+def load_packed_values(
+    record, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr,
+    V_CODES: tl.constexpr, V_SCALE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """V of a packed block alone."""
+    first, second = load_codes(record + V_CODES, HEAD_DIM, PAD, V_BITS)
+    low_scale, high_scale, low_min, high_min = load_token_params(record + V_SCALE, PARTS)
+    low, high = exact_planes(first, second, V_BITS, ASM)
+    low = low * low_scale[:, None] + low_min[:, None]
+    high = high * high_scale[:, None] + high_min[:, None]
+    return low, high
+
+
+@triton.jit
 def load_halves(base, row, inside, HALF: tl.constexpr, PAD: tl.constexpr, MASK: tl.constexpr):
     """Both halves of the rows at `base + row`, [rows, PAD] each; 0 where not inside."""
     channel = tl.arange(0, PAD)

@@ -1,9 +1,10 @@
-"""Attention of queries that absorbed their head's keys to a cache of latents, on a GPU.
+"""Attention to keys of more channels than registers hold, on a GPU: latents, and wide heads.
 
-All heads have the one KV head, so a tile of queries is heads of a token and of the next ones:
-decode and prefill are one kernel. A latent is key and value, and comes from memory once. Few tiles
-with many blocks are cut into runs of blocks, one program each, and what is not packed, one more;
-`merge` joins them (flash-decoding).
+Queries that absorbed their head's keys attend to latents: all heads have the one KV head, and a
+latent is key and value, and comes from memory once. Heads of 512 channels have values of their own.
+A tile of queries is heads of a token that have a KV head, and of the next tokens: decode and
+prefill are one kernel. Few tiles with many blocks are cut into runs of blocks, one program each,
+and what is not packed, one more; `merge` joins them (flash-decoding).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -22,9 +23,9 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.triton.attention.kv_tiles import LN2, LOG2E, TOKENS
+from qoff.kernels.triton.attention.kv_tiles import LN2, LOG2E, TOKENS, form_constants
 from qoff.kernels.triton.attention.merge import join, merge_bytes
-from qoff.kernels.triton.attention.prefill_tiles import weights
+from qoff.kernels.triton.attention.prefill_tiles import load_packed_values, weights
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
@@ -51,30 +52,38 @@ class LatentConfig:
 @triton.jit(do_not_specialize=["run", "max_blocks", "tokens"])
 def latent_attention_kernel(
     q,  # [tokens, Hq, D], turned by RoPE
-    k,  # [tokens, D]
-    row_start, start, pool, block_table, compressed, recent, resident_from,
-    outs,  # [parts, tokens, Hq, latent]
+    k,  # [tokens, kv_heads, D]
+    v,  # the same; where keys are latents, k
+    row_start, start, pool, block_table, compressed,
+    recent_k,
+    recent_v,  # of latents recent_k
+    resident_from,
+    outs,  # [parts, tokens, Hq, VALUES]
     lses,
     scale,  # softmax scale * log2(e)
     ring,  # W
-    q_stride, k_stride,
+    q_stride, k_stride, v_stride,
     run,  # blocks in a run
     max_blocks,
     tokens,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, LATENT: tl.constexpr,
-    PAD: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr, K_SCALE: tl.constexpr,
+    HEADS: tl.constexpr,  # that have a KV head
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUES: tl.constexpr,
+    PAD: tl.constexpr, CHUNK: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
+    PARTS: tl.constexpr, K_SCALE: tl.constexpr, V_CODES: tl.constexpr, V_SCALE: tl.constexpr,
     NBYTES: tl.constexpr, KEYS: tl.constexpr, RING_HAS_NEW: tl.constexpr, SPLIT: tl.constexpr,
-    RESIDENT_FROM: tl.constexpr, ASM: tl.constexpr,
+    RESIDENT_FROM: tl.constexpr, LATENT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against a run of blocks, or (the first) what is not packed; or all.
 
     RING_HAS_NEW: `start` is the length of a sequence with its one new token, which is in the ring.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
-    EACH: tl.constexpr = LATENT // 2
+    EACH: tl.constexpr = VALUES // 2
+    ROW: tl.constexpr = KV_HEADS * HEAD_DIM
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     part = tl.program_id(1)
-    s = tl.program_id(2)
+    s = tl.program_id(2) // KV_HEADS
+    kv_head = tl.program_id(2) % KV_HEADS
     first_row = tl.load(row_start + s)
     begin = tl.load(start + s)
     count = tl.minimum(begin, 1) if RING_HAS_NEW else tl.load(row_start + s + 1) - first_row
@@ -83,7 +92,7 @@ def latent_attention_kernel(
     in_blocks = tl.load(compressed + s)
     index = tile * ROWS + tl.arange(0, ROWS)
     row = index // HEADS
-    head = index % HEADS
+    head = kv_head * HEADS + index % HEADS
     inside = row < count
     place = (first_row + row).to(tl.int64)
     queries = q + place * q_stride + head * HEAD_DIM
@@ -103,38 +112,46 @@ def latent_attention_kernel(
     table = block_table + s.to(tl.int64) * max_blocks
     block = tl.load(table + first_block, mask=first_block < stop, other=0)
     for b in tl.range(first_block, stop, num_stages=1):
-        record = pool + block.to(tl.int64) * NBYTES
+        record = pool + (block.to(tl.int64) * KV_HEADS + kv_head) * NBYTES
         block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
-        score = packed_scores(queries, inside, record, HALF, CHUNK, BITS, K_SCALE, ASM)
-        v_low, v_high = load_packed_part(
-            record, 0, EACH, PAD, HALF, BITS, K_SCALE, PAD == EACH, ASM
-        )
+        score = packed_scores(queries, inside, record, HALF, CHUNK, K_BITS, K_SCALE, ASM)
+        if LATENT:
+            v_low, v_high = load_packed_part(
+                record, 0, EACH, PAD, HALF, K_BITS, K_SCALE, PAD == EACH, ASM
+            )
+        else:
+            v_low, v_high = load_packed_values(
+                record, HEAD_DIM, PAD, V_BITS, PARTS, V_CODES, V_SCALE, ASM
+            )
         p, fade, top, total = weights(score, inside[:, None], scale, top, total, False)
         p = p.to(tl.float16)
         low = dot16(p, v_low, low * fade[:, None], ASM)
         high = dot16(p, v_high, high * fade[:, None], ASM)
 
     if not SPLIT or part == 0:
+        base = s.to(tl.int64) * ring * ROW + kv_head * HEAD_DIM
         low, high, top, total = attend_dense(
-            queries, inside, recent + s.to(tl.int64) * ring * HEAD_DIM, HEAD_DIM,
+            queries, inside, recent_k + base, ROW, recent_v + base, ROW,
             in_blocks, begin, ring, 0, begin + row, scale, low, high, top, total,
             EACH, PAD, HALF, CHUNK, KEYS, True, ASM,
         )  # fmt: skip
         if not RING_HAS_NEW:
             end = tl.minimum(begin + count, begin + (tile * ROWS + ROWS - 1) // HEADS + 1)
+            new_k = k + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+            new_v = v + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
             low, high, top, total = attend_dense(
-                queries, inside, k + first_row.to(tl.int64) * k_stride, k_stride,
+                queries, inside, new_k, k_stride, new_v, v_stride,
                 begin, end, 1, begin, begin + row, scale, low, high, top, total,
                 EACH, PAD, HALF, CHUNK, KEYS, False, ASM,
             )  # fmt: skip
     safe = tl.where(total == 0, 1.0, total)
     lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
-    target = (part * tokens + place) * HEADS + head
+    target = (part * tokens + place) * (KV_HEADS * HEADS) + head
     tl.store(lses + target, lse, mask=inside)
     inverse = (1.0 / safe)[:, None]
     channel = tl.arange(0, PAD)[None, :]
     mask = inside[:, None] & (channel < EACH)
-    at = outs + target[:, None] * LATENT + channel
+    at = outs + target[:, None] * VALUES + channel
     DTYPE: tl.constexpr = outs.dtype.element_ty
     tl.store(at, (low * inverse).to(DTYPE), mask=mask)
     tl.store(at + EACH, (high * inverse).to(DTYPE), mask=mask)
@@ -146,40 +163,50 @@ def latent_attention(
     cache: DeviceLayerCache,
     shape: HeadShape,
     config: LatentConfig | None = None,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, Hq, latent] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
+    """Output [T, Hq, value_dim] in q's type and log-sum-exp float32 [T, Hq] of new tokens.
 
-    q: [T, Hq, D], k: [T, 1, D], both turned by RoPE, in the dtype of the ring; their rows, which
-    may lie apart, are those of the pass. In a pass of one token a sequence at most its key is in
-    the ring already, and k is not read. Otherwise meaning and arguments are those of
-    `reference.attention.prefill_attention`, without sinks, windows and soft caps. Raises OpError.
+    q: [T, Hq, D], k: [T, kv_heads, D], both turned by RoPE, in the dtype of the ring; their rows,
+    which may lie apart, are those of the pass. value: like k, where keys are no latents. In a pass
+    of one token a sequence at most its key and value are in the ring already, and these are not
+    read. Otherwise meaning and arguments are those of `reference.attention.prefill_attention`,
+    without sinks, windows and soft caps. Raises OpError.
     """
     cache.check_queries(q, shape, None)
-    cache.check_keys(k)
-    step, form = cache.step, cache.form
-    if not form.latent or form.latent != shape.latent or shape.reach or shape.soft_cap:
-        raise OpError(f"attention to latents has neither window nor soft cap: {shape}, {form}")
-    tokens, heads = len(step.positions), shape.heads
+    step, form, latent = cache.step, cache.form, value is None
+    if value is None:
+        cache.check_keys(k)
+        value = k
+    else:
+        cache.check_fresh(k, value)
+    if form.latent != shape.latent or latent != (form.latent > 0):
+        raise OpError(f"latents, and they alone, have no values of their own: {shape}, {form}")
+    if shape.reach or shape.soft_cap:
+        raise OpError(f"attention to wide keys has neither window nor soft cap: {shape}")
+    tokens, heads, kv_heads = len(step.positions), shape.heads, shape.kv_heads
+    group = heads // kv_heads
     if len(q) != tokens or len(k) != tokens:
         raise OpError(f"{len(q)} queries and {len(k)} keys of a pass of {tokens} rows")
     decodes, sequences = step.max_rows <= 1, len(step.start)
     blocks = step.max_packed // BLOCK_TOKENS
-    queries = max(1, step.max_rows) * heads
+    queries = max(1, step.max_rows) * group
     kernels, config, processors = _bound(
-        *(q.device, q.dtype, form, heads, min(queries, _ROWS_MAX)),
+        *(q.device, q.dtype, form, group, kv_heads, min(queries, _ROWS_MAX)),
         *(decodes, step.resident_from is not None, config),
     )
     tiles = cdiv(queries, config.rows)
-    programs, most = tiles * sequences, processors * config.programs
+    programs, most = tiles * sequences * kv_heads, processors * config.programs
     parts, run = cut(programs, blocks, processors, config)
-    outs = q.new_empty(parts, tokens, heads, form.latent)
+    outs = q.new_empty(parts, tokens, heads, form.value_dim)
     lses = q.new_empty(parts, tokens, heads, dtype=torch.float32)
     if tokens:
         kernels[programs < most](  # the same for any number of blocks
-            (tiles, parts, sequences),
-            q, k, step.row_start, step.length if decodes else step.start, cache.pool, step.table,
-            step.packed, cache.recent_k, step.resident_from, outs, lses, shape.scale * LOG2E.value,
-            cache.recent_k.shape[1], q.stride(0), k.stride(0), run, step.table.stride(0), tokens,
+            (tiles, parts, sequences * kv_heads),
+            q, k, value, step.row_start, step.length if decodes else step.start, cache.pool,
+            step.table, step.packed, cache.recent_k, cache.recent_k if latent else cache.recent_v,
+            step.resident_from, outs, lses, shape.scale * LOG2E.value, cache.recent_k.shape[1],
+            q.stride(0), k.stride(0), value.stride(0), run, step.table.stride(0), tokens,
         )  # fmt: skip
     if parts == 1:
         return outs[0], lses[0]
@@ -203,7 +230,8 @@ def _bound(
     device: torch.device,
     dtype: torch.dtype,
     form: KVFormat,
-    heads: int,
+    group: int,
+    kv_heads: int,
     queries: int,
     decodes: bool,
     resident_from: bool,
@@ -211,26 +239,26 @@ def _bound(
 ) -> tuple[tuple[BoundKernel, BoundKernel], LatentConfig, int]:
     """The kernel that does all and the one that does a part, their tiles, and processors.
 
-    queries: heads times new tokens of a sequence, or `_ROWS_MAX` for more. decodes: one each.
+    group: heads that have a KV head. queries: so many times new tokens of a sequence, or
+    `_ROWS_MAX` for more. decodes: one each.
     """
     gpu = Gpu.of(device)
     config = config or _configured(device, dtype, form, queries)
     kernels = [
         BoundKernel(
             latent_attention_kernel,
-            HEADS=heads,
+            **form_constants(form),
+            HEADS=group,
+            KV_HEADS=kv_heads,
             ROWS=config.rows,
-            HEAD_DIM=form.head_dim,
-            LATENT=form.latent,
-            PAD=max(16, next_power_of_2(form.latent // 2)),
+            VALUES=form.value_dim,
+            PAD=max(16, next_power_of_2(form.value_dim // 2)),
             CHUNK=config.chunk,
-            BITS=form.k_bits,
-            K_SCALE=form.k_scale,
-            NBYTES=form.nbytes,
             KEYS=KEYS,
             RING_HAS_NEW=decodes,
             SPLIT=split,
             RESIDENT_FROM=resident_from,
+            LATENT=form.latent > 0,
             ASM=use_asm(),
             num_warps=config.num_warps,
             num_stages=1,
@@ -283,4 +311,4 @@ def latent_attention_bytes(
         parts = 1 + min(cdiv(blocks, config.min_blocks), most)
         # Cut in n parts besides the first, n times the tiles is `most` at most.
         partial = max(partial, min(parts * tokens * heads, 2 * most * config.rows))
-    return (tokens * heads + partial) * merge_bytes(1, 1, form.latent, dtype.itemsize)
+    return (tokens * heads + partial) * merge_bytes(1, 1, form.value_dim, dtype.itemsize)

@@ -89,8 +89,8 @@ def _dense_scores(
 
 @triton.jit
 def attend_dense(
-    queries, inside, keys, stride, first, end, modulus, shift, position, scale,
-    low, high, top, total,
+    queries, inside, keys, stride, values, value_stride, first, end, modulus, shift, position,
+    scale, low, high, top, total,
     EACH: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def attend_dense(
         row = (key % modulus if RING else key - shift).to(tl.int64)
         score = _dense_scores(queries, inside, keys + row * stride, there, HALF, CHUNK, ASM)
         seen = there[None, :] & (key[None, :] <= position[:, None])
-        v_low, v_high = load_part(keys + row * stride, there, 0, EACH, PAD, HALF)
+        v_low, v_high = load_part(values + row * value_stride, there, 0, EACH, PAD, HALF)
         p, fade, top, total = weights(score, seen, scale, top, total, True)
         p = p.to(v_low.dtype)
         low = dot16(p, v_low, low * fade[:, None], ASM)

@@ -19,7 +19,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.host.packed import PackedPass
-from qoff.kvcache.host.stateful import StatefulCache, StatefulPass
+from qoff.kvcache.stateful import StatefulCache, StatefulPass
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import DiskReader, Transfers
 from qoff.memory.instrumentation import Instrumentation

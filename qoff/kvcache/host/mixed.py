@@ -16,10 +16,10 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import CachePass, KVCache
 from qoff.kvcache.quant import KVQuant
+from qoff.kvcache.states import StateCache
 
 from .packed import PackedCache
 from .plain import PlainCache
-from .states import StateCache
 
 
 def host_cache(

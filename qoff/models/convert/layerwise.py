@@ -25,7 +25,7 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
-from qoff.kvcache.host.states import StateCache
+from qoff.kvcache.states import StateCache
 from qoff.memory import Weights
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models import names

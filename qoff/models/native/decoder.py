@@ -16,10 +16,11 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import on_device
-from qoff.kvcache import DeviceCache, KVCache, KVQuant
+from qoff.kvcache import KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
-from qoff.kvcache.host.states import StateCache
+from qoff.kvcache.stateful import device_cache
+from qoff.kvcache.states import StateCache
 from qoff.memory import HEAD, Unit, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
@@ -67,17 +68,21 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
 def check_on_gpu(spec: DecoderSpec) -> None:
     """Raise ArgumentError for attention that no kernel for a GPU computes."""
     kind = None
-    if spec.value_norm:
-        kind = "attention with values that are normalized (Gemma 4)"
-    elif spec.linear is not None:
-        kind = "linear attention (Qwen3-Next, Qwen3.5)"
+    if spec.per_layer is not None or spec.shared_kv:
+        kind = "a model with embeddings of layers, or K and V that layers share (Gemma 4 E2B, E4B)"
+    elif not spec.attention_layers:
+        kind = "a model without a layer that attends"
     if kind is not None:
-        raise ArgumentError(f"{kind} has no kernel for a GPU yet; use device='cpu'")
+        raise ArgumentError(f"{kind} is not computed on a GPU yet; use device='cpu'")
 
 
-def new_states(spec: DecoderSpec, sequences: int) -> StateCache | None:
-    """Empty states of a model with linear attention."""
-    return StateCache(spec.delta_shapes, sequences) if spec.linear is not None else None
+def new_states(
+    spec: DecoderSpec, sequences: int, device: torch.device = CPU
+) -> tuple[StateCache | None, Sequence[bool]]:
+    """Empty states of a model with linear attention, and which of its layers have it."""
+    if spec.linear is None:
+        return None, ()
+    return StateCache(spec.delta_shapes, sequences, device), spec.linear.layers
 
 
 def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
@@ -164,11 +169,10 @@ class Decoder:
         """
         check_kv(self.spec, kv, self.caches_on_device)
         if kv is None or not self.caches_on_device:
-            states, linear = new_states(self.spec, sequences), self.spec.linear
-            layers = () if linear is None else linear.layers
+            states = new_states(self.spec, sequences)
             lent = self.spec.lent_layers
-            return host_cache(self.head_shapes, sequences, kv, capacity, states, layers, lent)
-        return DeviceCache(
+            return host_cache(self.head_shapes, sequences, kv, capacity, *states, lent)
+        return device_cache(
             self.head_shapes,
             kv.packed_forms(self.head_shapes),
             sequences,
@@ -179,6 +183,7 @@ class Decoder:
             frees=not kv.keeps,
             device=self.device,
             dtype=self.dtype,
+            states=new_states(self.spec, sequences, self.device),
         )
 
     def new_workspace(self, tokens: int, tiled: bool = False) -> LayerWorkspace:

@@ -56,6 +56,7 @@ class Layer:
         self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
         self._linear_attention = None if spec.linear is None else LinearAttention(spec, ops)
+        self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
         own = spec.per_layer
         self._per_layer = None if own is None else PerLayer(spec, own, ops)
 
@@ -77,9 +78,9 @@ class Layer:
         if self._spec.has_experts(layer):
             yield from self._mixture(layer, weights, run)
         else:
-            yield from self._mlp(weights, run, attended if self._spec.parallel else None)
+            yield from self._mlp(layer, weights, run, attended if self._spec.parallel else None)
         if self._per_layer is not None:
-            yield from self._per_layer.end(layer, run, weights, self._layer_scale(weights))
+            yield from self._per_layer.end(layer, run, weights, self._layer_scale(layer, weights))
         return run.input
 
     def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
@@ -139,7 +140,7 @@ class Layer:
             attended = self._latent.values(run, weights, attended)
         aside = torch.empty_like(run.input) if self._spec.parallel else None
         into: Rows = "hidden" if aside is None else aside
-        end, name = self._ending(weights, "self_attn"), "self_attn.o_proj"
+        end, name = self._ending(layer, weights, "self_attn"), "self_attn.o_proj"
         return (
             yield from self._linear(
                 run, weights, name, attended, residual="hidden", out=into, end=end
@@ -165,14 +166,16 @@ class Layer:
         q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
         return q_norm, k_norm
 
-    def _mlp(self, weights: Weights, run: ForwardPass, attended: Tensor | None) -> Steps:
+    def _mlp(
+        self, layer: int, weights: Weights, run: ForwardPass, attended: Tensor | None
+    ) -> Steps:
         """hidden += down(act(gate(norm(hidden))) * up(norm(hidden))), in parts of the tokens.
 
         attended: of a parallel attention, what the MLP's output is added to in their place.
         """
         count = len(run.input)
         step = self._together(count, weights)
-        end, norm = self._ending(weights, "mlp"), self._norm_before(weights, "mlp")
+        end, norm = self._ending(layer, weights, "mlp"), self._norm_before(weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             inner = yield from self._inner(weights, run, "mlp", "hidden", norm, part)
@@ -229,7 +232,7 @@ class Layer:
                 sums = None if into is None else into[part]
                 experts.compute(x, scores, weights, run.input[part], sums)
             if into is not None:
-                yield from self._beside(run, weights, part, into[part])
+                yield from self._beside(layer, run, weights, part, into[part])
             if not experts.spec.shared_size:
                 continue
             score = None
@@ -267,7 +270,9 @@ class Layer:
         x = ops.norm(hidden, norm)
         return x, ops.norm(hidden, own, scale=spec.hidden_size**-0.5) if beside else x
 
-    def _beside(self, run: ForwardPass, weights: Weights, part: slice, experts: Tensor) -> Steps:
+    def _beside(
+        self, layer: int, run: ForwardPass, weights: Weights, part: slice, experts: Tensor
+    ) -> Steps:
         """hidden += norm(norm(MLP) + norm(experts)); experts: what those of some tokens gave."""
         spec, ops = self._spec, self._ops
         norms = (names.DENSE_NORM, names.MIXTURE_NORM, "mlp.post_norm")
@@ -282,13 +287,16 @@ class Layer:
         ops.norm(experts, mixture, residual=sums, out=sums)
         hidden = run.input[part]
         return ops.norm(
-            sums, both, residual=hidden, sum_scale=self._layer_scale(weights), out=hidden
+            sums, both, residual=hidden, sum_scale=self._layer_scale(layer, weights), out=hidden
         )
 
-    def _layer_scale(self, weights: Weights) -> float:
+    def _layer_scale(self, layer: int, weights: Weights) -> float:
         """What the layer's output is multiplied by."""
-        scale = vector(weights, names.LAYER_SCALE)
-        return 1.0 if scale is None else scale.numpy().item()  # `float(scale)` is not recorded
+        if layer not in self._scales:
+            scale = vector(weights, names.LAYER_SCALE)
+            # `float(scale)` is not recorded on a CPU.
+            self._scales[layer] = 1.0 if scale is None else scale.cpu().numpy().item()
+        return self._scales[layer]
 
     def _streamed_experts(
         self,
@@ -334,7 +342,7 @@ class Layer:
         """Of the input of attention or MLP."""
         return norm_of(self._spec, weights, _NORMS[module]) if self._spec.pre_norm else None
 
-    def _ending(self, weights: Weights, module: str) -> Ending:
+    def _ending(self, layer: int, weights: Weights, module: str) -> Ending:
         """What follows the last projection of attention or MLP."""
         spec = self._spec
         if not (spec.post_norm or spec.norm_after_add) and spec.residual_scale == 1:
@@ -344,7 +352,7 @@ class Layer:
             post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
             scale=spec.residual_scale,
             sum_norm=norm_of(spec, weights, _NORMS[module]) if spec.norm_after_add else None,
-            sum_scale=self._layer_scale(weights) if last else 1.0,
+            sum_scale=self._layer_scale(layer, weights) if last else 1.0,
         )
 
 

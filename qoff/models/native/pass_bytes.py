@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.models.forward_pass import WAVE_PAIRS, mlp_tokens, per_layer_floats
 from qoff.models.spec import DecoderSpec
 
@@ -44,6 +45,7 @@ def layer_bytes(
     linear_bytes: Callable[[int, int, int], int],
     experts_bytes: Callable[[int, int, int, int, int], int],
     attention_bytes: int,
+    delta_bytes: Callable[[int, DeltaShape], int],
     tiled: bool = False,
 ) -> int:
     """The most bytes that a layer of `tokens` tokens allocates, on ops that allocate their results.
@@ -51,6 +53,7 @@ def layer_bytes(
     As if attention, and then the MLP or the experts, freed nothing before their end. linear_bytes:
     of a matmul, by tokens, rows and columns of its matrix. experts_bytes: of the experts' op, by
     tokens, top_k, number and inner size of experts, and hidden size. attention_bytes: of its op.
+    delta_bytes: of the op of linear attention, by tokens.
     tiled: where matrices may come in tiles, and experts one by one.
     """
     hidden, item = spec.hidden_size, dtype.itemsize
@@ -72,6 +75,12 @@ def layer_bytes(
     if spec.qk_norm == "all":
         attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
+    attention += 2 * tokens * spec.q_rows * item * spec.gated_attention
+    if spec.delta is not None:
+        states = linear(tokens, spec.delta.width, hidden) + delta_bytes(tokens, spec.delta)
+        states += linear(tokens, 2 * spec.delta.value_heads, hidden)
+        states += linear(tokens, hidden, spec.delta.values) + normed + aside
+        attention = max(attention, states)
 
     def mlp(inner: int) -> int:
         first = linear(part, 2 * inner if spec.gated else inner, hidden)
@@ -90,5 +99,6 @@ def layer_bytes(
         waves = pairs * (4 * hidden + 32) + min(pairs, WAVE_PAIRS) * hidden * (item + 4)
         waves *= tiled
         weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
-        rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves)
+        beside = (rest + 4 * aside + 2 * normed) * experts.beside
+        rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves + beside)
     return max(attention, rest + normed + 2 * aside)

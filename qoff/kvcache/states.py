@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from weakref import proxy
 
 import torch
+from torch import Tensor
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.delta import DeltaShape, LayerStates, state_bytes
@@ -25,14 +26,19 @@ class StateCache(KVCache):
 
     A pass writes over what was before it, so one that does not end leaves them worthless: then, and
     where they would have to go back to an earlier token, only sequences from their first token on
-    can follow.
+    can follow. device: whose memory they are in.
     """
 
-    def __init__(self, shapes: Sequence[DeltaShape], sequences: int) -> None:
+    def __init__(
+        self, shapes: Sequence[DeltaShape], sequences: int, device: torch.device | str = "cpu"
+    ) -> None:
+        def empty(*size: int) -> Tensor:
+            return torch.empty(sequences, *size, device=device)
+
         self.shapes = tuple(shapes)
         self.lengths = [0] * sequences
-        self.conv = [torch.empty(sequences, *shape.conv_shape) for shape in shapes]
-        self.memory = [torch.empty(sequences, *shape.memory_shape) for shape in shapes]
+        self.conv = [empty(*shape.conv_shape) for shape in shapes]
+        self.memory = [empty(*shape.memory_shape) for shape in shapes]
         self.steady = SteadyMemory()
         self.spoiled = False
 

@@ -1,0 +1,66 @@
+"""Linear attention, as its kernels are compiled for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.variants.attention import cache_of
+from bench.variants.variant import DTYPES, TENSOR_CORES, Variant, empty, float_types
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.triton.delta.op import delta
+
+_SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one that is padded
+    DeltaShape(16, 16, 128, 128, 4),
+    DeltaShape(3, 6, 48, 96, 4),
+    DeltaShape(16, 32, 128, 128, 4),
+)
+_KERNELS = {
+    "delta_convolve_kernel": (1, 4096),
+    "delta_recur_kernel": (1, 4096),
+    "delta_solve_kernel": (4096,),
+    "delta_chunk_kernel": (4096,),
+    "delta_norm_kernel": (1, 4096),
+}
+_CHUNKED = ("delta_solve_kernel", "delta_chunk_kernel")
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Steps of decoding, and prompts: on Turing token by token, as it has no tensor cores here."""
+    types = float_types(capability)
+    for kernel, rows in _KERNELS.items():
+        chunked = kernel in _CHUNKED
+        if chunked and capability < 80:
+            continue
+        for shape in _SHAPES:
+            for count in rows:
+                for dtype in types:
+                    yield _variant(kernel, shape, count, dtype, chunked)
+
+
+def _variant(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool) -> Variant:
+    step = cache_of(KVFormat(64), dtype, rows).step
+    slots = len(step.start)
+    states = DeviceLayerStates(
+        empty(torch.float32, slots, *shape.conv_shape),
+        empty(torch.float32, slots, *shape.memory_shape),
+        step,
+    )
+    sizes = (shape.taps * shape.channels, shape.value_heads, shape.value_heads, shape.value_dim)
+    weights = DeltaWeights(*(empty(torch.float32, size) for size in sizes))
+    launch = partial(
+        delta,
+        empty(DTYPES[dtype], rows, shape.width),
+        empty(DTYPES[dtype], rows, 2 * shape.value_heads),
+        weights,
+        shape,
+        states,
+        chunked=chunked,
+    )
+    name = kernel.removeprefix("delta_").removesuffix("_kernel")
+    name += f"-{dtype}-{shape.value_heads}x{shape.key_dim}x{shape.value_dim}-{rows}rows"
+    traits = frozenset({TENSOR_CORES} if chunked else ())
+    return Variant("delta", name, kernel, launch, traits)

@@ -1,0 +1,181 @@
+"""Attention of a layer whose keys and values have heads: all that is done to the rows of a pass."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qoff.errors import OpError
+from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.rotation import rotate_values
+from qoff.kernels.triton.elementwise.rms_norm import rms_norm
+from qoff.kernels.triton.elementwise.rope import rope
+from qoff.kernels.triton.latent.attention import latent_attention, latent_attention_bytes
+
+from .append import new_blocks, pack_blocks, write_recent
+from .decode import decode_attention, decode_bytes
+from .new_token import NewTokens
+from .offloaded import OffloadedAttention
+from .prefill import prefill_attention, prefill_bytes
+
+WIDEST = 256  # channels of heads whose keys and values are in registers whole
+
+
+def attend_to_heads(
+    rows: Tensor,
+    shape: HeadShape,
+    cache: DeviceLayerCache,
+    rotary: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor | None, Tensor | None],
+    sinks: Tensor | None,
+) -> Tensor:
+    """What `ops.attention` does with the rows of a pass, [M, shape.qkv_width].
+
+    norms: of queries and of keys. Returns [M, heads, head_dim]. Raises OpError.
+    """
+    step, wide = cache.step, shape.head_dim > WIDEST
+    heads = rows.unflatten(1, (-1, shape.head_dim))
+    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if shape.value_norm:
+        value = _normed(value, _ones(shape.head_dim, value.device), shape.norm_eps)
+    # Mostly all else is done where a decode step attends.
+    if step.max_rows == 1 and not (cache.offloaded or wide):
+        new = NewTokens(key, value, rotary, *norms, cache.values_rotated)
+        return _decode(query, new, shape, cache, sinks)[0]
+    if cache.values_rotated:
+        value = rotate_values(value)
+    query, key = (
+        _prepared(x, norm, shape, step.positions, rotary)
+        for x, norm in zip((query, key), norms, strict=True)
+    )
+    if shape.query_scale is not None:
+        query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
+    offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
+    attend = _attend_wide if wide else _decode if step.max_rows == 1 else _prefill
+    attended, lse = attend(query, NewTokens(key, value), shape, cache, sinks)
+    attended = attended if offloaded is None else offloaded.join(attended, lse)
+    return rotate_values(attended, back=True) if cache.values_rotated else attended
+
+
+def heads_bytes(
+    tokens: int,
+    sequences: int,
+    blocks: int,
+    shape: HeadShape,
+    form: KVFormat,
+    dtype: torch.dtype,
+    device: torch.device,
+    values_rotated: bool,
+) -> int:
+    """The most bytes `attend_to_heads` allocates, with what rows in another order take.
+
+    For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
+    values_rotated: the cache's V are.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
+    values = tokens * (queries + 2 * keys + 3 * (queries + keys))
+    values += tokens * queries * (shape.query_scale is not None)
+    values += tokens * queries * 2  # results in the order of the slots, and of the batch
+    values += sequences * queries  # of decode, with those of sequences that wait
+    if values_rotated:
+        values += 2 * tokens * (keys + queries)
+    values += 2 * tokens * keys * shape.value_norm
+    both = (shape.heads, shape.kv_heads)
+    if shape.head_dim > WIDEST:
+        work = latent_attention_bytes(tokens, shape.heads, blocks, form, dtype, device)
+    else:
+        work = max(
+            decode_bytes(sequences, *both, blocks, form, dtype, device),
+            prefill_bytes(tokens, *both, sequences, blocks, form, dtype, device),
+        )
+    return values * dtype.itemsize + work
+
+
+def _decode(
+    query: Tensor,
+    new: NewTokens,
+    shape: HeadShape,
+    cache: DeviceLayerCache,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One query a sequence: its key goes to the ring first, complete blocks are packed last."""
+    attended, lse = decode_attention(query, cache, shape, sinks, new=new)
+    _pack(new, cache, cache.step.length)
+    return attended, lse
+
+
+def _prefill(
+    query: Tensor,
+    new: NewTokens,
+    shape: HeadShape,
+    cache: DeviceLayerCache,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Many queries: they attend to the cache as it was and to each other, then it is written."""
+    attended, lse = prefill_attention(query, new.key, new.value, cache, shape, sinks)
+    _pack(new, cache, cache.step.start)
+    write_recent(new.key, new.value, cache, cache.step.after)
+    return attended, lse
+
+
+def _attend_wide(
+    query: Tensor,
+    new: NewTokens,
+    shape: HeadShape,
+    cache: DeviceLayerCache,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `_decode` or `_prefill`, of heads that these have no tiles for."""
+    if sinks is not None:
+        raise OpError(f"attention with heads of over {WIDEST} channels has no sinks on a GPU")
+    step = cache.step
+    decodes = step.max_rows <= 1
+    if decodes:
+        write_recent(new.key, new.value, cache, step.packed)
+    attended, lse = latent_attention(query, new.key, cache, shape, value=new.value)
+    _pack(new, cache, step.length if decodes else step.start)
+    if not decodes:
+        write_recent(new.key, new.value, cache, step.after)
+    return attended, lse
+
+
+def _pack(new: NewTokens, cache: DeviceLayerCache, start: Tensor) -> None:
+    """Pack the blocks that become complete; start: see `new_blocks`."""
+    for blocks in new_blocks(cache, start):
+        pack_blocks(new.key, new.value, cache, blocks)
+
+
+def _prepared(
+    heads: Tensor,
+    norm: Tensor | None,
+    shape: HeadShape,
+    positions: Tensor,
+    tables: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Queries or keys, normed and turned."""
+    if shape.norm_last:
+        return _normed(_turned(heads, positions, tables), norm, shape.norm_eps)
+    return _turned(_normed(heads, norm, shape.norm_eps), positions, tables)
+
+
+@cache
+def _ones(dim: int, device: torch.device) -> Tensor:
+    """Weights of a norm without weights."""
+    return torch.ones(dim, device=device)
+
+
+def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMS norm of each head of [M, H, D]."""
+    if weight is None:
+        return heads
+    rows = heads.contiguous().view(-1, heads.shape[2])
+    return rms_norm(rows, weight, eps)[0].view(heads.shape)
+
+
+def _turned(heads: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    return heads if tables is None else rope(heads, positions, *tables)

@@ -1,0 +1,170 @@
+"""Packed caches in slots, of models some of whose layers have states in place of K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from qoff.errors import ArgumentError
+from qoff.kernels.layout.delta import DeviceLayerStates, LayerStates
+from qoff.kernels.layout.ragged import Ragged
+
+from .device.cache import DeviceCache, DeviceCachePass
+from .host.packed import PackedCache, PackedPass
+from .slots import SlotCache, SlotPass
+from .states import NO_WAY_BACK, StateCache, StatePass, goes_back, places
+
+
+class _Stateful(SlotCache):
+    """K and V of the layers that attend, packed, and `states` of those that are `linear`.
+
+    linear: of each layer of the model. The other arguments are those of the cache without states,
+    whose layers attend. Sequences are copied, but go back to their beginning only.
+    """
+
+    def __init__(
+        self, *arguments: Any, states: StateCache, linear: Sequence[bool], **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.states, self.places = states, places(linear)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.states.nbytes  # type: ignore[safe-super]
+
+    def bytes_for(self, tokens: int) -> int:
+        return super().bytes_for(tokens) + self.states.bytes_for(tokens)
+
+    def copy_recent(self, source: int, target: int) -> None:
+        super().copy_recent(source, target)  # type: ignore[safe-super]
+        self.states.copy(source, target)
+
+    def adopt(self, slot: int, blocks: Sequence[int]) -> None:
+        """Refuse: no states are kept beside blocks. Raises ArgumentError."""
+        raise ArgumentError(NO_WAY_BACK)
+
+    def select(self, sequences: Sequence[int]) -> None:
+        super().select(sequences)
+        self.states.select(sequences)
+
+    def can_forget(self, tokens: Sequence[int]) -> bool:
+        return super().can_forget(tokens) and not goes_back(self.lengths, tokens)
+
+    def forget_each(self, tokens: Sequence[int]) -> None:
+        """As `SlotCache.forget_each`. Raises ArgumentError for a part of a sequence."""
+        if goes_back(self.lengths, tokens):
+            raise ArgumentError(NO_WAY_BACK)
+        super().forget_each(tokens)
+
+
+class _StatefulPass(SlotPass):
+    """A forward pass on both."""
+
+    _cache: _Stateful
+    _touched = False
+
+    def _states_key(self) -> Hashable | None:
+        """As `replay_key`, of the states."""
+        raise NotImplementedError
+
+    def _open_states(self, index: int) -> LayerStates | DeviceLayerStates:
+        raise NotImplementedError
+
+    def replay_key(self) -> Hashable | None:
+        keys = super().replay_key(), self._states_key()
+        return None if None in keys else keys
+
+    @property
+    def spoils(self) -> bool:
+        return self._touched or super().spoils  # type: ignore[safe-super]
+
+    def end(self) -> None:
+        super().end()
+        self._cache.states.spoiled = False
+
+    def going_on(self) -> None:
+        self._cache.states.spoiled = True
+
+    def advance(self, steps: int) -> None:
+        super().advance(steps)
+        self._cache.states.spoiled = False
+
+    def arrive(self, layer: int) -> Hashable:
+        of_states, index = self._cache.places[layer]
+        self._touched |= of_states
+        return None if of_states else super().arrive(index)
+
+    def prefetch(self, layer: int) -> None:
+        of_states, index = self._cache.places[layer]
+        if not of_states:
+            super().prefetch(index)
+
+    def open(self, layer: int) -> Any:
+        of_states, index = self._cache.places[layer]
+        if not of_states:
+            return super().open(index)  # type: ignore[safe-super]
+        self._touched = True
+        return self._open_states(index)
+
+    def close(self, layer: int) -> None:
+        of_states, index = self._cache.places[layer]
+        if not of_states:
+            super().close(index)
+
+
+class StatefulCache(_Stateful, PackedCache):
+    """In host memory."""
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulPass:
+        """As `SlotCache.start`. Raises ArgumentError where the states are worthless."""
+        self.states.check(ragged)
+        return StatefulPass(self, ragged, slots)
+
+
+class StatefulPass(_StatefulPass, PackedPass):
+    """A forward pass in host memory."""
+
+    _cache: StatefulCache
+
+    def __init__(self, cache: StatefulCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
+        super().__init__(cache, ragged, slots)
+        self._states = StatePass(cache.states, self.ragged, slots)
+
+    def _states_key(self) -> Hashable | None:
+        return self._states.replay_key()
+
+    def _open_states(self, index: int) -> LayerStates:
+        return self._states.open(index)
+
+
+class StatefulDeviceCache(_Stateful, DeviceCache):
+    """In the memory of a GPU."""
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulDevicePass:
+        """As `SlotCache.start`. Raises ArgumentError where the states are worthless."""
+        self.states.check(ragged)
+        return StatefulDevicePass(self, ragged, slots)
+
+
+class StatefulDevicePass(_StatefulPass, DeviceCachePass):
+    """A forward pass on a GPU."""
+
+    _cache: StatefulDeviceCache
+
+    def _states_key(self) -> Hashable:
+        states = self._cache.states
+        return tuple(part.data_ptr() for part in (*states.conv, *states.memory))
+
+    def _open_states(self, index: int) -> DeviceLayerStates:
+        states = self._cache.states
+        return DeviceLayerStates(states.conv[index], states.memory[index], self._step)
+
+
+def device_cache(
+    *arguments: Any, states: tuple[StateCache | None, Sequence[bool]], **options: Any
+) -> DeviceCache:
+    """A cache on a GPU, with states and the layers that have them, if any do."""
+    found, linear = states
+    if found is None:
+        return DeviceCache(*arguments, **options)
+    return StatefulDeviceCache(*arguments, states=found, linear=linear, **options)
