@@ -128,8 +128,7 @@ class Mixture:
 def _replay(routes: Routes, count: int, layers: int) -> tuple[Array, Array]:
     """The part of `count` experts that tokens want together, and that of these which caches have.
 
-    By `_TOGETHER`; by that and `HELD`. Of some of the layers: what a layer has asked for cannot
-    leave, which would take too much of a cache for these alone.
+    By `_TOGETHER`; by that and `HELD`. Of some of the layers.
     """
     there = next(routes.steps(1)).shape[1]
     some = np.unique(np.linspace(0, there - 1, LAYERS).round().astype(int))
@@ -141,10 +140,21 @@ def _replay(routes: Routes, count: int, layers: int) -> tuple[Array, Array]:
             for layer, number in enumerate(some)
         ]
         each = sum(len(numbers) for _, numbers in asked) / len(asked)
-        more = each * (1 - len(some) / layers)
-        slots = (HELD[1:-1] * count * len(some) + more).round().astype(int)
+        of_all = HELD[1:-1] * count * layers
+        slots = slots_of_some(of_all, each, len(some), layers).round().astype(int)
         counts = [count] * len(some)
         found = [simulate(NextUse(counts), asked, n, len(asked) // 2) for n in slots]
         wanted.append(each / count)
         hits.append([0.0, *found, 1.0])
     return np.array(wanted), np.array(hits)
+
+
+def slots_of_some(slots: Array, asked: float, some: int, layers: int) -> Array:
+    """Slots for the experts of some of the layers, which hit as often as `slots` do for all.
+
+    asked: experts of a layer that are asked for together. They cannot leave, so a layer has its
+    share of the slots or these, if they are more, and the others share the rest.
+    """
+    own = np.clip(asked, slots / layers, slots)
+    found: Array = own + (slots - own) * (some - 1) / max(1, layers - 1)
+    return found

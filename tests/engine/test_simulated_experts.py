@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from qoff.checkpoint import Checkpoint
 from qoff.engine.simulated import Driver, Simulation, simulated
 from qoff.engine.simulated.experts import Router
-from qoff.memory.experts.policy import Lru
+from qoff.memory.experts.policy import Lru, NextUse
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes
 from qoff.memory.experts.simulator import simulate
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.layer import Layer
 from qoff.plan import Memory
+from qoff.plan.mixture import slots_of_some
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
@@ -100,6 +101,23 @@ def test_virtual_time_hits_as_often_as_the_model_says(on_gpu: bool, requests: in
     for said, done in ((best.decode, found.decode), (best.prefill, found.prefill)):
         assert done.rounds * done.seconds >= 0.85 * said.rounds * max(said.busy.values())
         assert done.rounds * done.seconds <= 1.5 * said.rounds * said.seconds
+
+
+@pytest.mark.parametrize("asked", [8, 64])
+@pytest.mark.parametrize("part", [0.25, 0.5])
+def test_caches_of_some_layers_hit_as_often_as_that_of_all(asked: int, part: float) -> None:
+    """Also where a layer asks for all its experts, in turn, and hits only what was left of it."""
+
+    def hits(layers: int, slots: int) -> float:
+        random = np.random.default_rng(0)
+        routes = [
+            (i, random.permutation(64)[:asked].tolist()) for _ in range(40) for i in range(layers)
+        ]
+        return simulate(NextUse([64] * layers), routes, slots, len(routes) // 2)
+
+    slots = int(part * 64 * 24)
+    some = round(float(slots_of_some(np.array(slots), asked, 6, 24)))
+    assert hits(6, some) == pytest.approx(hits(24, slots), abs=0.03)
 
 
 def test_recorded_routes_decide() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qoff.memory import EXPERTS, ChosenExperts, Unit, Weights, WeightStore
-from qoff.memory.experts import ExpertWave
+from qoff.memory import EXPERTS, ChosenExperts, Expert, Unit, Weights, WeightStore
+from qoff.memory.experts import ExpertWave, StreamedExperts
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
@@ -66,6 +67,18 @@ class Router:
             self._taken.append(next(self._steps))
         return self._taken[step - self._dropped][text, place]
 
+    def guess(self, layer: int | None, count: int) -> tuple[Expert, ...]:
+        """Experts of a layer that so many tokens might choose, for all that is known."""
+        if layer is None:
+            return ()
+        chosen = self._by_chance(count)
+        return tuple(Expert(layer, int(number)) for number in np.flatnonzero(chosen))
+
+    def _by_chance(self, tokens: int) -> NDArray[np.bool_]:
+        experts = self._experts
+        share = 1 - (1 - experts.top_k / experts.count) ** tokens
+        return self._random.random(experts.count) < share
+
     def _of_prompts(self, layer: int, tokens: int) -> NDArray[np.int64]:
         experts = self._experts
         chosen = np.zeros(experts.count, dtype=bool)
@@ -73,14 +86,17 @@ class Router:
             recorded = self._recorded.numbers[:tokens, self._place[layer]]
             chosen[recorded] = True
             tokens -= len(recorded)
-        share = 1 - (1 - experts.top_k / experts.count) ** tokens
-        chosen |= self._random.random(experts.count) < share
+        chosen |= self._by_chance(tokens)
         chosen[: experts.top_k] |= not chosen.any()
         return np.flatnonzero(chosen)
 
 
 class SimulatedLayer(Layer):
-    """A layer whose experts come as a router says. Nothing is guessed: nobody knows how well."""
+    """A layer whose experts come as a router says.
+
+    Those of the next layer are guessed, and right by chance alone: of prompts, that want nearly
+    all, always; of single tokens so seldom that the engine soon reads none.
+    """
 
     def __init__(self, decoder: Decoder, ops: SimulatedOps, router: Router, bits: int) -> None:
         """bits: of activations."""
@@ -103,11 +119,13 @@ class SimulatedLayer(Layer):
             x, scores = yield from self._routed(run, weights, part)
             inputs.append(x)
             self._ops.route(scores, experts.spec.routing)
+        streamed = cast(StreamedExperts, weights[EXPERTS])
+        guesses = self._guesses(experts, streamed, run.input[parts[-1]])
         numbers = set(self._router.choose(layer, run).tolist())
         pairs = len(run.input) * experts.spec.top_k / len(numbers)  # of an expert
         left = set(numbers)
         while left:
-            wanted = ChosenExperts(layer, tuple(sorted(left)), ())
+            wanted = ChosenExperts(layer, tuple(sorted(left)), guesses)
             found = yield from wait_for(run, wanted)
             wave = found[EXPERTS]
             assert isinstance(wave, ExpertWave)
@@ -128,12 +146,14 @@ def warm(store: WeightStore, router: Router, sequences: int) -> None:
         return
     router.begin(sequences)
     asked, rounds, slots = 0, 0, store.residency.expert_slots
+    layers = np.flatnonzero(cache.counts).tolist()
     while rounds < 2 or (asked < _TIMES * slots and rounds < _MOST):
-        for layer in np.flatnonzero(cache.counts).tolist():
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
             left = set(router.of_next(layer, sequences).tolist())
             asked += len(left)
+            guesses = router.guess(following, sequences)
             while left:
-                wave = cache.acquire(ChosenExperts(layer, tuple(sorted(left)), ()))
+                wave = cache.acquire(ChosenExperts(layer, tuple(sorted(left)), guesses))
                 left -= set(wave.numbers)
                 cache.release(wave)
         rounds += 1

@@ -80,8 +80,9 @@ class SimulatedOps:
         self, scores: Tensor, routing: Routing, *vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         self._machine.compute(self._device.call_s)
-        order = torch.rand(scores.shape, generator=self._random).argsort(dim=1)
-        ids = order[:, : routing.top_k].contiguous()
+        rows, count = scores.shape
+        first = torch.randint(count, (rows, 1), generator=self._random)
+        ids = (first + torch.arange(routing.top_k)) % count  # neighbours, as likely as any others
         return ids, torch.full(ids.shape, 1 / routing.top_k)
 
     def experts(
