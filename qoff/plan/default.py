@@ -32,6 +32,7 @@ from .workload import Lengths, Workload
 logger = logging.getLogger(__name__)
 _BESIDE = 256 << 20  # bytes beside the weights that one sequence takes, at least
 _SHARE = 0.1  # of the weights, where that is more
+_SEARCHES = 3  # under a limit, of which the first takes 10 MiB for its libraries
 
 
 def default_plan(
@@ -51,9 +52,13 @@ def default_plan(
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
     sizes, spill = ModelSizes.of_checkpoint(checkpoint), _spill_folder()
-    free = usable_memory(device, spill)
-    own = {DEVICE} if device.type == "cuda" else set()
-    usable = {tier: free[tier] if tier in own else int(free[tier] * share) for tier in free}
+
+    def usable_now() -> dict[str, int]:
+        free = usable_memory(device, spill)
+        own = {DEVICE} if device.type == "cuda" else set()
+        return {tier: free[tier] if tier in own else int(free[tier] * share) for tier in free}
+
+    usable = usable_now()
     try:
         if device.type == "cuda":
             from .gpu import memory_on_gpu  # needs Triton
@@ -73,17 +78,20 @@ def default_plan(
 
     folder = spill or checkpoint.path
     machine = kept_profile(device, checkpoint.path, folder) or assumed_profile(device, folder)
-    machine = replace(machine, usable=usable)
     limit = min(plain.context, sizes.spec.position_limit or plain.context)
     answer = max(1, limit // 8)
     work = Workload(Lengths.of(limit - answer), Lengths.of(answer))
-    found = explain(sizes, machine, work, plain)
+    for _ in range(_SEARCHES):
+        found = explain(sizes, replace(machine, usable=usable), work, plain)
+        before, usable = usable, usable_now()
+        if left_by_limits() is None or usable[DEVICE] >= before[DEVICE]:
+            break
     notes = "".join(f"; {note}" for note in machine.notes)
     logger.warning(
         "%s: %s wanted, %s free on the device: %s%s",
         checkpoint.path,
         format_size(wanted),
-        format_size(usable[DEVICE]),
+        format_size(before[DEVICE]),
         found.line(),
         notes,
     )

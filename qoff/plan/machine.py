@@ -38,9 +38,11 @@ def usable_memory(device: torch.device, folder: Path | None) -> dict[str, int]:
     """
     free = free_memory()
     main = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
+    usable = with_reserve(HOST, main)
     if left_by_limits() is not None:
         main = max(0, main - LIMITED)
-    found = {HOST: with_reserve(HOST, main), DISK: with_reserve(DISK, _disk_free(folder))}
+        usable = max(0, min(with_reserve(HOST, main), main - beside_plan(main)))
+    found = {HOST: usable, DISK: with_reserve(DISK, _disk_free(folder))}
     if device.type != "cuda":
         return {DEVICE: found[HOST], HOST: 0, DISK: found[DISK]}
     ops_for(device)  # raises
