@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError
 
-from .options import ModelOptions, command
+from .options import OF_PLANS, ModelOptions, command, named
 from .output import Format, print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class GridOptions:
 
 @command
 def bench(
+    called: Context,
     how: ModelOptions,
     grid: GridOptions,
     arguments: list[str] | None = Argument(
@@ -99,6 +100,9 @@ def bench(
         "and how often caches of several sizes would have them.",
     ),
     text: Path | None = Option(None, help="For --experts. Default: prose that comes with qoff."),
+    plan: Path | None = Option(
+        None, help="A file of qoff plan --save: bounds, slots, and the KV cache's form."
+    ),
 ) -> None:
     """Measure a model's tokens per second, run other benches, keep and compare results.
 
@@ -124,11 +128,38 @@ def bench(
     elif len(given) > 1:
         raise ArgumentError(f"{len(given)} models; one is measured at a time")
     else:
+        if plan is not None:
+            how, grid = _planned(called, how, grid, plan)
         if experts:
             _record_experts(given[0], how, grid, output, text)
             return
         folder = results_folder(results) if save else None  # one that is missing is known before
         _measure(given[0], how, grid, output, folder)
+
+
+def _planned(
+    called: Context, how: ModelOptions, grid: GridOptions, file: Path
+) -> tuple[ModelOptions, GridOptions]:
+    """The options with what a saved plan says in their place.
+
+    Raises ArgumentError where they say it, too, and for attention to a part of the cache, which is
+    not measured here; FormatError for a file that is no plan.
+    """
+    from qoff.plan.saved import read_plan
+
+    for option in named(called, OF_PLANS).values():
+        raise ArgumentError(f"--plan says what {option} would; leave one of them out")
+    plan = read_plan(file)
+    if plan.kv.attention_top < 1:
+        raise ArgumentError(f"{file}: attends to a part of the KV cache, which bench does not time")
+    bits = [(plan.kv.k_bits, plan.kv.v_bits), *plan.kv.layers.values()]
+    where = ["", *(f"/{layer}:" for layer in plan.kv.layers)]
+    form = "".join(f"{x}{k},{v}" for x, (k, v) in zip(where, bits, strict=True))
+    bound = "all" if plan.device_memory is None else str(plan.device_memory)
+    host = None if plan.host_memory is None else str(plan.host_memory)
+    return replace(how, host_memory=host, slots=plan.slots), replace(
+        grid, device_memory=bound, kv=[form], activation_bits=str(plan.activation_bits)
+    )
 
 
 def _measure(

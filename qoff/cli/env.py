@@ -14,15 +14,22 @@ import torch
 from qoff.budgets import resolve_device
 from qoff.kernels.processor import usable_threads
 from qoff.measure.machine import package_version, processor_features
+from qoff.plan.machine import usable_memory
 from qoff.settings import cache_directory
+from qoff.system_memory import left_by_limits
 from qoff.units import format_size
 
 _PACKAGES = ("qoff", "torch", "triton", "transformers", "numba", "safetensors", "gguf")
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return names and values for a table; `path` chooses the disk. Sizes are text."""
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(path)
+def describe(path: Path, spill: Path) -> dict[str, Any]:
+    """Return names and values for a table; `path` chooses the disk. Sizes are text.
+
+    spill: the folder of what plans have on the disk tier.
+    """
+    memory, disk, left = psutil.virtual_memory(), shutil.disk_usage(path), left_by_limits()
+    limit = "" if left is None else f", {format_size(left)} left by the limit of its cgroup"
+    usable = usable_memory(resolve_device("auto"), spill)
     found: dict[str, Any] = {name: package_version(name) for name in _PACKAGES}
     found |= {
         "python": platform.python_version(),
@@ -30,9 +37,10 @@ def describe(path: Path) -> dict[str, Any]:
         "processor": " ".join(processor_features()) or "generic",
         "threads": usable_threads(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory": f"{format_size(memory.total)}, {format_size(memory.available)} available",
+        "memory": f"{format_size(memory.total)}, {format_size(memory.available)} available{limit}",
         "disk": f"{format_size(disk.total)}, {format_size(disk.free)} free ({path.resolve()})",
         "gpu": _gpus(),
+        "plans may use": ", ".join(f"{tier} {format_size(n)}" for tier, n in usable.items() if n),
         "cache": str(cache_directory()),
     }
     return found
@@ -59,8 +67,7 @@ def measured(path: Path, spill: Path, save: Path | None) -> dict[str, str]:
     }
     matmul = (f"{2 * m / s / 1e9:.0f} at {m:g}" for m, s in profile.device.matmul["4"])
     found["4-bit matmul"] = f"{', '.join(matmul)} rows (Gflop/s)"
-    usable = (f"{tier} {format_size(nbytes)}" for tier, nbytes in profile.usable.items())
-    return {**found, "usable": ", ".join(usable), "profile": str(kept)}
+    return {**found, "profile": str(kept)}
 
 
 def _gpus() -> str:

@@ -11,6 +11,7 @@ import typer
 from typer import Argument, Option
 
 import qoff
+from qoff.errors import ArgumentError
 from qoff.units import format_size
 
 from .batch import batch
@@ -223,9 +224,12 @@ def env(
     """Show versions, processor, memory, disk and GPU."""
     from .env import describe, measured
 
-    found = describe(path)
+    if save is not None and not measure:
+        raise ArgumentError("--save keeps what --measure finds; give both")
+    spill = spill_folder or Path(tempfile.gettempdir())
+    found = describe(path, spill)
     if measure:
-        found |= measured(path, spill_folder or Path(tempfile.gettempdir()), save)
+        found |= measured(path, spill, save)
     if as_json:
         print_json(found)
     else:

@@ -126,7 +126,7 @@ class ModelOptions:
 
 
 _LIBRARIES = 330 << 20  # bytes of Python, torch, transformers and compiled kernels
-_OF_PLANS = (  # options of commands that a saved plan stands for, beside those of `qoff.Plan` alone
+OF_PLANS = (  # options of commands that a saved plan stands for, beside those of `qoff.Plan` alone
     *("device_memory", "host_memory", "max_memory", "slots", "activation_bits"),
     *("kv", "kv_target_bits", "kv_window", "attention_top"),
 )
@@ -153,7 +153,7 @@ class RunOptions(ModelOptions):
                 f"{format_size(left + own_memory())}, and torch, transformers and the kernels take "
                 f"{format_size(_LIBRARIES)} beside the weights; raise the limit"
             )
-        for option in named(context, _OF_PLANS).values() if self.plan is not None else ():
+        for option in named(context, OF_PLANS).values() if self.plan is not None else ():
             raise ArgumentError(f"--plan says what {option} would; leave one of them out")
 
     def opening(self) -> dict[str, Any]:

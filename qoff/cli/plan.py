@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typer import Option
 
 from qoff.errors import ArgumentError, QoffError
 
-from .options import Json, Model, QuantOptions, command, named
+from .options import Json, Model, QuantOptions, command, fraction, named
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
 from .plan_train import FinetuneOptions, print_training
@@ -44,9 +43,12 @@ _INFERENCE = (
         "kv",
         "save",
     ),
-    *("memory", "plot", "brief"),
+    *("memory", "plot", "brief", "shared", "attention_top", "activation_bits"),
 )
-_CHOSEN = ("kv", "bits", "group_size", "solver")  # options that --max-kl stands for
+# Options that --max-kl stands for, or whose losses it does not know.
+_CHOSEN = ("kv", "bits", "group_size", "solver", "attention_top", "activation_bits")
+_OF_FORMULAS = {"batch", "checkpoint_every", "peak", "sequence"}  # --train has the last, too
+_FORMULAS = _OF_FORMULAS | {"model", "memory", "as_json", "link", "bits", "group_size", "solver"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,16 @@ class WorkOptions:
     requests: int = Option(256, min=1, help="How many there are.")
     objective: str = Option("throughput", help="throughput, or latency of one request.")
     token_s: float | None = Option(None, help="Seconds to the next token at most.")
+    shared: float = Option(
+        0.0, min=0, max=0.99, help="Part of each prompt with which others begin, too."
+    )
+    attention_top: float = Option(
+        1.0,
+        parser=fraction,
+        metavar="FRACTION|on",
+        help="Fraction of packed KV that is attended to; on: 0.6.",
+    )
+    activation_bits: int = Option(16, help="16; or 8 on a CPU: faster prefill, less accurate.")
     routes: Path | None = Option(
         None, exists=True, help="Of a mixture: which experts a text took (qoff bench --experts)."
     )
@@ -114,9 +126,11 @@ def plan(
 
     _check_bounds(context, work)
     _check_training(context, model, finetuning)
+    _check_formulas(context, memory, finetuning.train)
     if memory:
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
+    on.check(context)
     folder = spill_folder or Path(tempfile.gettempdir())
     there = Path(model).absolute()
     machine = machine_of(on, there if there.exists() else Path(), folder)
@@ -136,9 +150,16 @@ def plan(
         work.requests,
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,
+        work.shared,
         routes=None if work.routes is None else RecordedRoutes.read(work.routes),
     )
-    template = Plan(kv=cache, spill_folder=spill_folder)
+    template = Plan(
+        kv=replace(cache, attention_top=work.attention_top),
+        share_prefixes=work.shared > 0,
+        activation_bits=work.activation_bits,
+        spill_folder=spill_folder,
+    )
+    _check_bits(template, machine.on_gpu)
     if work.max_kl is not None:
         chosen = _form(model, work, weights, machine, workload, template)
         template = replace(template, kv=chosen.kv)
@@ -147,10 +168,13 @@ def plan(
         sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
     )
     found = replace(found, tokenizer=tokenizer_bytes(there if there.is_dir() else there.parent))
+    written = list[Path]()
     if save is not None:
         save.write_text(plan_text(found.found.plan))
+        written.append(save)
     if plot is not None:
-        _draw(plot, lambda: pareto_front(sizes, machine, workload, template), machine.on_gpu)
+        front = pareto_front(sizes, machine, workload, template)
+        written += _draw(plot, front, machine.on_gpu)
     changes = [] if brief else found.changes()
     if as_json:
         form = None
@@ -167,8 +191,11 @@ def plan(
     print_table("busy in a round", found.resources(), ("resource", "prompts", "decoding"))
     columns = ("change", "new tokens/s", "whole work")
     print_table("what would be faster, by the model alone", changes, columns)
+    typer.echo(found.bound())
     for warning in found.warnings():
         typer.echo(f"note: {warning}")
+    for path in written:
+        typer.echo(f"written: {path}")
 
 
 def _check_bounds(context: typer.Context, work: WorkOptions) -> None:
@@ -196,6 +223,31 @@ def _check_training(context: typer.Context, model: str, how: FinetuneOptions) ->
         raise ArgumentError(
             f"{model} is a qoff checkpoint, whose packed weights do not learn; use --lora, or plan "
             "the model that it was made of"
+        )
+
+
+def _check_formulas(context: typer.Context, memory: bool, train: bool) -> None:
+    """Raise ArgumentError for options of formulas without --memory, and for others with it."""
+    if memory:
+        others = {p.name for p in context.command.params if p.name is not None} - _FORMULAS
+        for option in named(context, others).values():
+            raise ArgumentError(
+                f"--memory prints formulas for any work and machine; leave out {option}"
+            )
+        return
+    for option in named(context, _OF_FORMULAS - ({"sequence"} if train else set())).values():
+        raise ArgumentError(f"--memory is missing, and belongs to {option}")
+
+
+def _check_bits(template: Plan, on_gpu: bool) -> None:
+    """Raise ArgumentError for what the device does not do."""
+    if on_gpu and template.kv.attention_top < 1:
+        raise ArgumentError("on a GPU all blocks are attended to; leave out --attention-top")
+    allowed = (16,) if on_gpu else (8, 16)
+    if template.activation_bits not in allowed:
+        raise ArgumentError(
+            f"--activation-bits is {template.activation_bits}; this machine has "
+            f"{' or '.join(map(str, allowed))}"
         )
 
 
@@ -265,17 +317,17 @@ def _config_of(model: str) -> Path:
     return config
 
 
-def _draw(path: Path, front: Callable[[], list[Point]], on_gpu: bool) -> None:
-    """Draw a Pareto front. Raises QoffError without matplotlib."""
+def _draw(path: Path, points: list[Point], on_gpu: bool) -> list[Path]:
+    """Draw a Pareto front; returns the files. Raises QoffError without matplotlib."""
     from qoff.eval.charts import new_figure, save
 
     figure = new_figure(6.0, 4.0)
-    axes, points = figure.subplots(), front()
+    axes = figure.subplots()
     axes.plot([p.memory / 2**30 for p in points], [p.tokens_per_s for p in points], marker="o")
     axes.set_xlabel(f"{'host' if on_gpu else 'main'} memory, GiB")
     axes.set_ylabel("new tokens/s expected")
     axes.set_ylim(bottom=0)
-    save(figure, path)
+    return save(figure, path)
 
 
 def _print_memory(

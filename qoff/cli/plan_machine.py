@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typer import Option
+from typer import Context, Option
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
+
+from .options import named
 
 if TYPE_CHECKING:
     from qoff.plan.profile import MachineProfile
@@ -20,7 +22,9 @@ class MachineOptions:
     """A machine: the one at hand, one from a file, or one of given sizes and rates."""
 
     machine: Path | None = Option(None, help="A machine that qoff env --measure --save wrote.")
-    gpu: str | None = Option(None, help="Memory of a GPU that need not be here, like 24GiB.")
+    gpu: str | None = Option(
+        None, help="Memory that may be used of a GPU that need not be here, like 24GiB."
+    )
     gpu_rates: str = Option("1TB/s,100T", help="Its memory, and its arithmetic in flop/s.")
     host: str | None = Option(None, help="Host memory that may be used, like 64GiB.")
     disk: str | None = Option(None, help="Free disk, like 1TB.")
@@ -28,6 +32,14 @@ class MachineOptions:
     disk_rate: str | None = Option(None, help="Reads of the disk, like 3GB/s.")
     disk_write_rate: str | None = Option(None, help="Writes to it, in the same way.")
     device: str = Option("auto", help="What computes here: cpu, or a GPU such as cuda.")
+
+    def check(self, context: Context) -> None:
+        """Raise ArgumentError for options that others make void, or whose own they lack."""
+        given = named(context, vars(self))
+        if self.machine is not None and "device" in given:
+            raise ArgumentError("--machine says what computes; leave out --device")
+        if self.gpu is None and "gpu_rates" in given:
+            raise ArgumentError("--gpu-rates are those of a GPU that --gpu describes; give both")
 
 
 def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
@@ -52,6 +64,10 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
         machine = machine.with_memory(host=memory_size("--host", on.host))
     machine = machine.with_memory(disk=memory_size("--disk", on.disk))
     if on.link is not None:
+        if not machine.on_gpu:
+            raise ArgumentError(
+                "--link is that to a GPU, and there is none; describe one with --gpu"
+            )
         rate = rate_of("--link", on.link)
         machine = replace(
             machine,

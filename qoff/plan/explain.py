@@ -16,6 +16,7 @@ from .certify import Certified, Forecast
 from .finalists import Simulate
 from .manual import Plan
 from .profile import Link, MachineProfile
+from .saved import plan_values
 from .search import find_plan
 from .sizes import ModelSizes
 from .workload import Workload
@@ -64,7 +65,7 @@ class Explained:
         if self.tokenizer:
             main = HOST if self.machine.on_gpu else DEVICE
             rows.append((main, "the tokenizer, beside the plan", format_size(self.tokenizer)))
-        return rows
+        return [*rows, (DISK, "the checkpoint, beside the plan", format_size(self.sizes.nbytes))]
 
     def resources(self) -> list[tuple[str, ...]]:
         """Rows of seconds: resource, busy in a round of prompts, and of decoding."""
@@ -100,9 +101,19 @@ class Explained:
                 f"decoding {simulated.decode.seconds:.3f} s "
                 f"({simulated.decode.tokens_per_s:.1f} new tokens/s)"
             )
+        file, free = self.sizes.checkpoint.outer.path, self.machine.usable[DISK]
+        if self.sizes.nbytes > free and not file.exists():
+            yield (
+                f"the checkpoint takes {format_size(self.sizes.nbytes)}, and "
+                f"{format_size(free)} of disk are free"
+            )
+
+    def bound(self) -> str:
+        """How much faster any other plan could be, in one line."""
         gap = self.found.seconds / self.found.bound - 1 if self.found.bound else 0.0
-        if gap > 0.05:
-            yield f"no plan is faster than {1 + gap:.2f} times this one, by the same model"
+        return (
+            f"no plan of this model in this memory is more than {gap:.1%} faster, by the same rates"
+        )
 
     def _windows(self) -> Iterator[str]:
         """Layers that do not see all tokens, and what they keep."""
@@ -156,21 +167,10 @@ class Explained:
         """All of it for JSON: bytes, seconds."""
         found = self.found
         return {
-            "plan": {
-                "batch_size": found.plan.batch_size,
-                "batches": found.plan.batches,
-                "context": found.plan.context,
-                "prefill_tokens": found.plan.prefill_tokens,
-                "schedule": found.plan.schedule,
-                "cpu_attention": found.plan.cpu_attention,
-                "activations": found.plan.activations,
-                "kv_device": found.plan.kv_placement.device_fraction,
-                "kv_host": found.plan.kv_placement.host_fraction,
-                "device_memory": found.plan.device_memory,
-                "host_memory": found.plan.host_memory,
-            },
+            "plan": plan_values(found.plan),
             "bytes": found.bytes_by_tier(),
             "tokenizer_bytes": self.tokenizer,
+            "checkpoint_bytes": self.sizes.nbytes,
             "weights_read_from": dict(found.weights),
             "expert_hits": found.hits,
             "usable": dict(self.machine.usable),

@@ -215,7 +215,9 @@ def _curves(values: Any, name: str, made: Callable[[Any], _Form]) -> dict[str, _
 def check(name: str, value: object, zero: bool = False) -> None:
     if not is_number(value) or not 0 <= value <= _MOST or not (zero or value > 0):  # type: ignore[operator]
         least = "from 0 up" if zero else "above 0"
-        raise ArgumentError(f"{name} is {shown(value)}; expected a number {least}")
+        raise ArgumentError(
+            f"{name} is {shown(value)}; expected a number {least}, {_MOST:g} at most"
+        )
 
 
 def _check_curve(name: str, curve: object) -> None:

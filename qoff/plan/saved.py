@@ -19,12 +19,17 @@ _VERSION = 1
 
 def plan_text(plan: Plan) -> str:
     """A plan as JSON."""
+    return json.dumps({"qoff_plan": _VERSION, **plan_values(plan)}, indent=1)
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan, as JSON has them."""
     values = asdict(plan)
     values["device_memory"], values["host_memory"] = plan.device_memory, plan.host_memory
     values["kv"]["layers"] = {str(layer): bits for layer, bits in plan.kv.layers.items()}
     folder = plan.spill_folder
     values["spill_folder"] = None if folder is None else str(folder)
-    return json.dumps({"qoff_plan": _VERSION, **values}, indent=1)
+    return values
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

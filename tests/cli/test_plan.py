@@ -49,6 +49,10 @@ def test_a_plan_is_explained_saved_and_run(
     assert printed["tokenizer_bytes"] >= file  # beside these
     plan = read_plan(out)
     assert plan.device_memory == printed["plan"]["device_memory"]
+    assert (plan.slots, plan.kv.k_bits) == (
+        printed["plan"]["slots"],
+        printed["plan"]["kv"]["k_bits"],
+    )
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Hi\n")
     done = run("batch", model, prompts, "--plan", out, "--max-tokens", 2, "--raw")
@@ -70,8 +74,32 @@ def test_a_plan_is_explained_saved_and_run(
         both = run("generate", model, "Hi", "--plan", out, *option)
         assert both.exit_code == 1
         assert f"--plan says what {option[0]} would" in both.output
+    timed = ("bench", model, "-p", "none", "-n", 1, "-r", 1, "-o", "json", "--plan", out)
+    setup = json.loads(run(*timed).stdout)["settings"]
+    assert setup["device_memory"] == str(plan.device_memory)
+    assert (setup["kv"], setup["slots"]) == (["4,4"], plan.slots)
+    assert "--plan says what --slots would" in run(*timed, "--slots", 2).output
     drafted = run("batch", model, prompts, "--plan", out, "--draft-tokens", 2, "--share-prefixes")
     assert drafted.exit_code == 0, drafted.output
+
+
+def test_a_plan_has_what_answers_are_computed_with(
+    config: Path, here: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    how = ("--shared", 0.5, "--attention-top", "on", "--activation-bits", 8)
+    found, plain = (
+        run("plan", config, "--machine", here, *WORK, *more, "--json")
+        for more in ((*how, "--save", out), ())
+    )
+    assert found.exit_code == 0, found.output
+    plan = read_plan(out)
+    assert (plan.share_prefixes, plan.kv.attention_top, plan.activation_bits) == (True, 0.6, 8)
+    read = list[float]()  # tokens
+    for one in map(json.loads, (found.stdout, plain.stdout)):
+        each = one["plan"]["batches"] * one["plan"]["prefill_tokens"]
+        read.append(one["phases"]["prefill"]["rounds"] * each)
+    assert read[0] == pytest.approx(read[1] / 2)
 
 
 def test_a_plan_of_a_mixture_takes_recorded_routes(
@@ -112,6 +140,7 @@ def test_memory_is_drawn_against_speed(
     out = tmp_path / "front"
     found = run("plan", config, "--machine", here, *WORK, "--plot", out)
     assert found.exit_code == 0, found.output
+    assert f"written: {out}.svg" in found.output.replace("\n", "")
     assert "tokens/s" in (tmp_path / "front.svg").read_text()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refused = run("plan", config, "--machine", here, *WORK, "--plot", out)
@@ -124,6 +153,7 @@ def test_a_model_without_weights_on_a_gpu_that_is_not_here(config: Path) -> None
     assert found.exit_code == 0, found.output
     assert "no offloading is needed" in found.stdout
     assert "what lives where" in found.stdout
+    assert "% faster" in found.stdout  # than the plan, at most
 
 
 def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -> None:
@@ -190,6 +220,15 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--train"], "more than the 6.0 MiB there"),
         (["--lora", "r=8"], "--train is missing, and belongs to --lora"),
         (["--train", "--lora", "r=8", "--dtype", "float32"], "leave --dtype out"),
+        (["--device", "cpu"], "--machine says what computes"),
+        (["--gpu-rates", "1TB/s,1T"], "that --gpu describes"),
+        (["--link", "1GB/s"], "there is none"),
+        (["--disk-rate", "9999999999999999999TB/s"], "1e+18 at most"),
+        (["--peak", "1T"], "--memory is missing"),
+        (["--memory", "--gpu", "1GiB"], "leave out --gpu"),
+        (["--activation-bits", "5"], "8 or 16"),
+        (["--gpu", "1GiB", "--attention-top", "0.5"], "leave out --attention-top"),
+        (["--max-kl", "1", "--activation-bits", "8"], "leave out --activation-bits"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -218,3 +257,5 @@ def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     printed = json.loads(found.stdout)
     assert MachineProfile.read(out) == MachineProfile.read(Path(printed["profile"]))
     assert "1.00 GB/s" in printed["disk reads"]
+    assert "device" in printed["plans may use"]
+    assert "give both" in run("env", "--save", out).output
