@@ -29,7 +29,7 @@ class _Tape(TorchDispatchMode):
                 if isinstance(old, Tensor):
                     old.copy_(new)
 
-        if not func.is_view:
+        if not func.is_view or not _shares_memory(found, args):
             self.steps.append(again)
         return found
 
@@ -40,6 +40,12 @@ class _Tape(TorchDispatchMode):
             self.steps.append(lambda: run(*args, **kwargs))
 
         return launched
+
+
+def _shares_memory(found: Any, args: Any) -> bool:
+    """Whether a result is a view; in inference mode `to` and `reshape` count as such, too."""
+    given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+    return all(x.untyped_storage().data_ptr() in given for x in tree_leaves(found))
 
 
 def record(work: Callable[[], None]) -> Callable[[], None]:
