@@ -42,8 +42,6 @@ _APPENDED = (  # forms, and pairs of channels that are turned
     (KVFormat(128, k_bits=8, v_bits=8), 64),
     (KVFormat(256), 128),
     (KVFormat(256, k_bits=8), 32),
-    (KVFormat(512), 0),
-    (KVFormat(512, k_bits=8, v_bits=8), 0),
 )
 _WHOLE = tuple(dim for dim in HEAD_DIMS if dim <= WIDEST)  # others: see `variants.latent`
 
@@ -58,7 +56,8 @@ def variants(capability: int) -> Iterator[Variant]:
 
 
 def _appended(capability: int) -> Iterator[Variant]:
-    """Blocks: each head size with each form, while widths, ways to turn keys and types take turns.
+    """Blocks: each head size with each form, while widths, ways to turn keys and types take turns;
+    but heads of 512 channels, whose packing, once in 64 tokens, spills up to 112 bytes of a thread.
     Tokens: each head size with two of the three ways to turn keys, each way with both types."""
     types = float_types(capability)
     blocks = {}

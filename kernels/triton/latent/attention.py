@@ -272,7 +272,7 @@ def _bound(
 def _configured(
     device: torch.device, dtype: torch.dtype, form: KVFormat, queries: int
 ) -> LatentConfig:
-    config = heuristic(Gpu.of(device).capability, queries, form.k_bits)
+    config = heuristic(Gpu.of(device).capability, queries, form.k_bits, not form.latent)
     entry = tuned.lookup("latent_attention", device, tuned_key(dtype, form, config))
     return LatentConfig(**entry) if entry else config
 
@@ -282,10 +282,10 @@ def tuned_key(dtype: torch.dtype, form: KVFormat, config: LatentConfig) -> str:
     return f"{str(dtype)[6:]}-{form.head_dim}-{form.latent}-{form.k_bits}-{config.rows}"
 
 
-def heuristic(capability: int, queries: int, bits: int) -> LatentConfig:
+def heuristic(capability: int, queries: int, bits: int, own_values: bool = False) -> LatentConfig:
     """As large a tile as registers and shared memory of the architecture hold.
 
-    queries: heads times tokens of a sequence, at most.
+    queries: heads times tokens of a sequence, at most. own_values: keys are no latents.
     """
     rows = max(16, min(_ROWS_MAX, next_power_of_2(queries)))
     if capability < 80:  # no tensor cores in Triton there: products take many registers
@@ -293,7 +293,7 @@ def heuristic(capability: int, queries: int, bits: int) -> LatentConfig:
     if capability == 90:
         return LatentConfig(rows, num_warps=8, chunk=32)
     # On 10.0 sums of 64 rows go to tensor memory, which is too small for them.
-    rows = min(32 if bits == 4 else 16, rows)
+    rows = min(32 if bits == 4 and not own_values else 16, rows)
     return LatentConfig(rows, num_warps=8, chunk=32 if capability == 100 else 64)
 
 
