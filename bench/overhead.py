@@ -27,6 +27,7 @@ from qoff.engine import LLM, SamplingParams
 from qoff.hf.load import Opened
 from qoff.hf.model import QoffForCausalLM
 from qoff.hf.torch_threads import one_torch_thread
+from qoff.kvcache import KVCache
 from qoff.kvcache.slots import SlotSubset
 from qoff.memory import HEAD
 from qoff.models.forward_pass import ForwardPass
@@ -60,6 +61,7 @@ class StubbedPass:
             for slot, span in zip(run.cache.slots, run.ragged.spans, strict=True):
                 run.cache.cache.lengths[slot] += span.count
         else:
+            assert isinstance(run.cache, KVCache)
             run.cache.lengthen(run.ragged)
         found = self._logits[: len(run.ragged.spans if run.logit_rows is None else run.logit_rows)]
         self._ended = perf_counter()
