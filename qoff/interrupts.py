@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 TERMINATED = 128 + signal.SIGTERM  # exit status
+HEARD_S = 0.025  # that compiled threads run without Python, which hears signals in between
 
 
 class _Handler:

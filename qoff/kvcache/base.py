@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -13,27 +13,8 @@ from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
-_Opened = TypeVar("_Opened", covariant=True)
-
-
-class LayerView(ABC, Generic[_Opened]):
-    """What a forward pass takes of a cache: each layer is opened, attended to and closed."""
-
-    def prefetch(self, layer: int) -> None:
-        """Start to bring what `open` will want, if there is room for it."""
-
-    @abstractmethod
-    def open(self, layer: int) -> _Opened:
-        """Return what the attention of a layer works with, until `close`."""
-
-    def close(self, layer: int) -> None:
-        """The layer's attention is done."""
-
-    def abandon(self) -> None:
-        """Give back what was taken: the pass will not go on.
-
-        What the cache holds is worthless if layers are done.
-        """
+from .layers import LayerView
+from .store.sweep import BlockSweep
 
 
 class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
@@ -65,6 +46,16 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
     def arrive(self, layer: int) -> Hashable:
         """Have what moves ready for the kernels of a layer, until `close`; where it is, or None."""
         return None
+
+    def begin_sweep(self) -> BlockSweep | None:
+        """Begin a sweep by which what moves may come, if there can be one: no `arrive` then."""
+        return None
+
+    def sweep(self, layer: int, sweep: BlockSweep) -> None:
+        """Have what moves come by jobs that open a layer, the next after what `sweep` has so far.
+
+        Of a pass that `moves`, from the first layer to the last.
+        """
 
     @abstractmethod
     def end(self) -> None:

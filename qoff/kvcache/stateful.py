@@ -8,6 +8,7 @@ from typing import Any
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.delta import DeviceLayerStates, LayerStates
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache.store.sweep import BlockSweep
 
 from .device.cache import DeviceCache, DeviceCachePass
 from .host.packed import PackedCache, PackedPass
@@ -93,6 +94,12 @@ class _StatefulPass(SlotPass):
         of_states, index = self._cache.places[layer]
         self._touched |= of_states
         return None if of_states else super().arrive(index)
+
+    def sweep(self, layer: int, sweep: BlockSweep) -> None:
+        of_states, index = self._cache.places[layer]
+        self._touched |= of_states
+        if not of_states:
+            super().sweep(index, sweep)
 
     def prefetch(self, layer: int) -> None:
         of_states, index = self._cache.places[layer]

@@ -82,6 +82,15 @@ class ActivationStore:
         spill = partial(self._move_spilled, self._spill, number, window, out)
         return self.copies.call(spill, window.nbytes, lane, "hidden states")
 
+    @property
+    def by_jobs(self) -> bool:
+        """Whether jobs may move hidden states, as they stay in memory."""
+        return self._spill is None and self.copies.unwatched
+
+    def home(self, number: int) -> Tensor:
+        """Where the bytes of a batch are on the host."""
+        return self._homes[number]
+
     def _move_spilled(self, spill: SpillFile, number: int, window: Tensor, out: bool) -> None:
         home = self._homes[0][: round_up(window.nbytes, PAGE)]
         at = self._spill_at + number * self.region
@@ -131,9 +140,38 @@ class ParkedActivations:
             self._hidden().copy_(hidden)
         self._saved = self._store.move(self._number, self._bytes(), out=True)
 
+    @property
+    def by_jobs(self) -> bool:
+        """Whether jobs may do what `load` and `store` do, between which nothing else moves."""
+        return self._store.by_jobs
+
+    def begin_jobs(self, hidden: Tensor) -> tuple[int, int]:
+        """`store`, and wait until nothing moves; the addresses that jobs will know."""
+        self.store(hidden)
+        assert self._saved is not None
+        self._join(self._saved)
+        return self._hidden().data_ptr(), self._home().data_ptr()
+
+    def load_by_job(self) -> Tensor:
+        """As `load`, by a job."""
+        hidden = self._hidden()
+        self._store.copies.job(hidden, self._home())
+        return hidden
+
+    def store_by_job(self) -> None:
+        """As `store`, of what was loaded, by a job."""
+        self._store.copies.job(self._home(), self._hidden())
+
     def _hidden(self) -> Tensor:
         """[tokens, hidden_size] in the window."""
-        return self._bytes().view(self._store.dtype).view(self._tokens, -1)
+        return self._rows(self._bytes())
+
+    def _home(self) -> Tensor:
+        """[tokens, hidden_size] on the host."""
+        return self._rows(self._store.home(self._number)[: self._bytes().nbytes])
+
+    def _rows(self, memory: Tensor) -> Tensor:
+        return memory.view(self._store.dtype).view(self._tokens, -1)
 
     def _bytes(self) -> Tensor:
         nbytes = self._tokens * self._store.hidden_size * self._store.dtype.itemsize

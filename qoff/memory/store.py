@@ -69,7 +69,8 @@ class WeightStore:
     """Serves the weights of each unit (a layer's number, "head", or a `Tile`) from the device.
 
     Resident weights, and those whose source is in host memory, are loaded here; what is not
-    resident streams through the residency's slots, read ahead in the order of a pass. `transfers`
+    resident streams through the residency's slots, read ahead in the order of a pass, but for what
+    a CPU computes with where it lies in host memory. `transfers`
     is closed with the store. With `verify` every file is compared with its checksum once: here, or
     when its unit first streams from disk. A file that is read later and was changed since is
     compared again. in_memory: files that are not there, whose units are in host memory: what gives
@@ -271,8 +272,12 @@ class WeightStore:
         self._sources = dict(zip(sources, loaded, strict=True))
         in_host = tables_in_host(checkpoint.outer, sources, self._sources)
         self._rows = Rows(checkpoint.outer, self._resident, in_host, self._transfers, self._checks)
-        self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         self._tiled = tiled_matrices(checkpoint, plan)
+        there: dict[Unit, Mapping[str, Weight]] = {}
+        if self._transfers.in_place:
+            units = [unit for unit in self._streamed if unit in sources]
+            there = {u: self._streamed.pop(u).views(self._sources[u]) for u in units}
+        self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         if plan.expert_slots:
             self.experts = ExpertCache(
                 checkpoint,
@@ -283,12 +288,12 @@ class WeightStore:
                 self._transfers,
                 self._checks,
             )
-        for unit in files:
-            if unit not in self._streamed:
-                self._complete[unit] = self._named(unit, {})
-        self._ring = SlotRing(
-            self._streamed, self._sources, self._slots, self._transfers, self._checks
-        )
+        served: list[Unit] = [*files, *there]
+        for one in served:
+            if one not in self._streamed:
+                self._complete[one] = self._named(one, there.get(one, {}))
+        slots = self._slots if self._streamed else []
+        self._ring = SlotRing(self._streamed, self._sources, slots, self._transfers, self._checks)
 
     def _load_host(self, image: Image, memory: Tensor, verify: bool) -> UnitRead:
         """Start filling host memory with an image, of a file or of what was in memory before."""

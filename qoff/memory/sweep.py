@@ -39,12 +39,14 @@ class Sweep:
         if slot is not None:
             self._words.give_back(slot)
 
-    def run(self, replay: JobReplay) -> bool:
+    def run(self, replay: JobReplay, *others: Slots) -> bool:
         """Do all of it as it was recorded; False, and nothing is done, where that is stale.
 
-        Raises what went wrong in reading.
+        others: what its jobs wait for beside. Raises what went wrong in reading.
         """
-        return self._words.run(replay)
+        from qoff.kernels.cpu.jit.slots import run_waiting  # compiled when it is imported
+
+        return run_waiting(replay, [self._words, *others])
 
     def __enter__(self) -> Self:
         return self

@@ -24,6 +24,7 @@ from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.store.placement import TIERS, KVPlacement
 from qoff.kvcache.store.ring import BlockRing
+from qoff.kvcache.store.sweep import BlockSweep
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import WeightStore
 from qoff.memory.activations import ParkedActivations
@@ -192,6 +193,9 @@ class Interrupt:
 
 
 PLACES = [
+    (BlockSweep, "open"),  # while rounds are recorded, which comes first
+    (ParkedActivations, "load_by_job"),
+    (BlockSweep, "start"),
     (Layer, "_mlp"),
     (PackedPass, "open"),
     (PackedPass, "close"),

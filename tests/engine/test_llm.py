@@ -128,9 +128,13 @@ def streaming(checkpoint: Path, plan: Plan, part: float = 0.7) -> Plan:
 
 @pytest.mark.parametrize("host", [0, 1])
 def test_steps_over_blocks_that_move_are_replayed(
-    checkpoint: Path, expected: list[tuple[int, ...]], host: int
+    checkpoint: Path, expected: list[tuple[int, ...]], host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With blocks of some sequences, then of others, too, which moves what comes behind them."""
+    """With blocks of some sequences, then of others, too, which moves what comes behind them.
+
+    A layer at a time, as beside passes that read prompts.
+    """
+    monkeypatch.setattr(runtime, "sweep_layers", lambda *_: None)
     placement = KVPlacement(0, host)
     plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, kv_placement=placement)
     plan = replace(plan, cpu_attention="never", prefill_tokens=200)

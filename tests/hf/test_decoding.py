@@ -103,7 +103,7 @@ def test_tokens_are_those_of_transformers_loop(
 def test_steps_are_done_together_where_nobody_looks_at_each(
     name: str, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(following, "HEARD_S", 1e9)
     at_once: list[int] = []
     together = model.runtime.tokens
 

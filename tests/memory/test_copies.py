@@ -115,3 +115,21 @@ def test_a_copy_waits_for_its_reads_and_others_do_not_wait_for_it() -> None:
             never.result(20)
         assert memory.tolist() == [[1] * 4, [1] * 4]
         assert copies.bytes == 32
+
+
+def test_jobs_copy_rows_and_are_counted_where_nobody_watches() -> None:
+    a, b = torch.arange(40.0).view(5, 8), torch.full((6, 8), -1.0)
+    with closing(Copies()) as copies:
+        assert copies.unwatched
+        copies.job(b[:5, 1:5], a[:, 4:])
+        assert torch.equal(b[:5, 1:5], a[:, 4:])
+        assert (b[:, 5:] == -1).all()
+        table = torch.tensor([[5, 0], [1, 4], [-1, -1], [0, 3]])
+        copies.job(b, a, table)
+        assert torch.equal(b[[5, 1]], a[[0, 4]])
+        assert torch.equal(b[0, 1:5], a[0, 4:])  # what is behind the end of the table is not done
+        assert copies.bytes == 4 * (5 * 4 + 2 * 8)
+        assert copies.busy_s > 0
+    for watched in (Instrumentation(timeline=Timeline()), behind(host=Link(1e9))):
+        with closing(Copies(instrumentation=watched)) as copies:
+            assert not copies.unwatched

@@ -104,7 +104,8 @@ def test_bytes_are_counted_by_link(small: Checkpoint) -> None:
     images = streamed_images(small, plan)
     plan = place_in_host(small, plan, images[0].nbytes * 2)
     assert len(plan.host) == 2
-    with WeightStore(small, plan, verify=False) as store:
+    watched = Instrumentation(on_copy=lambda nbytes: None)
+    with WeightStore(small, plan, verify=False, instrumentation=watched) as store:
         loaded = store.stats.bytes_read
         assert loaded == sum(file_bytes(images[u]) for u in plan.host)
         for unit in UNITS * 3:
@@ -117,6 +118,19 @@ def test_bytes_are_counted_by_link(small: Checkpoint) -> None:
         copied = sum(images[u].nbytes for u in passes if u in plan.host)
         read = sum(file_bytes(images[u]) for u in passes if u not in plan.host)
         assert (store.stats.bytes_copied, store.stats.bytes_read - loaded) == (copied, read)
+
+
+def test_a_cpu_computes_with_what_is_in_host_memory_where_it_lies(small: Checkpoint) -> None:
+    plan = residency_of(small, [])
+    plan = place_in_host(small, plan, streamed_images(small, plan)[0].nbytes * 2)
+    layers = [unit for unit in UNITS if unit in plan.host]
+    assert 0 < len(layers) < len(UNITS)
+    with WeightStore(small, plan, instrumentation=POISON) as store:
+        kept = [store.acquire(unit) for unit in layers]
+        for _ in range(2):
+            check_pass(store, Truth(small, plan.packing))
+        assert [store.acquire(unit) for unit in layers] == kept  # nobody waits for a slot
+        assert store.stats.bytes_copied == 0
 
 
 def test_nothing_is_read_when_all_sources_are_in_host_memory(small: Checkpoint) -> None:

@@ -60,7 +60,7 @@ def together(run: Run, choice: Choice, count: int, most: int) -> tuple[list[list
 def test_tokens_do_not_depend_on_how_many_steps_are_done_at_once(
     cache: str, shape: Shape | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(following, "HEARD_S", 1e9)
     choice = Choice(None if shape is None else [shape] * SLOTS)
     torch.manual_seed(0)
     wanted = one_by_one(opened(checkpoint, cache), shape, STEPS)
@@ -76,7 +76,7 @@ def test_tokens_do_not_depend_on_how_many_steps_are_done_at_once(
 def test_steps_end_with_a_token_that_ends_an_answer(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(following, "HEARD_S", 1e9)
     wanted = one_by_one(opened(checkpoint), None, 30)
     end = wanted[9][1]
     found, at_once = together(opened(checkpoint), Choice(ends=(96, end)), 30, 8)
@@ -89,7 +89,7 @@ def test_steps_end_with_a_token_that_ends_an_answer(
 def test_steps_end_where_logits_are_not_finite(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(following, "HEARD_S", 1e9)
     run = opened(checkpoint)
     together(run, Choice(), 20, 3)
     run.cache.recent.values[0][1] = torch.nan
@@ -102,7 +102,7 @@ def test_steps_end_where_logits_are_not_finite(
 def test_steps_take_no_longer_than_they_may(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(following, "HEARD_S", 0.0)
     _, at_once = together(opened(checkpoint), Choice(), 20, 8)
     assert set(at_once) == {0, 1}
 
@@ -111,7 +111,7 @@ def test_steps_that_are_interrupted_were_not_done(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal is heard when they are computed, before they are counted."""
-    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(following, "HEARD_S", 1e9)
     run, other = opened(checkpoint), opened(checkpoint)
     for one in (run, other):
         together(one, Choice(), 20, 2)
@@ -132,7 +132,7 @@ def test_steps_that_are_interrupted_were_not_done(
 def test_states_of_steps_that_are_interrupted_are_not_gone_on_from(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "TOGETHER_S", 1e9)
+    monkeypatch.setattr(following, "HEARD_S", 1e9)
     run = opened(tiny_checkpoint(tmp_path_factory.getbasetemp(), "qwen3-next-head64"))
     together(run, Choice(), 20, 2)
 

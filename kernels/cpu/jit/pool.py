@@ -27,6 +27,7 @@ from typing import TypeAlias
 
 from numba import types
 
+from qoff.interrupts import HEARD_S
 from qoff.kernels.processor import usable_threads
 from qoff.process import only_here
 
@@ -40,7 +41,6 @@ _DONE = _NEXT + _PHASES * _LINE
 _STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
 _FIRST_JOBS = 8  # of those deferred, which are run before it is known how long they take
-SIGNALS_S = 0.025  # that jobs run without Python, which hears signals in between
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -274,7 +274,7 @@ class Pool:
                 self._outgrown.clear()
 
     def catch_up(self) -> None:
-        """Run the jobs that are deferred; Python hears signals every `SIGNALS_S` or so."""
+        """Run the jobs that are deferred; Python hears signals every `HEARD_S` or so."""
         if not self._recorded or not self._later:
             return
         jobs, self._recorded = JobList(self._recorded), []
@@ -283,7 +283,7 @@ class Pool:
             start = perf_counter()
             self._launch(jobs.address + _STEP_BYTES * first, min(count, len(jobs) - first), 1)
             first += count
-            count = max(1, min(4 * count, int(count * SIGNALS_S / (perf_counter() - start))))
+            count = max(1, min(4 * count, int(count * HEARD_S / (perf_counter() - start))))
 
     def run_all(self, jobs: JobList, times: int = 1, first: int = 0) -> None:
         """Run jobs one after another, without Python in between, and wait for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .pool import Job, JobList, Pool, default_pool
 
@@ -116,33 +116,6 @@ class JobReplay:
         return True
 
 
-class _Watch(TorchDispatchMode):
-    """Notes whether torch computes; what torch allocates is taken from `take` instead."""
-
-    def __init__(self, take: Callable[[int, Sequence[Tensor]], Tensor]) -> None:
-        super().__init__()
-        self.computed = False
-        self._take, self._used = take, list[Tensor]()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, of 120 MB, to keep it from this class
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in _EMPTY:
-            memory = self._take(found.nbytes, self._used)
-            self._used.append(memory)
-            return memory[: found.nbytes].view(found.dtype).view(found.shape)
-        places = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        if func._schema.is_mutable or not all(
-            isinstance(x, Tensor) and x.untyped_storage().data_ptr() in places
-            for x in tree_leaves(found)
-        ):
-            self.computed = True
-        return found
-
-
 @contextmanager
 def deferring(pool: Pool | None = None) -> Iterator[None]:
     """Run the jobs of all ops within at the end, in one list, or when torch is to compute.
@@ -183,7 +156,57 @@ def _kind(func: Any) -> _Kind:
     return found
 
 
-class _Deferring(TorchDispatchMode):
+class _Judge(TorchDispatchMode):
+    """Sees what torch does between jobs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, of 120 MB, to keep it from this class
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _kind(func)
+        if kind is _Kind.IS_MADE_OF_OTHERS:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        if kind is _Kind.COMPUTES:
+            self.computes()
+        found = func(*args, **(kwargs or {}))
+        if kind is _Kind.ALLOCATES:
+            return self.own(found).view(found.dtype).view(found.shape)
+        if kind is not _Kind.LOOKS:
+            self.made(found)
+        return found
+
+    @abstractmethod
+    def own(self, found: Tensor) -> Tensor:
+        """Memory for a tensor like this new one, uint8 of as many bytes."""
+
+    def computes(self) -> None:
+        """Torch is about to compute."""
+
+    @abstractmethod
+    def made(self, found: Any) -> None:
+        """Torch, or Python, has made this."""
+
+
+class _Watch(_Judge):
+    """Notes whether torch computes; what torch allocates is taken from `take` instead."""
+
+    def __init__(self, take: Callable[[int, Sequence[Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.computed = False
+        self._take, self._used = take, list[Tensor]()
+
+    def own(self, found: Tensor) -> Tensor:
+        memory = self._take(found.nbytes, self._used)
+        self._used.append(memory)
+        return memory[: found.nbytes]
+
+    def made(self, found: Any) -> None:
+        self.computed = True
+
+
+class _Deferring(_Judge):
     """Has jobs done before torch computes, and keeps the memory that they are to use.
 
     What was allocated is used again when nobody has it any more, as it would be without this.
@@ -195,26 +218,7 @@ class _Deferring(TorchDispatchMode):
         self._allocated = list[tuple[Tensor, int]]()  # memory, and its users when nobody has it
         self._kept = list[Any]()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for `_Watch`
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = _kind(func)
-        if kind is _Kind.IS_MADE_OF_OTHERS:
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        if kind is _Kind.COMPUTES:
-            self._catch_up()
-        found = func(*args, **(kwargs or {}))
-        if kind is _Kind.ALLOCATES:
-            return self._own(found)
-        if kind is not _Kind.LOOKS:
-            self._kept.append(found)
-        return found
-
-    def _own(self, found: Tensor) -> Tensor:
-        """Memory for a tensor like this new one."""
+    def own(self, found: Tensor) -> Tensor:
         for memory, users in self._allocated:
             if memory.nbytes == found.nbytes and _users(memory) == users:
                 break
@@ -222,18 +226,21 @@ class _Deferring(TorchDispatchMode):
             self._let_go()
             memory = _bytes(found.nbytes)
             self._allocated.append((memory, _users(memory)))
-        return memory.view(found.dtype).view(found.shape)
+        return memory
+
+    def computes(self) -> None:
+        self._pool.catch_up()
+        self._kept.clear()
+
+    def made(self, found: Any) -> None:
+        self._kept.append(found)
 
     def _let_go(self) -> None:
         """Give back what is used no more, if it is much: plans count what is alive."""
         unused = [memory for memory, users in self._allocated if _users(memory) == users]
         if sum(memory.nbytes for memory in unused) > _UNUSED_BYTES:
-            self._catch_up()
+            self.computes()
             self._allocated = [one for one in self._allocated if _users(one[0]) != one[1]]
-
-    def _catch_up(self) -> None:
-        self._pool.catch_up()
-        self._kept.clear()
 
 
 def _bytes(count: int) -> Tensor:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from qoff.interrupts import HEARD_S
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from . import simd
@@ -25,7 +26,6 @@ _LINE = 128
 _UNTIL, _FAILED, _ENDED, _WAITED, _FIRST = (_LINE * i for i in range(5))
 _SLOT_BYTES, _USED = 2 * _LINE, _LINE  # of a slot: how often it was filled, and then given back
 _SPINS = 200  # a few microseconds: who fills needs the core
-_TOGETHER_S = 0.025  # until signals are heard
 
 
 class SlotArguments(ctypes.Structure):
@@ -89,6 +89,13 @@ def filled(slot):
     """Say that a slot has been filled."""
     simd.atomic_add(slot, 1)
     wake(slot)
+
+
+@job
+def fill_job(pool, thread, threads, args):
+    """Say that a slot is filled, by the jobs that follow."""
+    if take(pool, 0) == 0:
+        filled(simd.peek_i64(args + SLOT))
 
 
 @inner
@@ -167,8 +174,13 @@ class Slots:
         args = SlotArguments(self._address, 0 if slot is None else self.words(slot))
         pool = default_pool()
         with pool.lock:
-            while self._ended(partial(pool.run, wait_job.address, args, self)) is not None:
+            while _ended([self], partial(pool.run, wait_job.address, args, self)) is not None:
                 pass
+
+    def fill(self, slot: int) -> None:
+        """Say, by a job, that a slot is filled: the jobs that follow do it. It has to be free."""
+        args = SlotArguments(self._address, self.words(slot))
+        default_pool().run(fill_job.address, args, self)
 
     def give_back(self, slot: int) -> None:
         """Give a slot back by a job."""
@@ -176,32 +188,45 @@ class Slots:
         args = SlotArguments(self._address, words, memory, self._spoiled)
         default_pool().run(give_back_job.address, args, self)
 
-    def run(self, replay: JobReplay) -> bool:
-        """Run recorded jobs that wait for slots, and say True; False where they are stale.
+    def arm(self, until_ns: int) -> None:
+        """Let jobs wait until this time; nothing has ended a list so far."""
+        self._word(_ENDED).value = -1
+        self._word(_UNTIL).value = until_ns
 
-        Raises what failed.
-        """
-        with replay.pool.lock:
-            if replay.stale:
-                return False
-            first, more = 0, self._ended(partial(replay.pool.run_all, replay.jobs))
-            while more is not None:
-                first += more
-                more = self._ended(partial(replay.pool.run_all, replay.jobs, first=first))
-        return True
-
-    def _ended(self, run: Callable[[], None]) -> int | None:
-        """Run jobs for a while: where they ended, if before the last."""
-        ended = self._word(_ENDED)
-        ended.value = -1
-        self._word(_UNTIL).value = time.perf_counter_ns() + int(_TOGETHER_S * 1e9)
-        run()
+    def ended(self) -> int | None:
+        """Where in its list the job is that waited in vain, if one did. Raises what failed."""
         if self._error is not None:
             raise self._error
-        return None if ended.value < 0 else ended.value
+        at = self._word(_ENDED).value
+        return None if at < 0 else at
 
     def _tell(self, failed: int) -> None:
         _Native(_fail.address)(self._address, len(self._addresses), failed, 0)
 
     def _word(self, at: int) -> ctypes.c_int64:
         return ctypes.c_int64.from_address(self._address + at)
+
+
+def run_waiting(replay: JobReplay, slots: Sequence[Slots]) -> bool:
+    """Run recorded jobs that wait for these slots, and say True; False where they are stale.
+
+    Raises what failed.
+    """
+    with replay.pool.lock:
+        if replay.stale:
+            return False
+        first, more = 0, _ended(slots, partial(replay.pool.run_all, replay.jobs))
+        while more is not None:
+            first += more
+            more = _ended(slots, partial(replay.pool.run_all, replay.jobs, first=first))
+    return True
+
+
+def _ended(slots: Sequence[Slots], run: Callable[[], None]) -> int | None:
+    """Run jobs for a while: where they ended, if before the last. Raises what failed."""
+    until = time.perf_counter_ns() + int(HEARD_S * 1e9)
+    for one in slots:
+        one.arm(until)
+    run()
+    ended = [one.ended() for one in slots]
+    return next((at for at in ended if at is not None), None)

@@ -178,6 +178,10 @@ class _SimulatedThreads(ThreadTransfers):
         super().__init__(SimulatedReader(machine))
         self._machine = machine
 
+    @property
+    def in_place(self) -> bool:
+        return True
+
     def _new_copies(self, instrumentation: Instrumentation) -> Copies:
         return SimulatedCopies(self._machine, instrumentation=instrumentation)
 

@@ -22,6 +22,7 @@ from qoff.kernels.reference.kv_blocks import dequantize_blocks
 from qoff.kvcache.groups import GroupBlocks, LayerGroup, by_layer, groups_of
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockStore, BlockView, GrowingBlocks
+from qoff.kvcache.store.sweep import BlockSweep
 
 from .recent import RecentTokens, RecentWorkspace
 
@@ -193,6 +194,13 @@ class PackedPass(SlotPass):
     def arrive(self, layer: int) -> Hashable:
         view, inner = self._of(layer)
         return view.arrive(inner)
+
+    def begin_sweep(self) -> BlockSweep | None:
+        return next(view for view in self._views if view.moves).begin_sweep()
+
+    def sweep(self, layer: int, sweep: BlockSweep) -> None:
+        view, inner = self._of(layer)
+        view.sweep(inner, sweep)
 
     def prefetch(self, layer: int) -> None:
         view, inner = self._of(layer)

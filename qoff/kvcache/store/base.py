@@ -13,10 +13,11 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import RUN_BLOCKS, BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.steady import SteadyMemory
-from qoff.kvcache.base import LayerView
+from qoff.kvcache.layers import LayerView
 
 from .placement import HOST
 from .pool import BlockPool
+from .sweep import BlockSweep
 
 # Makes the records of the blocks at some places of a list, each uint8 [kv_heads, form.nbytes].
 Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor]], None]
@@ -38,6 +39,13 @@ class BlockView(LayerView[tuple[PackedTokens, ...]]):
     def arrive(self, layer: int) -> int | None:
         """Wait for the blocks of a layer that move; their address, until `close`."""
         return None
+
+    def begin_sweep(self) -> BlockSweep | None:
+        """Begin a sweep that may bring the blocks that move, if there can be one."""
+        return None
+
+    def sweep(self, layer: int, sweep: BlockSweep) -> None:
+        """Have the blocks of a layer that move come by jobs, when it is opened the next time."""
 
     def counters(self) -> list[Tensor]:
         """Numbers that are one larger at the next token; where no blocks move."""

@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from qoff.kvcache.base import LayerView
+from qoff.errors import DiskReadError
+from qoff.kvcache.layers import LayerView
 from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.io.disk import ReadRequest
+
+if TYPE_CHECKING:
+    from qoff.kernels.cpu.jit.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -75,16 +81,19 @@ class BlockRing:
         instrumentation: Instrumentation,
     ) -> None:
         self._free = list(range(len(slots)))
-        self._slots = slots
+        self.slots = slots
         self._alive = alive
         self._poison, self._clock = instrumentation.poison, instrumentation.clock
         self._ahead: list[Fetch] = []  # fetched, not in use; oldest first
-        self.wait_s = 0.0  # that `use` waited
+        self.wait_s = 0.0  # that `use` waited, and jobs in sweeps
+        self._words: Slots | None = None  # of the slots, in sweeps
+        self._unsettled: list[ReadRequest] = []  # of a sweep that was given up
         for memory in slots:
             self._wipe(memory)
 
     def start(self, fill: Callable[[Tensor], Sequence[Future[None]]], must: bool) -> Fetch | None:
         """Start a fetch; None when no slot is free, unless it must: another one is dropped then."""
+        self._settle_sweep()
         if not self._free:
             if not must:
                 return None
@@ -92,7 +101,7 @@ class BlockRing:
                 raise RuntimeError("all slots of the KV ring are in use")
             self.drop(self._ahead[-1])
         slot = self._free[-1]
-        fetch = Fetch(slot, self._slots[slot], fill(self._slots[slot]))
+        fetch = Fetch(slot, self.slots[slot], fill(self.slots[slot]))
         self._free.pop()
         self._ahead.append(fetch)
         return fetch
@@ -121,10 +130,54 @@ class BlockRing:
         self._wipe(fetch.memory)
         self._free.append(fetch.slot)
 
+    @property
+    def idle(self) -> bool:
+        """Whether all slots are free."""
+        return len(self._free) == len(self.slots)
+
+    def begin_sweep(self) -> Slots:
+        """The words of the slots, all empty, by which jobs use them until `end_sweep`.
+
+        All have to be free.
+        """
+        from qoff.kernels.cpu.jit.slots import Slots  # compiled when it is imported
+
+        assert self.idle
+        self._settle_sweep()
+        if self._words is None or self._words.failed:
+            addresses = [memory.data_ptr() for memory in self.slots]
+            self._words = Slots(addresses, self.slots[0].nbytes, self._poison)
+        return self._words
+
+    def end_sweep(self, reads: ReadRequest | None, done: bool) -> None:
+        """Jobs use the slots no more. Not done: what is read is dropped."""
+        assert self._words is not None
+        words = self._words
+        self.wait_s += words.waited_s()
+        if done:
+            return
+        self._words = None  # the next ones are empty again
+        if reads is not None:
+            self._unsettled.append(reads)
+            reads.abandon()
+            words.fail(DiskReadError("the sweep has ended"))  # whoever waits for a slot looks up
+        self._settle_sweep()
+        for memory in self.slots:
+            self._wipe(memory)
+
+    def _settle_sweep(self) -> None:
+        """Return when nothing is written by a sweep any more."""
+        if self._unsettled:
+            self._join(self._unsettled)
+            self._unsettled.clear()
+
     def _settle(self, fetch: Fetch) -> None:
         """Return when nothing is written to a slot any more."""
+        self._join(fetch.futures)
+
+    def _join(self, moves: Sequence[Future[None]]) -> None:
         lost = "KV cache: the threads that move blocks died"
-        self._clock.join(fetch.futures, self._alive, lost)
+        self._clock.join(moves, self._alive, lost)
 
     def _wipe(self, memory: Tensor) -> None:
         if self._poison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,11 @@ from torch import Tensor
 
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
+from .clock import SYSTEM
 from .disk import Run
+
+if TYPE_CHECKING:
+    from qoff.kernels.cpu.jit.copies import CopiedWords
 
 
 class Copies:
@@ -31,13 +36,37 @@ class Copies:
         self._instrumentation = instrumentation
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self.bytes = 0
-        self.busy_s = 0.0  # seconds in which something was copied
+        self._bytes, self._busy_s = 0, 0.0
+        self._by_jobs: CopiedWords | None = None
 
     @property
     def alive(self) -> bool:
         """Whether the thread is there."""
         return self._workers.alive
+
+    @property
+    def bytes(self) -> int:
+        """That were copied so far."""
+        return self._bytes + (0 if self._by_jobs is None else self._by_jobs.nbytes)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the thread that copied, and of each that did in a job."""
+        return self._busy_s + (0.0 if self._by_jobs is None else self._by_jobs.ns * 1e-9)
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether jobs of a CPU may copy instead (`job`), as nobody watches what is copied."""
+        hooks = self._instrumentation
+        watched = hooks.timeline is not None or hooks.on_copy is not PLAIN.on_copy
+        return self._stream is None and self.clock is SYSTEM and not watched
+
+    def job(self, dest: Tensor, source: Tensor, table: Tensor | None = None) -> None:
+        """Copy rows by a job of the CPU's pool, here and now; see `copy_rows`."""
+        from qoff.kernels.cpu.jit.copies import CopiedWords, copy_rows  # compiled when imported
+
+        self._by_jobs = self._by_jobs or CopiedWords()
+        copy_rows(dest, source, self._by_jobs, table)
 
     def submit(self, pairs: Sequence[tuple[Tensor, Tensor]], lane: str, name: str) -> Future[None]:
         """Start copying from the second of each pair to the first; neither is touched meanwhile."""
@@ -104,5 +133,5 @@ class Copies:
                         move()
                 finally:  # nothing is written to memory any more whose move has failed
                     self._stream.synchronize()
-        self.bytes += nbytes
-        self.busy_s += self.clock.now() - start
+        self._bytes += nbytes
+        self._busy_s += self.clock.now() - start

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,10 +20,12 @@ from qoff.memory.arena import PAGE
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .direct import set_direct
-from .disk import DiskReader, ReadRequest, Run
+from .disk import DiskReader, Fill, ReadRequest, Run
 from .ranges import copy_range
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
+SlotFill: TypeAlias = tuple[Sequence[tuple[int, Tensor]], int, int]
+Failed: TypeAlias = Callable[[BaseException], None]
 
 
 class SpillFile:
@@ -53,6 +56,7 @@ class SpillFile:
         # Another file description: the reader asks for O_DIRECT by itself.
         self._path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
         self._reads: set[Future[None]] = set()  # under way
+        self._lists: set[ReadRequest] = set()  # of these, which wait for slots
         self._lock = threading.Lock()
         self._clock = instrumentation.clock
         self._workers = self._clock.workers(2, f"qoff-spill {folder}", DiskWriteError)
@@ -73,6 +77,18 @@ class SpillFile:
         """`read` for many short runs, which come to their places in `dest`."""
         self._check_open()
         return self._noted(self._reader.submit_runs(self._path, runs, dest))
+
+    def read_list(self, fills: Sequence[SlotFill], failed: Failed) -> ReadRequest:
+        """Start reading into slots as they are given back; see `DiskReader.submit_list`.
+
+        fills: parts as for `read_parts`, words and turn of the slot.
+        """
+        self._check_open()
+        listed = [Fill(self._path, *fill) for fill in fills]
+        request = self._noted(self._reader.submit_list(listed, failed))
+        self._lists.add(request)
+        request.add_done_callback(self._lists.discard)
+        return request
 
     def write(self, offset: int, source: Tensor) -> Future[None]:
         """Start writing `source`, uint8: whole pages in memory that is aligned to a page.
@@ -115,6 +131,8 @@ class SpillFile:
             # Its descriptor would keep the space, and the next file's.
             all_of_it.callback(self._reader.forget, self._path)
             all_of_it.callback(lambda: self._clock.wait(self._reads))
+            for request in list(self._lists):  # no slot may ever be free
+                request.abandon()
             self._workers.close()
 
     def _check_open(self) -> None:

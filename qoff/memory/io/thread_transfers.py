@@ -20,8 +20,8 @@ from .transfers import Mark, Transfers, UnitRead
 class ThreadTransfers(Transfers):
     """Transfers for a device that is the CPU: computations are done when their calls return.
 
-    Copies from host memory take one more thread; the staging memory for repacking is part of the
-    device arena.
+    Copies from host memory, of single experts or where somebody watches what is moved, take one
+    more thread; the staging memory for repacking is part of the device arena.
     """
 
     def __init__(self, reader: DiskReader | None = None) -> None:
@@ -43,6 +43,10 @@ class ThreadTransfers(Transfers):
     @property
     def sweeps(self) -> bool:
         return self.clock is SYSTEM and self._instrumentation.timeline is None
+
+    @property
+    def in_place(self) -> bool:
+        return self._copies.unwatched
 
     def _new_copies(self, instrumentation: Instrumentation) -> Copies:
         return Copies(instrumentation=instrumentation)

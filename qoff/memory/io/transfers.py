@@ -180,6 +180,11 @@ class Transfers(ABC):
         return False
 
     @property
+    def in_place(self) -> bool:
+        """Whether what is in host memory is computed with there, as the device's memory is it."""
+        return False
+
+    @property
     def poison(self) -> bool:
         """Whether memory that holds nothing is filled with 0xFF."""
         return self._instrumentation.poison

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference.linear import ended
-from qoff.kernels.upload import on_device
 from qoff.kvcache import KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
@@ -34,12 +32,14 @@ from qoff.models.forward_pass import (
 )
 from qoff.models.spec import DecoderSpec
 
-from .following import Following, check_ids
+from .following import check_ids
 from .graphs import Replays
 from .layer import Layer
 from .linear import Linear, Steps, norm_of, tiled
 from .per_layer import table_scale
 from .rope import CPU, RotaryTable
+from .rows import kept, taken
+from .whole import WholePasses
 
 
 def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
@@ -135,7 +135,7 @@ class Decoder:
         self.replays = replays
         self._embed, self._embed_layers = embed, embed_layers
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
-        self._following = None if replays is None else Following(spec, replays)
+        self._whole = None if replays is None else WholePasses(spec, replays, self._from_ids)
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -210,14 +210,16 @@ class Decoder:
         """
         ids, key, stays, rows = run.begun or self.begin(run)
         swept, run.begun, run.swept = run.swept, None, False
-        if key is not None and self.resident and stays:
+        whole = self._whole if self.resident and stays and self.replays is not None else None
+        if swept:
+            logits = yield from self._units(run, None, run.logit_rows)
+        elif whole is not None and key is not None:
             run.tokens = ids
-            logits = yield from self._whole(run, key)
-        elif self._can_defer(run, stays):
-            logits = yield from self._at_once(run, ids)
+            logits = yield from whole.recorded(run, key)
+        elif whole is not None and whole.can_defer(run):
+            logits = yield from whole.deferred(run, ids)
         else:
-            if rows is None and not swept:
-                rows = self.embedded(ids, run)
+            rows = self.embedded(ids, run) if rows is None else rows
             logits = yield from self._units(run, rows, run.logit_rows, key)
         assert run.cached is not None
         run.cached.end()
@@ -260,13 +262,14 @@ class Decoder:
         None, and nothing is done, unless that is a recorded pass over all weights whose recording
         computes this one, too.
         """
-        follows = self._following is not None and run.states is None
-        logits = self._following.logits(run) if follows and self._following else None
-        return None if logits is None else _taken(logits, run.logit_rows)
+        if self._whole is None or run.states is not None:
+            return None
+        logits = self._whole.following.logits(run)
+        return None if logits is None else taken(logits, run.logit_rows)
 
     def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
-        return [] if self._following is None else self._following.tokens(run, *choosing)
+        return [] if self._whole is None else self._whole.following.tokens(run, *choosing)
 
     def embedded(self, ids: Tensor, run: ForwardPass) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device; the pass has the rest."""
@@ -282,6 +285,10 @@ class Decoder:
             self._steady = (tokens, self.new_workspace(tokens))
         return self._steady[1]
 
+    def _from_ids(self, run: ForwardPass, ids: Tensor, logit_rows: Tensor | None) -> Steps:
+        """A pass over tokens, unit by unit; logit_rows None: the logits of all."""
+        return self._units(run, self.embedded(ids, run), logit_rows)
+
     def _units(
         self,
         run: ForwardPass,
@@ -295,7 +302,7 @@ class Decoder:
         """
         if rows is not None:
             alone = key is None and run.states is None
-            keep = _kept(logit_rows, len(rows)) if alone else None
+            keep = kept(logit_rows, len(rows)) if alone else None
             yield from self._layers(run, rows, key, keep)
             if keep is not None and logit_rows is not None:
                 logit_rows = torch.arange(len(logit_rows))
@@ -304,7 +311,7 @@ class Decoder:
         hidden = run.activations.load()
         if run.states is not None:
             self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
-        rows = _taken(hidden, logit_rows)
+        rows = taken(hidden, logit_rows)
         run.hidden = None
         end = logits_ending(self.spec) if self._scaled else PLAIN
         return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
@@ -329,8 +336,8 @@ class Decoder:
             run.workspace = of_tiles if in_tiles else workspace
             run.hidden = activations.load()
             if key is None or in_tiles or run.per_layer is not None:  # which lies anywhere
-                kept = keep if layer == last else None
-                yield from self.layer.steps(layer, weights, run, kept)
+                going_on = keep if layer == last else None
+                yield from self.layer.steps(layer, weights, run, going_on)
             else:
                 self._replayed(layer, weights, run, key)
             activations.store(run.input)
@@ -359,76 +366,6 @@ class Decoder:
         if place is not None:
             cached.close(kv_layer)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
-
-    def _can_defer(self, run: ForwardPass, stays: bool) -> bool:
-        """Whether ops may compute later, as nothing but ops has to do with what they do."""
-        assert run.cached is not None
-        return (
-            self.replays is not None
-            and self.replays.while_done is not None
-            and self.resident
-            and stays
-            and run.cached.in_place
-            and run.states is None
-        )
-
-    def _at_once(self, run: ForwardPass, ids: Tensor) -> Steps:
-        """Compute a pass, of prompts for example, that no other will be like."""
-        weights = yield from self._all_weights()
-        assert self.replays is not None
-        assert self.replays.while_done is not None
-        with self.replays.while_done.deferring():
-            return _given(self._units(run, self.embedded(ids, run), run.logit_rows), weights)
-
-    def _all_weights(self) -> Generator[Unit, Weights, list[Weights]]:
-        """The weights of all units, which stay."""
-        weights: list[Weights] = []
-        for unit in (*range(self.spec.num_layers), HEAD):
-            weights.append((yield unit))
-        return weights
-
-    def _whole(self, run: ForwardPass, key: Hashable) -> Steps:
-        """Compute a pass as its recording, or record it: when all its weights are there."""
-        weights = yield from self._all_weights()
-        key = (*map(id, weights), key)
-
-        def work(ids: Tensor) -> Tensor:
-            return _given(self._units(run, self.embedded(ids, run), None), weights)
-
-        assert self.replays is not None
-        assert self._following is not None
-        logits = self.replays.run(key, weights, run.tokens, work)
-        self._following.note(run, key, weights)
-        run.hidden = None
-        return _taken(logits[: run.ragged.tokens], run.logit_rows)
-
-
-def _given(steps: Steps, weights: Sequence[Weights]) -> Tensor:
-    """What steps over all units return that are given these weights, which need no others."""
-    next(steps)
-    for some in weights[:-1]:
-        steps.send(some)
-    try:
-        steps.send(weights[-1])
-    except StopIteration as finished:
-        return finished.value
-    raise AssertionError("the head streams")
-
-
-def _kept(logit_rows: Tensor | None, count: int) -> list[int] | None:
-    """The rows of `count` that the last layer goes on with after attention; None: all.
-
-    A row at least, so that each pass waits for the same parts of the weights.
-    """
-    if logit_rows is None or 2 * max(1, len(logit_rows)) > count:
-        return None
-    rows = logit_rows.tolist() or [0]
-    return rows if all(row < later for row, later in pairwise(rows)) else None
-
-
-def _taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """A copy of some rows of x, whose memory others use while a head streams; None: x itself."""
-    return x if rows is None else x.index_select(0, on_device(rows, x.device))
 
 
 def logits_ending(spec: DecoderSpec) -> Ending:

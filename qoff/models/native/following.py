@@ -18,6 +18,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.interrupts import HEARD_S
 from qoff.kernels.layout.distribution import Choice
 from qoff.kvcache import CachePass
 from qoff.kvcache.slots import SlotSubset
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 # Of a number of steps, float64 [steps, R, noise_size]: what their tokens are drawn by.
 Noise: TypeAlias = Callable[[int], Tensor]
-TOGETHER_S = 0.025  # that steps take before tokens are seen and signals are heard
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Following:
         """Do up to `most` steps, each with the tokens that were chosen before it.
 
         Those chosen after each, one of each row; none, and nothing is done, if it cannot. It is as
-        many steps as take `TOGETHER_S`; noise: of so many. The rest is as for `Steps.tokens`.
+        many steps as take `HEARD_S`; noise: of so many. The rest is as for `Steps.tokens`.
         Raises OpError for tokens that are not there.
         """
         following, rows = self._next(run), len(run.tokens)
@@ -96,7 +96,7 @@ class Following:
             return []
         steps, cached, ahead = following
         of, seconds = self._step_s
-        in_time = max(1, int(TOGETHER_S / seconds)) if of == rows else 1
+        in_time = max(1, int(HEARD_S / seconds)) if of == rows else 1
         count = min(most, ahead, in_time)
         drawn_by = None if noise is None else noise(count)
         start = time.perf_counter()

@@ -1,0 +1,74 @@
+"""Passes over weights that all stay: from the embedding to the logits as one recording, or list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from qoff.memory import HEAD, Unit, Weights
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.spec import DecoderSpec
+
+from .following import Following
+from .graphs import Replays
+from .linear import Steps
+from .rows import taken
+
+# A pass over these tokens, int64 [M], unit by unit; the rows whose logits are wanted, None: all.
+Compute: TypeAlias = Callable[[ForwardPass, Tensor, Tensor | None], Steps]
+
+
+class WholePasses:
+    """Passes whose hidden states and KV cache stay where they are, too."""
+
+    def __init__(self, spec: DecoderSpec, replays: Replays, compute: Compute) -> None:
+        self._units: list[Unit] = [*range(spec.num_layers), HEAD]
+        self._replays, self._compute = replays, compute
+        self.following = Following(spec, replays)
+
+    def recorded(self, run: ForwardPass, key: Hashable) -> Steps:
+        """Compute a pass as its recording, or record it: when all its weights are there."""
+        weights = yield from self._weights()
+        key = (*map(id, weights), key)
+
+        def work(ids: Tensor) -> Tensor:
+            return _given(self._compute(run, ids, None), weights)
+
+        logits = self._replays.run(key, weights, run.tokens, work)
+        self.following.note(run, key, weights)
+        run.hidden = None
+        return taken(logits[: run.ragged.tokens], run.logit_rows)
+
+    def can_defer(self, run: ForwardPass) -> bool:
+        """Whether ops may compute later, as nothing but ops has to do with what they do."""
+        assert run.cached is not None
+        by_jobs = self._replays.while_done is not None
+        return by_jobs and run.cached.in_place and run.states is None
+
+    def deferred(self, run: ForwardPass, ids: Tensor) -> Steps:
+        """Compute a pass, of prompts for example, that no other will be like."""
+        weights = yield from self._weights()
+        assert self._replays.while_done is not None
+        with self._replays.while_done.deferring():
+            return _given(self._compute(run, ids, run.logit_rows), weights)
+
+    def _weights(self) -> Generator[Unit, Weights, list[Weights]]:
+        """The weights of all units."""
+        weights: list[Weights] = []
+        for unit in self._units:
+            weights.append((yield unit))
+        return weights
+
+
+def _given(steps: Steps, weights: Sequence[Weights]) -> Tensor:
+    """What steps over all units return that are given these weights, which need no others."""
+    next(steps)
+    for some in weights[:-1]:
+        steps.send(some)
+    try:
+        steps.send(weights[-1])
+    except StopIteration as finished:
+        return finished.value
+    raise AssertionError("the head streams")
