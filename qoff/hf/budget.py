@@ -284,7 +284,8 @@ def working_bytes(
         from qoff.plan.gpu import memory_on_gpu
 
         options: dict[str, Any] = {"device_memory": bound, "batch_size": sequences, "kv": kv}
-        plan = Plan(**options, context=longest, prefill_tokens=tokens)
+        # One pass at a time: nothing is dequantized for others.
+        plan = Plan(**options, context=longest, prefill_tokens=tokens, schedule="sequential")
         device, dtype = decoder.device, decoder.dtype
         recorded = 0 if decoder.replays is None else max(sequences, largest)
         memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled, recorded)

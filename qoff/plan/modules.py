@@ -48,7 +48,12 @@ def memory_of_modules(
     ]
     each = [decoder.working_bytes(b, t, plan.context) + kv for b, t, kv in passes]
     kept = [decoder.kept_bytes(b, t, plan.context) for b, t, _ in passes]
-    work = plan.batches * sum(each) if tiled else max(each)
+    if tiled:
+        work = plan.batches * sum(each)
+    else:
+        lent = [decoder.lent_bytes(b, t) for b, t, _ in passes]
+        work = plan.batches * sum(lent)
+        work += max(one - own for one, own in zip(each, lent, strict=True))
     work += plan.logits_bytes(decoder.vocab_size)
     head = 4 * _LOGITS * plan.batch_size * decoder.vocab_size
     work += max(head, plan.sampling_bytes(decoder.vocab_size, on_cpu=True))

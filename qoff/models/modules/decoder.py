@@ -140,13 +140,21 @@ class ModuleDecoder:
         each = 4 * count * (self._widths + 8 * self.text_config.hidden_size)
         if self._kv is None:
             return sequences * (each + 4 * count * 3 * self.heads * longest)
-        unpacked = count + self._kv.window + self._kv.sinks + 2 * BLOCK_TOKENS
-        shapes = self.packed_shapes.values()
-        floats = [RecentWorkspace.floats_for(shape, 1, unpacked) for shape in shapes]
-        of_layers = (sequences + PACKING) * max(floats) + sequences * sum(
-            floats[i] for i in self.lent
-        )
-        return sequences * each + 4 * of_layers
+        largest = 4 * (sequences + PACKING) * max(self._unpacked(count))
+        return sequences * each + largest + self.lent_bytes(sequences, count)
+
+    def lent_bytes(self, sequences: int, count: int) -> int:
+        """What such a pass keeps to its end of layers whose keys and values others attend to."""
+        if not self.lent:
+            return 0
+        floats = self._unpacked(count)
+        return 4 * sequences * sum(floats[i] for i in self.lent)
+
+    def _unpacked(self, count: int) -> list[int]:
+        """Floats of each layer's tokens that are not packed, of a sequence that has `count` new."""
+        assert self._kv is not None
+        tokens = count + self._kv.window + self._kv.sinks + 2 * BLOCK_TOKENS
+        return [RecentWorkspace.floats_for(one, 1, tokens) for one in self.packed_shapes.values()]
 
     def scratch_bytes(self, sequences: int, count: int, longest: int) -> int:
         """What qoff's ops share in such a pass: see `native.scratch`."""

@@ -84,6 +84,8 @@ class Replays:
         fixed = self._memory("input", x)
         fixed.copy_(pinned(x, self._device), non_blocking=True)
         scratch, base = self._scratch, (tuple(x.shape), key)
+        if scratch is not None and parts == 1:
+            scratch.forget()  # it goes through all units, and has use for nothing of this one
         found = None if scratch is None else scratch.key
         whole: tuple[Hashable, Hashable] = base
         if base in self._dequantizing:
@@ -113,12 +115,13 @@ class Replays:
                     scratch.restore(kept)
                 self._give_up(error)
                 return work(fixed)
+            if scratch is not None:
+                entry.kept = scratch.snapshot()
             self.recorded += 1
         self._entries[whole] = entry
         entry.replay()
         self.replayed += 1
         if scratch is not None and base in self._dequantizing:
-            entry.kept = entry.kept or scratch.snapshot()
             scratch.restore(entry.kept)
         return entry.result
 
