@@ -100,7 +100,7 @@ def test_each_matrix_is_dequantized_once_a_round(
         assert not scratch._kept
         if streams:
             assert llm.runtime.store.stats.bytes_read > 0
-    assert {passes for passes, _ in rounds} >= {2, 3, 4}
+    assert {passes for passes, _ in rounds} >= {2, 3}
     assert {launches for passes, launches in rounds if passes > 1} == {MATRICES}
 
 
