@@ -55,7 +55,7 @@ class BatchSlots:
         self._sampler, self._first_place = sampler, first_place
         self._prefixes = prefixes
         self._slots: dict[int, Sequence] = {}
-        self._empty = list(range(cache.sequences))  # that was emptied first comes first
+        self._emptied = list(range(cache.sequences))  # all slots, those emptied last at the end
         self._indexed: object = None  # what `index` depends on, as it was then
 
     @property
@@ -66,8 +66,8 @@ class BatchSlots:
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
         # With shared prefixes what the last sequence of a slot has left is of use.
-        slot = min(self._empty) if self._prefixes is None else self._empty[0]
-        self._empty.remove(slot)
+        order = range(self.cache.sequences) if self._prefixes is None else self._emptied
+        slot = next(slot for slot in order if slot not in self._slots)
         self._sampler.begin(self._first_place + slot, sequence)
         self._slots[slot], self._accepted[slot] = sequence, Acceptance()
         self.cache.reset(slot, len(sequence.prompt) + sequence.max_tokens)
@@ -77,7 +77,7 @@ class BatchSlots:
         slot = self._slot_of(sequence)
         sequence.ended = True
         del self._slots[slot]
-        self._empty.append(slot)
+        self._emptied = [*(one for one in self._emptied if one != slot), slot]
         self.cache.reset(slot)
 
     def sequences(self) -> list[Sequence]:
@@ -130,7 +130,7 @@ class BatchSlots:
                 self._prefixes.add(tokens, self.cache.blocks[slot], one.adapter)
 
     def forget_prefixes(self) -> None:
-        """What blocks have may be wrong: nothing begins with those that there are."""
+        """See `Places.forget_prefixes`."""
         self._indexed = None
         if self._prefixes is not None:
             self._prefixes.clear()
@@ -184,7 +184,7 @@ class BatchSlots:
             if one.answer:
                 wrong[slot] = self.cache.lengths[slot] - len(one.prompt) - len(one.answer) + 1
         for slot, count in self._drafted.items():
-            if slot in self._slots:
+            if count and slot in self._slots:
                 self._accepted[slot].note(count, count - wrong[slot])
         self._drafted = {}
         if any(wrong):

@@ -131,8 +131,8 @@ class Places:
 
     def begin_again(self) -> None:
         """Take all sequences out of the batches, to be read from the start."""
+        self.forget_prefixes()
         for batch in self.batches:
-            batch.forget_prefixes()
             for sequence in batch.sequences():
                 batch.remove(sequence)
         groups: dict[Sequence, list[Sequence]] = {}
@@ -144,6 +144,11 @@ class Places:
             sequence.begin_again()
             groups.setdefault(sequence.waits_for or sequence, []).append(sequence)
         self._waiting.extendleft(reversed(groups.values()))
+
+    def forget_prefixes(self) -> None:
+        """What blocks have may be wrong: nothing begins with those that there are."""
+        for batch in self.batches:
+            batch.forget_prefixes()
 
     def finish_done(self) -> None:
         """Take the answers that are done out of their batches."""

@@ -203,6 +203,7 @@ class Rounds:
                     self._compute()
         except Exception as error:
             with self._changed:
+                places.forget_prefixes()
                 calls = {places.calls[one] for one in places.admitted()}
                 for call in calls:
                     call.failed(error)

@@ -177,9 +177,12 @@ class GroupBlocks:
         self.freed = [self.freed[i] for i in sequences]
 
     def shorten(self, slot: int, kept: int) -> None:
-        """Let go of all but the oldest blocks of a sequence."""
+        """Let go of all but the oldest blocks of a sequence.
+
+        The newest is given away first: no other one is found by what it has.
+        """
         freed = self.freed[slot]
-        self.store.release(self.blocks[slot][max(kept, freed) :])
+        self.store.release(reversed(self.blocks[slot][max(kept, freed) :]))
         self.blocks[slot] = self.blocks[slot][:kept]
         self.freed[slot] = min(freed, kept)
 

@@ -74,6 +74,21 @@ def test_prompts_begin_with_what_was_read_and_answered_before(checkpoint: Path) 
             assert answers[tuple(prompt)] == found[tuple(prompt)]
 
 
+def test_after_an_error_nothing_is_known(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks may never have got what they should have."""
+    plan = Plan(batch_size=1, context=CONTEXT, kv=QUANT, share_prefixes=True)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    with LLM(checkpoint, plan) as llm:
+        llm.generate([TOKENS], params)
+        with monkeypatch.context() as fails:
+            fails.setattr(llm._rounds, "_compute", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([TOKENS[:5]], params)
+        before = sum(one.read for one in llm.rounds)
+        llm.generate([TOKENS], params)
+        assert sum(one.read for one in llm.rounds) - before == len(TOKENS)
+
+
 def test_sink_tokens_are_not_shared() -> None:
     with pytest.raises(ArgumentError, match="share_prefixes needs sinks=0"):
         Plan(share_prefixes=True, kv=KVQuant(sinks=16))
