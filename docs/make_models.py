@@ -28,8 +28,8 @@ batches (`tests/models/test_decoder.py`). Other architectures: see below.
 """
 _REST = """
 Weights in FP8, in which DeepSeek V3, R1, Kimi K2 and MiniMax M2 are published, are read as they are
-([formats.md](formats.md)). Experts may be tensors of their own or one tensor for a layer, whatever form their family is
-published in; those of gpt-oss and Granite are in one.
+([formats.md](formats.md)). Experts may be tensors of their own or one tensor for a layer, whatever
+form their family is published in; those of gpt-oss and Granite are in one.
 
 The KV cache of models with latent attention keeps of a token what the heads' keys and values come
 of, and the part of the keys that RoPE rotates: 324 bytes a layer of DeepSeek V2 and V3, packed to 4

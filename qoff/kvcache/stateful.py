@@ -158,6 +158,11 @@ class StatefulDevicePass(_StatefulPass, DeviceCachePass):
 
     _cache: StatefulDeviceCache
 
+    def replay_key(self) -> Hashable | None:
+        key = super().replay_key()
+        self._touched |= key is not None  # a replay opens no layer
+        return key
+
     def _states_key(self) -> Hashable:
         states = self._cache.states
         return tuple(part.data_ptr() for part in (*states.conv, *states.memory))
