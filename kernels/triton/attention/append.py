@@ -158,7 +158,7 @@ def pack_blocks(
         PARTS=form.parts,
         V_CODES=form.v_codes,
         NBYTES=form.nbytes,
-        num_warps=8 if form.head_dim > 128 else 4,  # 64 values of K a thread, 128 of heads of 512 channels
+        num_warps=8 if form.head_dim > 128 else 4,  # 64 to 128 values of K each
         num_stages=1,
         **LAUNCH,
     )  # fmt: skip
