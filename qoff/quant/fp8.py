@@ -178,13 +178,11 @@ class FP8:
             (experts, n): rows,
             (experts * n,): rows,
             (experts * n, 1): rows,
-            (experts, n, 1): rows,
+            (experts, n, 1): columns if self.columns and n == k else rows,
             (experts, 1, k): columns,
         }
-        if n == k:  # these may be either
-            del known[experts, n], known[experts, n, 1]
-            if self.columns:
-                known[experts, n, 1] = columns
+        if n == k:
+            del known[experts, n]  # it may be either
         if self.block is not None:
             down, across = self.block
             known[experts, -(-n // down), -(-k // across)] = self.block
