@@ -115,14 +115,13 @@ class Replays:
                     scratch.restore(kept)
                 self._give_up(error)
                 return work(fixed)
-            if scratch is not None:
-                entry.kept = scratch.snapshot()
             self.recorded += 1
-        self._entries[whole] = entry
         entry.replay()
         self.replayed += 1
         if scratch is not None and base in self._dequantizing:
+            entry.kept = entry.kept or scratch.snapshot()
             scratch.restore(entry.kept)
+        self._entries[whole] = entry
         return entry.result
 
     def steady(self, role: str, x: Tensor) -> Tensor:
