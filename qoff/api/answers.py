@@ -28,6 +28,7 @@ class Form:
         self._chat, self.tokenizer, self._shown = kind == "chat", tokenizer, logprobs
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._texts: dict[int, str] = {}  # of tokens that were decoded
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         """The document of complete answers."""
@@ -155,7 +156,9 @@ class Form:
         return [_entry(self._token(token), step[token]) for _, token in best]
 
     def _token(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
+        if token not in self._texts:
+            self._texts[token] = str(self.tokenizer.decode([token]))
+        return self._texts[token]
 
 
 def _entry(text: str, one: Logprob) -> dict[str, Any]:

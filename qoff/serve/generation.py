@@ -54,7 +54,11 @@ class Generated(Response):
             async for piece in self._pieces(answers):
                 if piece.answer is not None:
                     done[piece.number] = piece.answer
-        return encoded(asked.document([done[i] for i in sorted(done)], answers.prompt_tokens))
+        said_all = [done[i] for i in sorted(done)]
+        # Log-probabilities of a long prompt take seconds; streams go on meanwhile.
+        return await self._engine.beside(
+            lambda: encoded(asked.document(said_all, answers.prompt_tokens))
+        )
 
     async def _send_events(self, receive: Receive, send: Send, said: dict[str, Any]) -> None:
         async with aclosing(self._events(receive, said)) as events:

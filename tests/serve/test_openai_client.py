@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from qoff.api.requests import Asked
 from qoff.engine import SamplingParams
 
 from .conftest import MODEL, Running
@@ -107,6 +108,32 @@ def test_log_probabilities_are_those_of_the_engine(client: OpenAI, served: Runni
              zip(wanted.token_ids, wanted.logprobs or (), strict=True)], abs=1e-4
         )  # fmt: skip
         assert all(len(one.top_logprobs) == 3 for one in entries)
+
+
+def test_a_document_is_made_beside_the_loop(served: Running, monkeypatch: Any) -> None:
+    """And each of its tokens is decoded once: log-probabilities of a long prompt take seconds."""
+    assert served.engine.llm is not None
+    threads, decoded = list[str](), list[int]()
+    document, tokenizer = Asked.document, served.engine.llm.tokenizer
+    assert tokenizer is not None
+    decode: Any = tokenizer.decode
+
+    def decoding(tokens: list[int], **how: Any) -> Any:
+        decoded.extend(tokens)
+        return decode(tokens, **how)
+
+    def making(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(tokenizer, "decode", decoding)
+            return document(*args)
+
+    monkeypatch.setattr(Asked, "document", making)
+    body = {"prompt": "abcabc", "max_tokens": 1, "prompt_logprobs": 3}
+    assert served.ask("/v1/completions", body)[0] == 200
+    assert [one.startswith("qoff-serve-reader") for one in threads] == [True]
+    assert decoded
+    assert len(set(decoded)) == len(decoded)
 
 
 def test_prompts_are_echoed_as_lm_eval_wants_them(client: OpenAI, served: Running) -> None:
