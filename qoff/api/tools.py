@@ -2,8 +2,9 @@
 
 Hermes' form, of Qwen, SmolLM3 and many others: `<tool_call>{"name": ..., "arguments": {...}}
 </tool_call>`, any number of them beside text. Llama 3's, whose whole answer is `{"name": ...,
-"parameters": {...}}`, and Mistral's, a list of such objects with "arguments" behind `[TOOL_CALLS]`.
-An answer that must call a function is one object alone.
+"parameters": {...}}`, and Mistral's: a list of such objects with "arguments" behind `[TOOL_CALLS]`,
+or, newer, `[TOOL_CALLS]name[ARGS]{...}`, one after another; its marks are special tokens, which
+texts of answers leave out. An answer that must call a function is one object alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>\s*|\Z)", re.DOTALL)
 # What is in a template of a form whose calls are a whole answer.
 _WHOLE = ('"parameters": dictionary of argument name and its value', "[TOOL_CALLS]")
 _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # before them, where a tokenizer shows these
+# Between a name and its arguments in Mistral's newer form; one version has an identifier there.
+_BETWEEN = r"(?:(?:\[CALL_ID\])?[A-Za-z0-9]{9})?(?:\[ARGS\])?\s*"
+_BEGUN = re.compile(rf"{_BETWEEN}\{{|\[|[A-Za-z0-9]{{0,9}}\s*\Z")  # what may become that
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,18 @@ def written_whole(template: object) -> bool:
     )
 
 
-def may_be_calls(text: str) -> bool:
-    """Whether an answer that begins so may be calls as a whole; without text it may."""
+def may_be_calls(text: str, names: Iterable[str] = ()) -> bool:
+    """Whether an answer that begins so may be calls as a whole; without text it may.
+
+    names: of the functions.
+    """
     said = text.lstrip()
-    return not said or said[0] in "{[" or any(m.startswith(said[: len(m)]) for m in _MARKS)
+    if not said or said[0] in "{[" or any(m.startswith(said[: len(m)]) for m in _MARKS):
+        return True
+    return any(
+        one.startswith(said) or (said.startswith(one) and _BEGUN.match(said, len(one)))
+        for one in names
+    )
 
 
 def split(calls: Calls | None, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -80,7 +92,7 @@ def split(calls: Calls | None, text: str) -> tuple[str, list[dict[str, Any]]]:
     if calls is None:
         return text, []
     if calls.must:
-        one = _call(text)
+        one = _call(text, calls.whole)
         return (text, []) if one is None else ("", [one])
     if calls.whole:
         return _whole(calls, text)
@@ -104,32 +116,44 @@ def ended(calls: Calls | None, found: list[dict[str, Any]], reason: str) -> str:
 
 
 def _whole(calls: Calls, text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The same of an answer that is an object, several with semicolons between, or a list."""
+    """The same of an answer that is an object, several with semicolons between, or a list.
+
+    Or a name and an object, any number of times.
+    """
+    names = "|".join(map(re.escape, sorted(calls.tools, key=len, reverse=True)))
+    named = re.compile(rf"({names}){_BETWEEN}(?=\{{)")
     said = text.strip()
-    for mark in _MARKS:
-        said = said.removeprefix(mark).lstrip()
     found: list[Any] = []
     try:
         while said:
-            one, end = json.JSONDecoder().raw_decode(said)
+            for mark in _MARKS:
+                said = said.removeprefix(mark).lstrip()
+            name = named.match(said)
+            one, end = json.JSONDecoder().raw_decode(said, name.end() if name else 0)
+            if name:
+                one = {"name": name[1], "arguments": one}
             found += one if isinstance(one, list) else [one]
             said = said[end:].lstrip("; \n")
     except (ValueError, RecursionError):
         return text, []
-    # Mistral's templates take identifiers of nine characters alone.
-    made = [_call_of(one, secrets.token_hex(5)[:9]) for one in found]
+    made = [_call_of(one, _number(whole=True)) for one in found]
     known = [one for one in made if one is not None and one["function"]["name"] in calls.tools]
     if not known or len(known) < len(made):
         return text, []
     return "", known[: 1 if calls.one_only else None]
 
 
-def _call(text: str) -> dict[str, Any] | None:
+def _number(whole: bool) -> str:
+    """A call's identifier; Mistral's templates take those of nine characters alone."""
+    return secrets.token_hex(5)[:9] if whole else f"call_{secrets.token_hex(12)}"
+
+
+def _call(text: str, whole: bool = False) -> dict[str, Any] | None:
     try:
         said = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return _call_of(said, f"call_{secrets.token_hex(12)}")
+    return _call_of(said, _number(whole))
 
 
 def _call_of(said: Any, number: str) -> dict[str, Any] | None:

@@ -109,7 +109,7 @@ class Generated(Response):
     def _held_back(self, text: str) -> bool:
         """Whether an answer that begins so may be calls, and is not to be shown before it ends."""
         calls = self._asked.calls
-        return calls is not None and calls.whole and may_be_calls(text)
+        return calls is not None and calls.whole and may_be_calls(text, calls.tools)
 
     async def _pieces(self, answers: Answers) -> AsyncIterator[Piece]:
         """The pieces of answers, counted. Raises ApiError for an answer that cannot go on."""
