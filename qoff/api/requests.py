@@ -28,6 +28,7 @@ class Asked:
     include_usage: bool
     adapter: str | None
     echo: bool = False
+    prompt_logprobs: bool = False  # asked for as such, not for `echo` alone
 
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
@@ -45,8 +46,7 @@ class Asked:
                 logprobs = self.form.echoed(one.prompt_token_ids, steps, logprobs)
             reason = ended(self.calls, tools, one.finish_reason)
             choices.append(self.form.choice(number, text, reason, logprobs, tools))
-            said = self.echo and self.params.prompt_logprobs == self.params.logprobs
-            if one.prompt_logprobs is not None and not said:
+            if self.prompt_logprobs and one.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = self.form.prompt_logprobs(one.prompt_logprobs)
         generated = sum(len(one.token_ids) for one in answers)
         return self.form.whole(choices, usage(prompt_tokens, generated))
@@ -72,7 +72,10 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
     form = Form("chat" if chat else "text", adapter or model, llm.tokenizer, params.logprobs)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     echo = isinstance(body, CompletionRequest) and bool(body.echo)
-    return Asked(form, prompts, params, calls, bool(body.stream), with_usage, adapter, echo)
+    return Asked(
+        form, prompts, params, calls, bool(body.stream), with_usage, adapter, echo,
+        prompt_logprobs=body.prompt_logprobs is not None,
+    )  # fmt: skip
 
 
 def check_model(name: str | None, model: str, adapters: Sequence[str] = ()) -> None:

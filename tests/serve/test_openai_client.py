@@ -159,6 +159,12 @@ def test_prompts_are_echoed_as_lm_eval_wants_them(client: OpenAI, served: Runnin
         text, offsets = choice.text, choice.logprobs.text_offset or []
         pieces = [text[a:b] for a, b in zip(offsets, [*offsets[1:], None], strict=True)]
         assert pieces == choice.logprobs.tokens
+    assert not any("prompt_logprobs" in one for one in found.to_dict()["choices"])  # type: ignore[attr-defined]
+    both = client.completions.create(
+        model=MODEL, prompt=prompts[1], max_tokens=1, logprobs=1, echo=True,
+        extra_body={"prompt_logprobs": 1},
+    ).choices[0]  # fmt: skip
+    assert len(both.to_dict()["prompt_logprobs"]) == len(prompts[1])  # type: ignore[arg-type]
     plain = client.completions.create(model=MODEL, prompt="abc", echo=True, **GREEDY)
     assert plain.choices[0].text.startswith("abc")
     with pytest.raises(openai.BadRequestError):
