@@ -84,7 +84,8 @@ def default_plan(
     for _ in range(_SEARCHES):
         found = explain(sizes, replace(machine, usable=usable), work, plain)
         before, usable = usable, usable_now()
-        if left_by_limits() is None or usable[DEVICE] >= before[DEVICE]:
+        # a GPU's process has its limit in host memory
+        if left_by_limits() is None or all(usable[t] >= before[t] for t in (DEVICE, HOST)):
             break
     notes = "".join(f"; {note}" for note in machine.notes)
     logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.plan import Plan, default
+from qoff.plan import explain as explaining
 from qoff.plan.explain import explain
 from qoff.plan.machine import beside_plan
 from qoff.plan.manual import Memory
@@ -59,6 +61,29 @@ def test_what_does_not_fit_is_planned_and_runs(
     (line,) = [r.getMessage() for r in caplog.records if r.name == default.__name__]
     assert "5.0 MiB free" in line
     assert "limit: " in line
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_plan_is_chosen_again_while_a_limit_leaves_less(
+    free: dict[str, int],
+    tier: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    less = {"device": 5 * MIB, "host": 5 * MIB, "disk": GIB}
+    left = iter([less, *[{**less, tier: 4 * MIB}] * 2])
+    searched = list[int]()
+
+    def search(sizes: ModelSizes, on: Any, *others: Any) -> Any:
+        searched.append(on.usable[tier])
+        return explain(sizes, on, *others)
+
+    monkeypatch.setattr(default, "usable_memory", lambda *_: next(left))
+    monkeypatch.setattr(default, "left_by_limits", lambda: 104 * MIB)
+    monkeypatch.setattr(explaining, "explain", search)
+    default.default_plan(Checkpoint.open(path), CPU, torch.float32)
+    assert searched == [5 * MIB, 4 * MIB]
 
 
 def test_no_bound_is_above_what_a_limit_leaves(
