@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from qoff.plan import Plan
 
 
-# Fields of a plan that `qoff plan` does not choose.
+# Fields of a saved plan that options may say anew: `qoff plan` takes them as told (--shared,
+# --spill-folder), or leaves them out.
 _FREE = frozenset({"draft_tokens", "draft_model", "share_prefixes", "spill_folder"})
 
 

@@ -140,6 +140,11 @@ def plan(
         print_training(config, finetuning, training.sequence, machine, packed, as_json)
         return
     sizes = sizes_of(model, weights, machine.on_gpu)
+    if work.shared and sizes.spec.linear is not None:
+        raise ArgumentError(
+            f"this {sizes.spec.model_type} model has recurrent states, which sum up whole prompts "
+            "and are not shared; leave out --shared"
+        )
     cache = kv_quant(kv)
     chosen: Form | None = None
     if cache is None:

@@ -16,7 +16,7 @@ from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan
 from tests.cli.commands import run
 from tests.plan.machines import MIB, MIXTURE, SMALL, machine
-from tests.tiny_models import tiny_checkpoint
+from tests.tiny_models import save_model, tiny_checkpoint
 
 WORK = ("--prompt", "64-128", "--tokens", "16", "--requests", "8", "--brief")
 
@@ -100,6 +100,15 @@ def test_a_plan_has_what_answers_are_computed_with(
         each = one["plan"]["batches"] * one["plan"]["prefill_tokens"]
         read.append(one["phases"]["prefill"]["rounds"] * each)
     assert read[0] == pytest.approx(read[1] / 2)
+
+
+def test_recurrent_states_are_not_shared(here: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_model(path, "qwen3-next-head64")
+    found = run("plan", path / "config.json", "--machine", here, *WORK, "--shared", 0.5)
+    assert found.exit_code == 1
+    assert "leave out --shared" in found.output
+    assert found.output.count("\n") == 1
 
 
 def test_a_plan_of_a_mixture_takes_recorded_routes(
