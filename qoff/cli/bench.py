@@ -118,6 +118,8 @@ def bench(
     given = arguments or []
     if sum([compare is not None, history, suite is not None, bool(given) and suite is None]) != 1:
         raise ArgumentError("give one of MODEL, --suite, --compare and --history; see --help")
+    if plan is not None and (suite is not None or compare is not None or history):
+        raise ArgumentError("--plan is for measuring MODEL; leave it out")
     if suite is not None:
         run_suite(suite, given)
     elif compare is not None:
@@ -142,9 +144,10 @@ def _planned(
 ) -> tuple[ModelOptions, GridOptions]:
     """The options with what a saved plan says in their place.
 
-    Raises ArgumentError where they say it, too, and for attention to a part of the cache, which is
-    not measured here; FormatError for a file that is no plan.
+    Raises ArgumentError where they say it, too, and for a KV cache that is more than its bits, as
+    attention to a part of it, which is not measured here; FormatError for a file that is no plan.
     """
+    from qoff.kvcache.quant import kv_quant
     from qoff.plan.saved import read_plan
 
     for option in named(called, OF_PLANS).values():
@@ -155,6 +158,10 @@ def _planned(
     bits = [(plan.kv.k_bits, plan.kv.v_bits), *plan.kv.layers.values()]
     where = ["", *(f"/{layer}:" for layer in plan.kv.layers)]
     form = "".join(f"{x}{k},{v}" for x, (k, v) in zip(where, bits, strict=True))
+    if kv_quant(form) != plan.kv:
+        raise ArgumentError(
+            f"{file}: its KV cache is more than the bits {form}, which are all that bench times"
+        )
     bound = "all" if plan.device_memory is None else str(plan.device_memory)
     host = None if plan.host_memory is None else str(plan.host_memory)
     return replace(how, host_memory=host, slots=plan.slots), replace(

@@ -79,6 +79,10 @@ def test_a_plan_is_explained_saved_and_run(
     assert setup["device_memory"] == str(plan.device_memory)
     assert (setup["kv"], setup["slots"]) == (["4,4"], plan.slots)
     assert "--plan says what --slots would" in run(*timed, "--slots", 2).output
+    more = tmp_path / "more.json"
+    kept = json.loads(out.read_text())
+    more.write_text(json.dumps({**kept, "kv": {**kept["kv"], "window": 128}}))
+    assert "more than the bits 4,4" in run(*timed[:-1], more).output
     drafted = run("batch", model, prompts, "--plan", out, "--draft-tokens", 2, "--share-prefixes")
     assert drafted.exit_code == 0, drafted.output
 
