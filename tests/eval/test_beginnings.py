@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from qoff.eval.tasks.beginnings import Group, common_tokens, groups
 from qoff.eval.tasks.harness import QoffLM
+from qoff.eval.tasks.once import Size, size_of
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
 from tests.tiny_models import load_budgets, tiny_checkpoint
@@ -57,6 +58,12 @@ def test_the_fewest_tokens_are_read() -> None:
     lengths, common = [len(one) for one in apart], common_tokens(apart)
     assert groups(lengths, common) == [Group(21, 0, 3), Group(21, 3, 6), Group(21, 6, 9)]
     assert groups([1, 2, 3], [0, 1, 2]) == [Group(0, 0, 1), Group(0, 1, 2), Group(0, 2, 3)]
+
+
+def test_a_pass_without_wanted_rows_makes_one() -> None:
+    assert size_of([Group(20, 0, 2)], [30, 30], [25, 25]) == Size(40, 6 + 6 + 1, 2, 30)
+    assert size_of([Group(20, 0, 2)], [30, 30], [16, 25]) == Size(40, 5 + 10 + 6, 2, 30)
+    assert size_of([Group(0, 0, 1)], [30], [25]) == Size(30, 6, 1, 30)  # no second pass
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ def can_read_once(runtime: Runtime) -> bool:
 def size_of(groups: Sequence[Group], lengths: Sequence[int], places: Sequence[int]) -> Size:
     """Of sequences of so many tokens, predicted from these places on."""
     both = _parts(groups, lengths, places)
-    parts = [*chain(*both)]
+    wanted = (sum(part.stop - part.wanted for part in parts) for parts in both if parts)
     return Size(
-        sum(part.stop - part.first for part in parts),
-        sum(part.stop - part.wanted for part in parts),
+        sum(part.stop - part.first for part in chain(*both)),
+        sum(max(1, rows) for rows in wanted),  # as `read_once` asks for
         max(map(len, both)),
         max(lengths),
     )
