@@ -102,9 +102,11 @@ class Explained:
                 f"({simulated.decode.tokens_per_s:.1f} new tokens/s)"
             )
         file, free = self.sizes.checkpoint.outer.path, self.machine.usable[DISK]
-        if self.sizes.nbytes > free and not file.exists():
+        spilled = sum(self.found.bytes_by_tier()[DISK].values())
+        if self.sizes.nbytes + spilled > free and not file.exists():
+            more = f" and the plan {format_size(spilled)} more" if spilled else ""
             yield (
-                f"the checkpoint takes {format_size(self.sizes.nbytes)}, and "
+                f"the checkpoint takes {format_size(self.sizes.nbytes)}{more}, and "
                 f"{format_size(free)} of disk are free"
             )
 

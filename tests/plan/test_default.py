@@ -141,3 +141,15 @@ def test_an_explanation_names_tiers_limit_and_what_would_be_faster() -> None:
 def test_a_model_that_fits_is_said_to_need_no_offloading() -> None:
     found = explain(sizes(), machine(device=GIB), WORK)
     assert any("no offloading" in warning for warning in found.warnings())
+
+
+def test_the_disk_has_to_have_room_for_the_checkpoint_and_the_plan() -> None:
+    found = explain(sizes(), machine(device=6 * MIB), WORK)
+    memory = found.found.memory
+    spilled = replace(memory, purposes={**memory.purposes, "disk": {"KV cache": MIB}})
+    there = {**found.machine.usable, "disk": found.sizes.nbytes + MIB}
+    for more, said in ((0, False), (-1, True)):
+        on = replace(found.machine, usable={**there, "disk": there["disk"] + more})
+        one = replace(found, machine=on, found=replace(found.found, memory=spilled))
+        noted = [x for x in one.warnings() if "the plan 1.0 MiB more" in x]
+        assert bool(noted) == said
