@@ -106,7 +106,7 @@ def _units(
         )
     names = {id(p): name for name, p in model.named_parameters()}
     units, tiles = [], list[Tile]()
-    users = {} if most is None else tileable(model)
+    users = {} if most is None else tileable(model, (unit.module for unit in found))
     for i, unit in enumerate(found):
         learns = _learning([m._parameters[own] for m, own in unit.owned.values()], names)
         if most is not None and part != "outside":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -25,8 +25,13 @@ def replace(tiles: Tiles) -> None:
             TiledLinear(module, tiles, numbers)
 
 
-def tileable(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
-    """By identity, the weights that may lie in tiles, with the modules that have them."""
+def tileable(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, tuple[nn.Module, ...]]:
+    """By identity, the weights that may lie in tiles, with the modules that have them.
+
+    Embeddings inside of these layers stay whole: `TiledEmbedding` learns only in the pass of a
+    model, and layers are computed beside it.
+    """
+    within = {id(m) for layer in layers for m in layer.modules() if isinstance(m, nn.Embedding)}
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for p in module._parameters.values():
@@ -35,7 +40,7 @@ def tileable(model: nn.Module) -> dict[int, tuple[nn.Module, ...]]:
     return {
         key: tuple(modules)
         for key, modules in found.items()
-        if all(_is_plain(m) and id(m.weight) == key for m in modules)
+        if all(_is_plain(m) and id(m.weight) == key and id(m) not in within for m in modules)
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qoff import train
@@ -39,16 +41,17 @@ def tiled(
     norm: float | None = None,
     part: str = "layers",
     name: str = "llama",
+    of: Callable[..., Any] = model_of,
     **model: Any,
 ) -> train.Training:
     """Training in tiles, as the device has no room for a matrix."""
     options: dict[str, Any] = {"optimizer": train.AdamW(lr=LR, eps=EPS), "max_norm": norm}
     patch.setattr(placement, "TILES", (TILE,))
     patch.setattr(placement, "PARTS", (part,))
-    whole = offloaded(model_of(name, **model), place, folder, **options).placement
+    whole = offloaded(of(name, **model), place, folder, **options).placement
     assert not whole.host["weights in tiles"] + whole.disk["weights in tiles"]
     room = sum(whole.device.values()) - 1
-    made = offloaded(model_of(name, **model), place, folder, device_memory=room, **options)
+    made = offloaded(of(name, **model), place, folder, device_memory=room, **options)
     assert made.placement.host["weights in tiles"] + made.placement.disk["weights in tiles"]
     kept = made.placement.device["weights outside of layers"]
     assert (kept < whole.device["weights outside of layers"]) == (part != "layers")
@@ -125,6 +128,31 @@ def test_what_cannot_be_cut_is_refused_with_the_bytes(
     ):
         with pytest.raises(BudgetError, match=rf"too few by .*slots .* no tiles where {reason}"):
             offloaded(model_of("llama"), PLACES[2], tmp_path, device_memory=1 << 16, **options)
+
+
+def with_embedding(name: str) -> Any:
+    """A model with an embedding in a layer, of what is above zero."""
+    model = model_of(name)
+    mlp = model.model.layers[1].mlp
+    mlp.kinds, own = nn.Embedding(64, 64), mlp.forward
+    mlp.forward = lambda x: own(x) + mlp.kinds((x[..., 0] > 0).long())
+    return model
+
+
+def test_an_embedding_in_a_layer_stays_whole_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = tiled(PLACES[2], tmp_path, monkeypatch, of=with_embedding)
+    reference, name = with_embedding("llama"), "model.layers.1.mlp.kinds.weight"
+    before = training.state_dict()[name]
+    assert before.nbytes > TILE
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, eps=EPS)
+    for step in range(2):
+        wanted = torch_step(reference, optimizer, batches_of(step), None)
+        assert training.step(batches_of(step)) == pytest.approx(wanted, abs=LOSSES)
+    found = training.state_dict()
+    assert_same_weights(found, reference)
+    assert (found[name][:2] - before[:2]).abs().max() > LR
 
 
 def test_ids_beyond_the_vocabulary_are_refused(
