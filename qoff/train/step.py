@@ -255,6 +255,7 @@ class Engine:
     ) -> Tensor:
         """The loss of hidden states behind all layers, in a pass of its own that computes none."""
         self.parts.gradients.begin()
+        self.parts.steps.tiles.begin()  # the fused head has added to its own
         again = TrainingPass(partial(self._loss, batch, share), share)
         with self.parts.generators.forked():
             stop = stop_of(again.advance(), 0)

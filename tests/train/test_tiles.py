@@ -155,6 +155,33 @@ def test_an_embedding_in_a_layer_stays_whole_and_learns(
     assert (found[name][:2] - before[:2]).abs().max() > LR
 
 
+def with_doubled_loss(name: str) -> Any:
+    model = model_of(name)
+    own = model.forward
+
+    def forward(**given: Any) -> Any:
+        found = own(**given)
+        if found.loss is not None:
+            found.loss = 2 * found.loss
+        return found
+
+    model.forward = forward
+    return model
+
+
+def test_a_head_whose_loss_is_computed_again_has_its_gradient_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the loss is another than the head's, which has added to the gradients of its tiles."""
+    training = tiled(PLACES[2], tmp_path, monkeypatch, 1e9, "outside", of=with_doubled_loss)
+    reference = with_doubled_loss("llama")
+    reference(**batches_of(0)[0], use_cache=False).loss.backward()
+    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    training.step(batches_of(0)[:1])
+    assert training._engine.parts.head.fused is False
+    assert training.grad_norm == pytest.approx(float(wanted), rel=1e-5)
+
+
 def test_ids_beyond_the_vocabulary_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
