@@ -38,7 +38,7 @@ from .optimizers import Optimizer
 
 _HEADER, _VERSION = "run.json", 1
 _OF_GPU = 16  # bytes of a GPU's generator: seed and offset
-_UNNAMED = {"gradients": "float32"}  # of older runs
+_UNNAMED = "float32"  # gradients that wait, of older runs
 _STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
 _LOSS_SCALE: Fields = {"value": number(1, 2.0**1000, "a number from 1"), "good": whole(0)}
 _PENDING: Fields = {"step": whole(0), "scale": number(0, 2.0**1000, "a number from 0")}
@@ -78,13 +78,16 @@ def kind_of_run(
     tiles: Sequence[FlatUnit],
     gradient: torch.dtype,
 ) -> dict[str, Any]:
-    """What a run and its checkpoint have in common: what learns, and the form of states."""
+    """What a run and its checkpoint have in common: what learns, and the form of states.
+
+    gradient: what those of layers are; they are in the checkpoint where updates are delayed.
+    """
     weights = [
         [name, str(unit.dtype).removeprefix("torch."), list(shape)]
         for unit in units
         for name, shape in unit.shapes.items()
     ]
-    return {
+    found = {
         "optimizer": type(optimizer).__name__,
         "bits": optimizer.bits,
         "codes": "linear in roots" if optimizer.bits == 8 else None,
@@ -92,8 +95,10 @@ def kind_of_run(
         "updates": "delayed" if delayed else None,
         "weights": weights,
         "tiles": [tile.path for tile in tiles] or None,
-        "gradients": str(gradient).removeprefix("torch."),
     }
+    if delayed:
+        found["gradients"] = str(gradient).removeprefix("torch.")
+    return found
 
 
 def exists(folder: Path) -> bool:
@@ -212,7 +217,7 @@ def _decoded(random: str, folder: Path, nbytes: int) -> torch.Tensor:
 
 def _check_run(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     for name, value in wanted.items():
-        theirs = found.get(name, _UNNAMED.get(name))
+        theirs = found.get(name, _UNNAMED if name == "gradients" else None)
         if theirs == value:
             continue
         if isinstance(theirs, list) and isinstance(value, list):

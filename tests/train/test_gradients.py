@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,29 @@ def test_50_steps_in_bfloat16_are_those_of_torch(bits: int, tmp_path: Path) -> N
         assert training.step(batches_of(step)) == pytest.approx(float(found[""]), abs=LOSSES)
 
 
-def test_other_gradients_are_another_run(tmp_path: Path) -> None:
+def test_gradients_are_of_a_run_where_a_checkpoint_has_them(tmp_path: Path) -> None:
     model = model_of("llama")
     with pytest.raises(ArgumentError, match="gradients are 'half'; use auto, float32, bfloat16"):
         train.offload(model, tokens=12, gradients="half")
     train.offload(model, tokens=12).save(tmp_path)
     narrow = train.offload(model_of("llama"), tokens=12, gradients="bfloat16")
+    narrow.resume(tmp_path)
+    narrow.step([batch(0)])
+
+
+def test_runs_of_older_versions_go_on(tmp_path: Path) -> None:
+    """Their headers do not say what gradients are, which were float32."""
+
+    def late(gradients: str) -> train.Training:
+        model = model_of("llama", torch.bfloat16)
+        return train.offload(model, tokens=12, delayed=True, gradients=gradients)
+
+    first, path = late("float32"), tmp_path / "run.json"
+    first.step([batch(0)])
+    first.save(tmp_path)
+    header = json.loads(path.read_text())
+    assert header["run"].pop("gradients") == "float32"
+    path.write_text(json.dumps(header))
+    late("float32").resume(tmp_path)
     with pytest.raises(ArgumentError, match="its gradients are float32, here bfloat16"):
-        narrow.resume(tmp_path)
+        late("auto").resume(tmp_path)
