@@ -52,18 +52,19 @@ def offload(
     included. max_norm: clip gradients by their global norm.
 
     device_memory bounds what a step works with: slots of weights, gradients, states and hidden
-    states on their way, and weights outside of layers. Where layers are too large for it, their
-    linear layers are cut into tiles of rows, 64 MiB to 1. host_memory bounds what is kept between:
-    weights, states, the layers' inputs. Both in bytes or like "8GiB"; None: no bound. What goes
-    beyond host_memory is in a file without a name in the folder `disk`. What torch computes with
-    inside of one layer and in the loss, for one micro-batch, comes on top, as do frozen weights.
-    activation_memory bounds, beside these, what layers keep for their backward, from the second
-    step on; the others are computed again. activation_disk: bytes of the disk that more of them go
-    to, where that is faster; two stages in memory count as activation_memory. Which are kept, and
-    where, changes no bit. delayed: a step's gradients change weights during the next step, beside
-    all of it, and so one step later; weights then lie twice, and gradients stay. gradients: what
-    those of a layer are kept as when all micro-batches are added in float32: "float32", or
-    "bfloat16", rounded once; "auto": bfloat16 where layers' weights are.
+    states on their way, and weights outside of layers. Where it is too small, linear layers in
+    layers, or embedding and head, or all of these are cut into tiles of rows, 64 MiB to 1.
+    host_memory bounds what is kept between: weights, states, the layers' inputs. Both in bytes or
+    like "8GiB"; None: no bound. What goes beyond host_memory is in a file without a name in the
+    folder `disk`. What torch computes with inside of one layer and in the loss, for one
+    micro-batch, comes on top, as do frozen weights. activation_memory bounds, beside these, what
+    layers keep for their backward, from the second step on; the others are computed again.
+    activation_disk: bytes of the disk that more of them go to, where that is faster; two stages in
+    memory count as activation_memory. Which are kept, and where, changes no bit. delayed: a step's
+    gradients change weights during the next step, beside all of it, and so one step later; weights
+    then lie twice, and gradients stay. gradients: what those of a layer are kept as when all
+    micro-batches are added in float32: "float32", or "bfloat16", rounded once; "auto": bfloat16
+    where layers' weights are.
 
     device: computes, "cpu" or a GPU, like "cuda". On a GPU device_memory is of its memory, where
     what does not learn, and does not stream, has to be. Weights, gradients and layers' inputs are

@@ -213,8 +213,9 @@ class Training:
     def resume(self, folder: str | PathLike[str]) -> Any:
         """Go on from a checkpoint; returns the position that it was saved with.
 
-        Model and kind of optimizer must be those of the run, placement and budgets need not.
-        Raises ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
+        Model, kind of optimizer and tiles must be those of the run, and the kind of gradients where
+        updates are delayed. The placement need not be, nor budgets that give the same tiles. Raises
+        ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
         """
         engine, parts, kept = self._engine, self._engine.parts, self._engine.parts.kept
         run = self._kind_of_run()
