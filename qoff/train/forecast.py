@@ -6,6 +6,7 @@ the others do for one unit besides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -213,6 +214,9 @@ def _tiles(job: Planned, placement: Placement, moves: _Moves) -> None:
     sizes, batches = job.sizes, job.sizes.micro_batches
     update = _UPDATE if sizes.clips else _BACKWARD
     forms = sizes.forms[len(sizes.units) :]
+    rows = max((tile.count for tile in sizes.tiles if tile.layer == job.layers), default=0)
+    whole = 4 * job.tokens * rows  # logits of a tile of the head, of all tokens
+    pieces = max(1, math.ceil(whole / sizes.logits)) if sizes.logits else 1
     for j, (tile, form) in enumerate(zip(sizes.tiles, forms, strict=True)):
         weights, gradients, states = (j in near for near in placement.tiles)
         nbytes = round_up(tile.unit.nbytes, PAGE)
@@ -220,11 +224,14 @@ def _tiles(job: Planned, placement: Placement, moves: _Moves) -> None:
         if not states:
             moves.both_ways(update, form.of_pieces(tile.unit))
         if not weights:
-            for phase, times in zip((_FORWARD, _BACKWARD), tile.reads(job.layers), strict=True):
+            reads = tile.reads(job.layers, pieces)
+            for phase, times in zip((_FORWARD, _BACKWARD), reads, strict=True):
                 moves.add(_READ, phase, times * batches * nbytes, times * batches)
             moves.both_ways(update, [nbytes])
         if not gradients:
-            moves.add(_WRITE, _BACKWARD, (added := len(tile.modules) * batches) * grad, added)
+            moves.add(
+                _WRITE, _BACKWARD, (added := tile.sums(job.layers, pieces) * batches) * grad, added
+            )
             moves.add(_READ, _BACKWARD, (added - 1) * grad, added - 1)
             moves.add(_READ, update, grad)
 

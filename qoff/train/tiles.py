@@ -46,15 +46,21 @@ class Tile:
         """Of its rows."""
         return int(self.rows.stop - self.rows.start)
 
-    def reads(self, layers: int) -> tuple[int, int]:
+    def reads(self, layers: int, pieces: int) -> tuple[int, int]:
         """How often its weights are read for a micro-batch, forward and backward.
 
         In a layer once, and backward once more as that is computed again; those of a head twice for
-        the loss and its gradients, of an embedding once.
+        the loss and its gradients, of each piece of tokens, of an embedding once.
         """
         if self.layer < layers:
             return 1, 2
-        return sum(2 if isinstance(m, nn.Linear) else 1 for m in self.modules), 0
+        return sum(2 * pieces if isinstance(m, nn.Linear) else 1 for m in self.modules), 0
+
+    def sums(self, layers: int, pieces: int) -> int:
+        """How often a micro-batch adds to its gradient."""
+        if self.layer < layers:
+            return 1
+        return sum(pieces if isinstance(m, nn.Linear) else 1 for m in self.modules)
 
     @property
     def weight(self) -> nn.Parameter:
