@@ -143,7 +143,8 @@ def finetune(
         room = memory_size("device_memory", device_memory)
         host = memory_size("host_memory", host_memory)
         kept = memory_size("activation_memory", activation_memory) or 0
-        place = room_of(path, chosen, recipe, where, room, host, kept, dtype)
+        swapped = memory_size("activation_disk", activation_disk) or 0
+        place = room_of(path, chosen, recipe, where, room, host, kept, dtype, swapped)
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(

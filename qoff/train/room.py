@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ def room_of(
     host_memory: int | None,
     activation_memory: int = 0,
     dtype: str = "auto",
+    activation_disk: int = 0,
 ) -> Room:
     """What `from_pretrained` and `offload` are told for a qoff checkpoint.
 
@@ -47,7 +48,8 @@ def room_of(
     as far as bounds allow beside the training: its arenas, as `offload` counts them, activations
     that are kept, and twice what a layer saves, in float32. Hidden states of all micro-batches are
     on the GPU only where packed layers then still fit. device_memory, host_memory: bytes of
-    all; None: nine tenths of what is free. dtype: that a GPU computes in. Raises BudgetError where
+    all; None: nine tenths of what is free. dtype: that a GPU computes in. activation_disk: as
+    of `offload`, whose copies pass through buffers in host memory. Raises BudgetError where
     a GPU has not enough for embedding, head and slots.
     """
     checkpoint = Checkpoint.open(path)
@@ -72,6 +74,7 @@ def room_of(
         delayed=recipe.delayed,
         gradients=recipe.gradients,
     )
+    job = replace(job, sizes=replace(job.sizes, swaps=bool(activation_disk)))
     saved = max((cost.nbytes for cost in job.costs), default=_SAVED * job.sizes.hidden)
     assert job.frozen is not None
     most = None

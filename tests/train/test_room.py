@@ -34,9 +34,10 @@ def room(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Room]:
     """What training of a tiny packed model is told for so many bytes of a GPU."""
     monkeypatch.setattr("qoff.train.room.resolve_dtype", lambda *_: torch.bfloat16)
 
-    def found(device_memory: int, micro_batches: int = 2) -> Room:
+    def found(device_memory: int, micro_batches: int = 2, swapped: int = 0) -> Room:
         recipe = Recipe(str(path), LORA, TOKENS, micro_batches, 1e-4, None, 0)
-        return room_of(path, LORA, recipe, torch.device("cuda", 1), device_memory, HOST)
+        device = torch.device("cuda", 1)
+        return room_of(path, LORA, recipe, device, device_memory, HOST, activation_disk=swapped)
 
     return found
 
@@ -58,6 +59,13 @@ def test_packed_layers_get_the_room_that_training_leaves(room: Callable[..., Roo
     assert 0 < HOST - found.options["max_memory"]["cpu"] < 1 << 24
     assert found.options["dtype"] == torch.bfloat16
     assert found.device_memory is None
+
+
+def test_activations_on_disk_take_staging_buffers_of_host_memory(
+    room: Callable[..., Room],
+) -> None:
+    without, with_them = (room(1 << 30, 2, n).options["max_memory"]["cpu"] for n in (0, 1 << 30))
+    assert 0 < without - with_them < 1 << 26
 
 
 def test_where_packed_layers_need_it_hidden_states_have_no_column(
