@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from qoff.kvcache.store.placement import DISK, HOST
 from qoff.memory.plan import Residency
 
 from .certify import Certifier, choices_of
@@ -179,7 +178,6 @@ class RunningPlan:
             total += base - of_weights
             shared = np.maximum(shared, of_weights)
         total += shared
-        total[RESOURCES.index("cpu")] += self._steps(load)
         if len(self._known) >= _KEPT:
             self._known.clear()
         self._known[load, schedule] = total
@@ -197,15 +195,6 @@ class RunningPlan:
             cost = self.certifier(work).cost
             found.append(cost.prefill(self._choice(1, load.reads, load.read, block)))
         return found
-
-    def _steps(self, load: Load) -> float:
-        """Seconds of passes whose KV blocks come to them."""
-        plan = self.plan
-        split = plan.kv_placement.split(max(1, plan.blocks_per_sequence))
-        moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
-        work = Workload(Lengths.of(1), Lengths.of(1), 1)
-        each = self.certifier(work).cost.step_s if moves else 0.0
-        return each * self.sizes.spec.num_layers * (load.passes + load.reads)
 
     def _choice(self, size: int, batches: int, prefill: int, block: bool) -> Choices:
         changed = replace(

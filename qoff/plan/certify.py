@@ -195,12 +195,9 @@ class Certifier:
         """What is forecast of a plan with these bytes."""
         cost = self.cost
         weights = self._weights(residency)
-        split = plan.kv_placement.split(max(1, plan.blocks_per_sequence))
         placed = self._parts(plan, weights)
         prefill, decode = cost.prefill(c), cost.decode(c)
         work = cost.workload
-        moves = split[DISK] > 0 or (split[HOST] > 0 and not plan.attends_on_cpu)
-        steps = cost.step_s if moves else 0.0
         count = work.at_once
         saved = min(1.0, _kept(residency) / max(1, weights[HOST]))
         saved *= cost.machine.to_device.bytes_per_s / cost.machine.from_device.bytes_per_s
@@ -209,8 +206,8 @@ class Certifier:
             memory,
             residency,
             weights,
-            _forecast(prefill, placed, count * work.prompt.mean, steps, saved),
-            _forecast(decode, placed, count * work.answer.mean, steps, saved),
+            _forecast(prefill, placed, count * work.prompt.mean, saved),
+            _forecast(decode, placed, count * work.answer.mean, saved),
             hits=self._hits(residency, c, decode),
         )
 
@@ -269,18 +266,13 @@ def _placed(plan: Plan, host: float, disk: float) -> Plan:
     return replace(plan, kv_placement=KVPlacement(device, on_host / blocks))
 
 
-def _forecast(
-    phase: Phase, placed: np.ndarray, tokens: float, step_s: float, saved: float
-) -> Forecast:
-    """step_s: seconds of the CPU for each layer of a pass.
-
-    saved: seconds of the link back, in those that weights in host memory take to the device: an
+def _forecast(phase: Phase, placed: np.ndarray, tokens: float, saved: float) -> Forecast:
+    """saved: seconds of the link back, in those that weights in host memory take to the device: an
     expert that comes from a slot there leaves it to one from the device.
     """
     busy, host = phase.busy(placed), PLACED.index("weights on host")
     to_device = phase.each[:, RESOURCES.index("to device"), host] * phase.moved(placed)[:, host]
     busy[:, RESOURCES.index("from device")] += saved * to_device
-    busy[:, RESOURCES.index("cpu")] += step_s * (phase.units - 1) * phase.passes
     seconds = round_seconds(busy, phase.units)
     named = dict(zip(RESOURCES, map(float, busy[0]), strict=True))
     return Forecast(float(phase.rounds[0]), float(seconds[0]), named, tokens)

@@ -29,9 +29,8 @@ from .workload import Workload
 
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
 _OPS = 5  # of a layer
-STEP_CALLS = 8  # of an op: what Python does for a layer of a pass whose KV blocks come to it
-# What it does for a pass that is alone in its round, whose steps follow each other, and for others.
-PASS_CALLS, PASSES_CALLS = 30, 150
+_PASS_CALLS = 30  # of an op: what Python does for a pass on a CPU
+_JOB_CALLS = 1 / 8  # of an op: what a job of a list takes there beside its work
 _FLOAT = 4  # bytes
 
 
@@ -56,14 +55,6 @@ class CostModel:
     def units(self) -> int:
         """What weights stream as: the layers and the head."""
         return self.sizes.spec.num_layers + 1
-
-    @property
-    def step_s(self) -> float:
-        """Seconds that a pass takes for each layer whose KV blocks come to it, beside its ops.
-
-        On a CPU, where other passes are lists of jobs; a GPU's launches run ahead.
-        """
-        return 0.0 if self.machine.on_gpu else STEP_CALLS * self.machine.device.call_s
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -314,8 +305,8 @@ class CostModel:
         In the block schedule, those behind the first find what fits in the cache.
         """
         device, sizes = self.machine.device, self.sizes
-        calls = (_OPS * sizes.spec.num_layers + 1) * device.call_s
-        seconds = passes * (calls + pass_s(self.machine, passes))
+        calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)
+        seconds = passes * (calls + pass_s(self.machine))
         largest = max(sizes.layer_bytes)
         parts: list[tuple[int, Array | int, int, Array]] = [
             (self.layer_bits, sizes.layer_columns - sizes.last_columns, largest, rows),
@@ -391,11 +382,14 @@ class CostModel:
         return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
 
 
-def pass_s(machine: MachineProfile, passes: Array) -> Array:
-    """Seconds of a pass beside its ops, in a round of so many; a GPU's launches run ahead."""
-    calls = np.where(passes > 1, PASSES_CALLS, PASS_CALLS)
-    found: Array = calls * (0.0 if machine.on_gpu else machine.device.call_s)
-    return found
+def call_s(machine: MachineProfile) -> float:
+    """Seconds of an op beside its work: a launch, or a job of a list on a CPU."""
+    return machine.device.call_s * (1.0 if machine.on_gpu else _JOB_CALLS)
+
+
+def pass_s(machine: MachineProfile) -> float:
+    """Seconds of a pass beside its ops; a GPU's launches run ahead."""
+    return 0.0 if machine.on_gpu else _PASS_CALLS * machine.device.call_s
 
 
 def _link_s(link: Link, nbytes: Array, requests: Array) -> Array:

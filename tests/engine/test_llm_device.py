@@ -131,7 +131,7 @@ def assert_nothing_held(llm: LLM) -> None:
     assert not resident.write_back._sent
     assert resident.write_back.nbytes == 4 * write_back_bytes(llm)  # it has not grown
     for ring in (offloaded.ring, *([] if prefetcher is None else [prefetcher.ring])):
-        assert len(ring._free) == len(ring._slots)
+        assert len(ring._free) == len(ring.slots)
         assert not ring._ahead
 
 

@@ -31,7 +31,7 @@ from qoff.memory.plan import EMBEDDING, PER_LAYER, is_expert
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
-from qoff.plan.cost import STEP_CALLS, pass_s
+from qoff.plan.cost import call_s, pass_s
 from qoff.plan.gpu import memory_on_gpu
 
 from .experts import Router, SimulatedLayer
@@ -87,7 +87,7 @@ class _Simulated(Executor):
     ) -> None:
         self.machine, self._router = machine, router
         self.simulated_ops = ops = SimulatedOps(machine, _matrices(checkpoint))
-        ops.pass_s = float(pass_s(machine.profile, np.asarray(plan.batches)))
+        ops.pass_s, ops.call_s = pass_s(machine.profile), call_s(machine.profile)
         hooks = Instrumentation(
             clock=machine.clock, ops=ops, pages=unbacked, check_memory=lambda nbytes, what: None
         )
@@ -100,9 +100,6 @@ class _Simulated(Executor):
             packing=ops.PACKING,
             instrumentation=hooks,
         )
-        plans = [blocks.plan for blocks in self.stores if isinstance(blocks, TieredBlocks)]
-        if any(plan.ring_blocks for plan in plans):
-            ops.step_s = STEP_CALLS * machine.profile.device.call_s
 
     def _new_reader(self) -> DiskReader:
         return SimulatedReader(self.machine)

@@ -42,7 +42,7 @@ class SimulatedOps:
         on_gpu = machine.profile.on_gpu
         self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
         self.USES_OUT = not on_gpu
-        self.step_s = 0.0  # of a layer of a pass whose KV blocks come to it
+        self.call_s = 0.0  # of an op beside its work
         self.pass_s = 0.0  # of a pass beside its ops
         self._last = deque[tuple[int, int]](maxlen=matrices)  # used last: address and bytes
         self._random = torch.Generator().manual_seed(0)
@@ -69,17 +69,17 @@ class SimulatedOps:
         return x.new_empty(len(x), rows // 2 if end.gated else rows)
 
     def norm(self, x: Tensor, by: Norm, *, out: Tensor | None = None, **_: Any) -> Tensor:
-        self._machine.compute(self._device.call_s)
+        self._machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
 
     def low_rank(self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any) -> Tensor:
-        self._machine.compute(self._device.call_s)
+        self._machine.compute(self.call_s)
         return x.new_empty(len(x), rows.stop - rows.start)
 
     def route(
         self, scores: Tensor, routing: Routing, *vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        self._machine.compute(self._device.call_s)
+        self._machine.compute(self.call_s)
         rows, count = scores.shape
         first = torch.randint(count, (rows, 1), generator=self._random)
         ids = (first + torch.arange(routing.top_k)) % count  # neighbours, as likely as any others
@@ -111,7 +111,7 @@ class SimulatedOps:
             self._matmul(rows, weights, one.bits, activation_bits=activation_bits)
 
     def add_experts(self, weighted: Tensor, *, out: Tensor | None = None, **_: Any) -> Tensor:
-        self._machine.compute(self._device.call_s)
+        self._machine.compute(self.call_s)
         if out is not None:
             return out
         return weighted.new_empty(weighted.shape[0], weighted.shape[-1])
@@ -151,13 +151,13 @@ class SimulatedOps:
     ) -> Tensor:
         rows, sequences = np.asarray(len(qkvz)), np.asarray(len(ragged.spans))
         seconds = float(self._device.states_s(shape, rows, sequences))
-        self._machine.compute(self._device.call_s + seconds)
+        self._machine.compute(self.call_s + seconds)
         return qkvz.new_empty(len(qkvz), shape.values) if out is None else out
 
     def gate(
         self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        self._machine.compute(self._device.call_s)
+        self._machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
 
     def attention(
@@ -180,7 +180,7 @@ class SimulatedOps:
         self, rows: float, weights: int, bits: int, near: bool = False, activation_bits: int = 16
     ) -> None:
         each = self._device.near_s if near else self._device.matmul_s
-        seconds = each(bits, np.asarray(rows), activation_bits) * weights + self._device.call_s
+        seconds = each(bits, np.asarray(rows), activation_bits) * weights + self.call_s
         self._machine.compute(float(seconds))
 
     def _is_near(self, weight: QTensor) -> bool:
@@ -193,7 +193,7 @@ class SimulatedOps:
 
     def _attend(self, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
         packed = {span.slot: 0 for span in ragged.spans}
-        seconds = self._device.call_s + self.step_s
+        seconds = self.call_s
         for part in cache.packed:
             seconds += _packed_s(self._device, shape, part, ragged, cache.top)
             if part.bounds is not None:
@@ -216,7 +216,7 @@ class SimulatedOps:
             self._machine.compute(seconds, on_host=True, nbytes=nbytes)
         there = step.packed if step.resident_from is None else step.packed - step.resident_from
         packed, before = there.tolist(), step.packed.tolist()
-        seconds = self._device.call_s
+        seconds = self.call_s
         for span in ragged.spans:
             tokens = packed[span.slot]
             tokens -= BLOCK_TOKENS * _unseen(shape, span.past, before[span.slot] - tokens, tokens)
