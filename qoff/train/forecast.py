@@ -216,7 +216,8 @@ def _tiles(job: Planned, placement: Placement, moves: _Moves) -> None:
     forms = sizes.forms[len(sizes.units) :]
     rows = max((tile.count for tile in sizes.tiles if tile.layer == job.layers), default=0)
     whole = 4 * job.tokens * rows  # logits of a tile of the head, of all tokens
-    pieces = max(1, math.ceil(whole / sizes.logits)) if sizes.logits else 1
+    room = placement.device["logits"]
+    pieces = max(1, math.ceil(whole / room)) if room else 1
     for j, (tile, form) in enumerate(zip(sizes.tiles, forms, strict=True)):
         weights, gradients, states = (j in near for near in placement.tiles)
         nbytes = round_up(tile.unit.nbytes, PAGE)
