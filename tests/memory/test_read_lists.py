@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,24 @@ def test_each_unit_is_there_from_when_it_is_waited_for_to_when_it_is_given_back(
     assert (MEMORY[1][:UNIT] == 255).all()  # spoiled
     assert reader.stats.bytes == len(data)
     assert reader.stats.busy_s > 0
+
+
+def test_a_unit_is_read_when_the_one_before_it_is_there(file: Path) -> None:
+    overtaken, last = threading.Event(), UNIT - 4096
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset >= UNIT:
+            overtaken.set()
+        elif offset == last:
+            assert not overtaken.wait(0.1)
+        return os.preadv(fd, buffers, offset)
+
+    reader, slots = DiskReader(threads=2, chunk=4096, preadv=preadv), new_slots()
+    try:
+        reader.submit_list(fills(file, slots, [UNIT] * 2), slots.fail).result(20)
+    finally:
+        reader.close()
+    assert overtaken.is_set()
 
 
 def test_a_file_that_ends_early_is_an_error_to_who_waits(reader: DiskReader, file: Path) -> None:

@@ -1,5 +1,7 @@
 """Reading files into slots by threads that run compiled code: chunks of a list, as slots get free.
 
+What goes to a slot is read when all before it is there, though there may be room: disks share their
+rate among the reads under way, and virtual ones tell of none before they have done all of them.
 What a chunk does not give at once is left to Python, which knows what to do or say about it.
 """
 
@@ -15,7 +17,7 @@ from qoff.kernels.cpu.operands import int64s, offsets
 
 from . import simd
 from .compiled import inner, job
-from .futex import clock_ns
+from .futex import clock_ns, sleep_for
 from .slots import filled, is_free
 
 _i64 = types.int64
@@ -38,10 +40,11 @@ class _Chunk(ctypes.Structure):
 class _Fill(ctypes.Structure):
     """What is read into a slot: chunks that are left; address of the slot's words; its turn.
 
-    turn: how often the slot has to have been given back before.
+    turn: how often the slot has to have been given back before. before: address of the fill that
+    is to be there first, 0 for none.
     """
 
-    _fields_ = int64s("left", "slot", "turn")
+    _fields_ = int64s("left", "slot", "turn", "before")
 
 
 class _List(ctypes.Structure):
@@ -50,8 +53,9 @@ class _List(ctypes.Structure):
 
 NBYTES, NS, LOCK, READING, SINCE = offsets(BusyWords)
 FILE, OFFSET, ADDRESS, WANTED, ASKED, FILL = offsets(_Chunk)
-LEFT, SLOT, TURN = offsets(_Fill)
+LEFT, SLOT, TURN, BEFORE = offsets(_Fill)
 NEXT, COUNT, STOP, CHUNKS, FILLS, BUSY = offsets(_List)
+_LOOK_NS = 100_000_000  # how often who waits looks whether the list was stopped
 _CHUNK_BYTES, _FILL_BYTES = ctypes.sizeof(_Chunk), ctypes.sizeof(_Fill)
 
 
@@ -83,6 +87,16 @@ def _read(chunk):
     return min(got, wanted)
 
 
+@inner
+def _is_there(fill):
+    """Whether all chunks of a slot are read; sleeps for a moment where they are not."""
+    slot = simd.peek_i64(fill + SLOT)
+    count = simd.atomic_load(slot)
+    if simd.atomic_load(fill + LEFT) > 0:
+        sleep_for(slot, count, _LOOK_NS)
+    return simd.atomic_load(fill + LEFT) <= 0
+
+
 @job
 def _chunk_done(reads, number, _thread, _args):
     """A chunk is read; the last of a slot says that this is filled."""
@@ -104,6 +118,9 @@ def _read_chunks(reads, failed, _thread, _args):
         chunk = simd.peek_i64(reads + CHUNKS) + number * _CHUNK_BYTES
         fill = simd.peek_i64(reads + FILLS) + simd.peek_i64(chunk + FILL) * _FILL_BYTES
         slot, turn = simd.peek_i64(fill + SLOT), simd.peek_i64(fill + TURN)
+        before = simd.peek_i64(fill + BEFORE)
+        while before != 0 and simd.atomic_load(reads + STOP) == 0 and not _is_there(before):
+            pass
         while simd.atomic_load(reads + STOP) == 0 and not is_free(slot, turn):
             pass
         if simd.atomic_load(reads + STOP) != 0:
@@ -140,7 +157,7 @@ class Chunk(NamedTuple):
 
 
 class ReadList:
-    """Chunks to be read once, in their order, by all threads that call `read`.
+    """Chunks to be read once, one fill after another, by all threads that call `read`.
 
     slots: of each fill the address of the slot's words, and how often it has to have been given
     back before. busy: `BusyWords`, which stay where they are.
@@ -153,8 +170,11 @@ class ReadList:
         for chunk in chunks:
             left[chunk.fill] += 1
         self._chunks = (_Chunk * len(chunks))(*(_Chunk(*chunk) for chunk in chunks))
-        fills = [_Fill(count, *slot) for count, slot in zip(left, slots, strict=True)]
-        self._fills = (_Fill * len(fills))(*fills)
+        self._fills = (_Fill * len(slots))()
+        first = ctypes.addressof(self._fills)
+        for i, (count, (words, turn)) in enumerate(zip(left, slots, strict=True)):
+            before = first + (i - 1) * _FILL_BYTES if i else 0
+            self._fills[i] = _Fill(count, words, turn, before)
         self._busy = busy
         self._words = _List(
             0, len(chunks), 0, ctypes.addressof(self._chunks), ctypes.addressof(self._fills),
