@@ -1,7 +1,7 @@
 """Every environment variable that qoff reads, and nothing else.
 
-QOFF_CACHE: where models that were converted on the way are kept; by default $XDG_CACHE_HOME/qoff,
-or ~/.cache/qoff.
+QOFF_CACHE: where models that were converted on the way are kept, and what was measured or verified
+once; by default $XDG_CACHE_HOME/qoff, or ~/.cache/qoff.
 
 QOFF_CUDA_GRAPHS: 0 turns CUDA graphs off; by default a GPU replays the steps of decoding as graphs.
 

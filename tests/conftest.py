@@ -192,6 +192,14 @@ def checkpoint(base: Path) -> Path:
     return tiny_checkpoint(base, "llama-head64")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what qoff remembers in a temporary folder, of the processes that tests start, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QOFF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Start every test from the same random numbers."""

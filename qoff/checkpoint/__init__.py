@@ -1,5 +1,6 @@
 """The bytes on disk: a directory that transformers also understands, written all or nothing."""
 
+from .known import KnownFiles, Stamp
 from .layout import (
     QuantEntry,
     TensorEntry,
@@ -16,7 +17,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "FileCheck",
+    "KnownFiles",
     "QuantEntry",
+    "Stamp",
     "TensorEntry",
     "VerifyReport",
     "WeightEntry",

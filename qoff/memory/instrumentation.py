@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class Instrumentation:
     on_copy: called with the bytes of each copy between host and device, before it is made. record:
     makes replays of decode steps in place of CUDA graphs, on a CPU too; see `graphs.Replays`.
     clock: what time it is, and who waits. pages: main memory. check_memory: raises where the
-    machine has less, as `check_machine`.
+    machine has less, as `check_machine`. expert_moves: in place of `experts.ExpertMoves`.
     """
 
     timeline: Timeline | None = None
@@ -40,6 +41,7 @@ class Instrumentation:
     clock: Clock = SYSTEM
     pages: Callable[[int], torch.Tensor] = map_pages
     check_memory: Callable[[int, str], object] = check_machine
+    expert_moves: Callable[..., Any] | None = None
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:
         """The ops to compute with.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qoff.checkpoint import FileCheck, WeightFile
+from qoff.checkpoint import FileCheck, KnownFiles, Stamp, WeightFile
 
 from .arena import Arena, map_pages
-from .io.disk import DiskReader, Stamp
+from .io.disk import DiskReader
 from .io.transfers import UnitRead
 from .plan import Image
 
@@ -37,11 +37,12 @@ class FileChecks:
     """The files of weights that are as their checksums say, until their stamps change.
 
     So a file that is changed in place while it is in use is compared again, and ends the run unless
-    its bytes are the same. Methods may be called from many threads.
+    its bytes are the same. remembered: files that were read whole for the comparison, once and not
+    in every process. Methods may be called from many threads.
     """
 
-    def __init__(self, reader: DiskReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: DiskReader, remembered: KnownFiles) -> None:
+        self._reader, self._remembered = reader, remembered
         self._known: dict[Path, Stamp | None] = {}
 
     def stamp(self, file: WeightFile) -> Stamp | None:
@@ -70,7 +71,9 @@ class FileChecks:
         """Compare a file with its checksum, unless known. Raises ChecksumError, DiskReadError."""
         stamp = self.stamp(file)
         if not self.known(file, stamp):
-            check_file(self._reader, file)
+            if not self._remembered.holds(file, stamp):
+                check_file(self._reader, file)
+                self._remembered.add(file, stamp)
             self.accept(file, stamp)
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from qoff.checkpoint import Stamp
 from qoff.errors import ArgumentError, DiskReadError, QoffError
 
-from .io.disk import Fill, ReadRequest, Stamp
+from .io.disk import Fill, ReadRequest
 from .io.transfers import Mark, Transfers, UnitRead
 from .load import FileChecks
 from .plan import Image, Unit

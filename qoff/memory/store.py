@@ -12,11 +12,12 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint
+from qoff.checkpoint import Checkpoint, KnownFiles
 from qoff.errors import ArgumentError
 from qoff.process import Opener
 
 from .experts import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
+from .experts.moves import ExpertMoves, MakeMoves
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
 from .io.transfers import Transfers, UnitRead
@@ -101,7 +102,7 @@ class WeightStore:
         try:
             arenas = self._transfers.open(residency, instrumentation)
             self.arena, self.host_arena = arenas["device"], arenas["host"]
-            self._open(verify)
+            self._open(verify, instrumentation.expert_moves or ExpertMoves)
         except BaseException:
             self._transfers.close()
             raise
@@ -183,7 +184,7 @@ class WeightStore:
     def gather_rows(self, name: str, ids: Tensor, scale: float = 1.0, rows_each: int = 1) -> Tensor:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], times `scale`, as float32 [T, K].
 
-        rows_each: so many rows from ids * rows_each on, [T * rows_each, K], of a model on the CPU.
+        rows_each: so many rows from ids * rows_each on, [T * rows_each, K].
         From memory, of the device or the host; rows that are in neither are read from disk, just
         these. The result is on the device. Raises OpError for rows that are not there, unless the
         ids are on a GPU, which is not waited for; DiskReadError.
@@ -249,13 +250,13 @@ class WeightStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _open(self, verify: bool) -> None:
+    def _open(self, verify: bool, make_moves: MakeMoves) -> None:
         checkpoint, plan = self.checkpoint, self.residency
         files = unit_files(checkpoint)
         kept = resident_images(checkpoint, plan)
         self._streamed = streamed_images(checkpoint, plan)
         sources = host_images(checkpoint, plan, self._streamed)
-        self._checks = FileChecks(self._transfers.reader)
+        self._checks = FileChecks(self._transfers.reader, KnownFiles(checkpoint.path))
         later = _with_experts(checkpoint, plan)
         for unit, file in files.items():
             if not verify or any(map(_holds_file, (*kept[unit], sources.get(unit)))):
@@ -287,6 +288,7 @@ class WeightStore:
                 self._sources,
                 self._transfers,
                 self._checks,
+                make_moves,
             )
         served: list[Unit] = [*files, *there]
         for one in served:

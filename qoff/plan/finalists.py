@@ -15,7 +15,7 @@ from .certify import Certified, Certifier, choices_of
 
 Simulate: TypeAlias = Callable[[Certified], Certified]
 NEAR = 1.1  # times the seconds of the best that the model finds
-EXPERTS = 2048  # of all layers
+LAYER_PASSES = 512  # of a round in which experts come one by one
 _SIMULATED, _SIMULATION_S = 3, 2.0  # plans, and seconds after which no other one is begun
 
 
@@ -24,16 +24,21 @@ def fastest_simulated(
 ) -> Certified:
     """Of those that the model thinks almost as good as the first, the fastest in virtual time.
 
-    And of the first with a slot more, which only virtual time can tell. Those that keep a bound on
-    latency there, too, come first. Where more than `EXPERTS` come one by one it is the first: each
-    takes a millisecond.
+    And of the first with a slot more, which only virtual time can tell; but where experts come one
+    by one, slots are for few bytes, and virtual time is long. Those that keep a bound on
+    latency there, too, come first. It is the first where experts come one by one to more than
+    `LAYER_PASSES` layers of passes: each takes some 8 ms.
     """
     token_s = certifier.cost.workload.token_s or np.inf
-    first, mixture = finalists[0], certifier.cost.mixture
-    if first.hits is not None and mixture is not None and mixture.total > EXPERTS:
-        return first
+    first = finalists[0]
+    if first.hits is not None:
+        layers = certifier.cost.sizes.spec.num_layers
+        finalists = [one for one in finalists if one.plan.batches * layers <= LAYER_PASSES]
+        if first not in finalists:
+            return first
     near = [one for one in finalists if one.seconds <= NEAR * first.seconds][:_SIMULATED]
-    near[1:1] = [one for one in (_with_another_slot(certifier, first),) if one is not None]
+    more = None if first.hits is not None else _with_another_slot(certifier, first)
+    near[1:1] = [] if more is None else [more]
     start, timed = time.perf_counter(), list[tuple[bool, float, Certified]]()
     for one in near:
         if timed and time.perf_counter() - start > _SIMULATION_S:

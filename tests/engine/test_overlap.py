@@ -4,7 +4,6 @@ little longer than the slower of the two, and moves the bytes it should."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -88,14 +87,33 @@ def test_columns_read_weights_once_a_round_and_rows_once_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "schedule"), [(False, "block"), (False, "sequential"), (True, "block")]
+    ("on_gpu", "tier", "schedule"),
+    [
+        (False, "disk", "block"),
+        (False, "disk", "sequential"),
+        (True, "disk", "block"),
+        (True, "host", "block"),
+        (True, "host", "sequential"),
+    ],
 )
-@pytest.mark.parametrize("tier", ["disk", "host"])
 def test_blocks_come_while_others_are_attended_to(on_gpu: bool, tier: str, schedule: str) -> None:
     """Weights are resident; each pass attends to blocks that are far."""
+    check_overlap(far(tier, schedule), on_gpu=on_gpu)
+
+
+def far(tier: str, schedule: str = "block") -> Plan:
     placement = KVPlacement(0, 1.0 if tier == "host" else 0.0)
-    options: dict[str, Any] = {"cpu_attention": "never", "schedule": schedule}
-    check_overlap(replace(PLAN, kv_placement=placement, **options), on_gpu=on_gpu)
+    return replace(PLAN, kv_placement=placement, cpu_attention="never", schedule=schedule)
+
+
+@pytest.mark.parametrize("plan", [far("host"), replace(PLAN, activations="host")])
+def test_a_cpu_copies_what_is_in_memory_instead_of_computing(plan: Plan) -> None:
+    on = links(machine(device=GIB), 1e15)
+    found, alone = simulated_round(plan, on), simulated_round(PLAN, on)
+    nbytes = found.bytes["to device"] + found.bytes["from device"]
+    copied = nbytes / on.device.bytes_per_s
+    assert nbytes > 0
+    assert found.seconds == pytest.approx(alone.seconds + copied, rel=0.01)
 
 
 def test_weights_and_blocks_share_a_link() -> None:
@@ -105,4 +123,4 @@ def test_weights_and_blocks_share_a_link() -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_hidden_states_come_and_go_beside_the_computation(tier: str) -> None:
     """Each pass moves its hidden states out and in again, in each layer."""
-    check_overlap(replace(PLAN, activations=tier), in_turn=True)
+    check_overlap(replace(PLAN, activations=tier), on_gpu=tier == "host", in_turn=True)

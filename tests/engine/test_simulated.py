@@ -173,7 +173,7 @@ def test_an_expert_that_is_kept_in_host_memory_takes_the_link_back(on_gpu: bool)
         here.to_device.move(1)  # behind it on a GPU, too
         assert here.from_device.bytes - back == MIB
         assert here.to_device.bytes - there == 1
-        assert here.clock.now() >= MIB / 1e9
+        assert here.clock.now() >= MIB / here.profile.from_device.bytes_per_s
 
 
 def test_links_that_wait_for_each_other_take_longer_than_either() -> None:
@@ -193,3 +193,25 @@ def test_what_moves_meanwhile_makes_computing_longer() -> None:
     assert here.clock.now() == pytest.approx(0.5)
     here.compute(0.5)
     assert here.clock.now() == pytest.approx(1.25)  # with nothing beside it in the end
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_is_queued_arrives_as_what_is_asked_for_one_by_one(on_gpu: bool) -> None:
+    sizes, found = [3 * MIB, MIB, 5], []
+    for queued in (True, False):
+        here = VirtualMachine(machine(on_gpu), VirtualClock())
+        for link in (here.read, here.to_device):
+            link.start(MIB)
+            if queued:
+                arrivals = link.queue(np.array(sizes), 2)
+            else:
+                arrivals = np.zeros(3)
+                for i, nbytes in enumerate(sizes):
+                    link.ask()
+                    link.ask()
+                    arrivals[i] = link.start(nbytes)
+            found.append(arrivals)
+        here.compute(0.05)
+        found.append(np.array([here.read.bytes, here.to_device.bytes, here.clock.now()]))
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)  # what moving takes of a CPU is evenly spread

@@ -27,8 +27,9 @@ from qoff.plan.mixture import slots_of_some
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
+from qoff.quant import QuantConfig
 from tests.plan import machines
-from tests.plan.machines import GIB, MIB, machine
+from tests.plan.machines import GIB, MIB, MIXTURE, machine
 from tests.tiny_models import QUANT, budgets, save_model
 
 from .test_simulated import KIB, PLAIN_PLAN, moved, real
@@ -101,6 +102,16 @@ def test_virtual_time_hits_as_often_as_the_model_says(on_gpu: bool, requests: in
     for said, done in ((best.decode, found.decode), (best.prefill, found.prefill)):
         assert done.rounds * done.seconds >= 0.85 * said.rounds * max(said.busy.values())
         assert done.rounds * done.seconds <= 1.5 * said.rounds * said.seconds
+
+
+def test_plans_of_many_experts_are_compared_in_virtual_time() -> None:
+    config = {**MIXTURE, "num_experts": 256, "num_experts_per_tok": 8}
+    sizes = ModelSizes.of(config, QuantConfig(packing="split32"))
+    on = machine(True, device=sizes.nbytes // 3 + 132 * MIB, host=sizes.nbytes // 3)
+    work = Workload(Lengths.of(64), Lengths.of(16), 16)
+    best = find_plan(sizes, on, work, simulate=lambda one: simulated(one, sizes, on, work))
+    assert best.simulated is not None
+    assert best.hits is not None
 
 
 @pytest.mark.parametrize("asked", [8, 64])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +19,11 @@ from qoff.errors import ChecksumError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
+from qoff.memory.experts.moves import ExpertMoves
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.thread_transfers import ThreadTransfers
 from qoff.memory.io.transfers import UnitRead
+from qoff.memory.load import check_file
 from qoff.memory.plan import ChosenExperts
 from qoff.memory.store import StoreStats
 from qoff.models.convert.convert import convert
@@ -232,15 +237,58 @@ def test_a_request_that_ended_early_keeps_no_slot(
         assert torch.equal(logits_of(runtime), expected)
 
 
-def test_a_damaged_expert_ends_the_first_pass(base: Path, tmp_path: Path) -> None:
+def test_a_save_that_ended_early_leaves_no_stale_expert(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(base, "mixtral")
+    least, everything = budgets(path)
+    expected = resident_logits(path)
+    device = (least + everything) // 2
+    save, numbers, kept, ended = ExpertMoves.save, count(), dict[int, int](), 0
+    with Runtime(path, device_memory=device, host_memory=everything // 4) as runtime:
+        cache = runtime.store.experts
+        assert cache is not None
+
+        def interrupted(moves: ExpertMoves, slot: int, host: int) -> None:
+            if next(numbers) % 2:
+                raise KeyboardInterrupt
+            save(moves, slot, host)
+            kept[host] = int(cache._keys[slot])
+
+        monkeypatch.setattr(ExpertMoves, "save", interrupted)
+        for request in range(24):
+            chosen = ChosenExperts(request % len(cache.counts), (0, 1, 2, 3))
+            try:
+                cache.release(cache.acquire(chosen))
+            except KeyboardInterrupt:
+                ended += 1
+            keys = cache._host._keys
+            there = np.flatnonzero(keys >= 0)
+            assert {int(host): int(keys[host]) for host in there}.items() <= kept.items()
+            moving = int((cache._hosts >= 0).sum())
+            total = len(there) + moving + len(cache._host._free)
+            assert total == runtime.residency.host_expert_slots
+        assert ended
+        monkeypatch.setattr(ExpertMoves, "save", save)
+        assert torch.equal(logits_of(runtime), expected)
+
+
+def test_files_of_experts_are_compared_once_and_again_when_they_change(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "damaged"
-    source = tiny_checkpoint(base, "mixtral")
-    path.mkdir()
-    for file in source.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    with Runtime(path) as runtime:
+    shutil.copytree(tiny_checkpoint(base, "mixtral"), path)
+    check = Mock(side_effect=check_file)
+    monkeypatch.setattr("qoff.memory.load.check_file", check)
+    with Runtime(path, device_memory=budgets(path)[0]) as runtime:
+        expected = logits_of(runtime)
         file = runtime.checkpoint.layers[1]
         entry: Any = file.weights["model.layers.1.mlp.experts.2.down_proj"]
+    compared = check.call_count
+    assert compared >= len(runtime.checkpoint.layers)
+    with Runtime(path, device_memory=budgets(path)[0]) as runtime:  # as another process would
+        assert torch.equal(logits_of(runtime), expected)
+    assert check.call_count == compared
     damaged = bytearray(file.path.read_bytes())
     damaged[entry.codes.offset] ^= 1
     file.path.write_bytes(damaged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from qoff.memory.plan import EMBEDDING, PER_LAYER, is_expert
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
-from qoff.plan.cost import call_s, pass_s
+from qoff.plan.calls import call_s, pass_s
 from qoff.plan.gpu import memory_on_gpu
 
 from .experts import Router, SimulatedLayer
 from .machine import VirtualMachine
+from .moves import SimulatedMoves
 from .ops import SimulatedOps
 from .transfers import (
     SimulatedCopies,
@@ -87,9 +89,15 @@ class _Simulated(Executor):
     ) -> None:
         self.machine, self._router = machine, router
         self.simulated_ops = ops = SimulatedOps(machine, _matrices(checkpoint))
-        ops.pass_s, ops.call_s = pass_s(machine.profile), call_s(machine.profile)
+        units = len(checkpoint.layers) + 1
+        ops.pass_s = float(pass_s(machine.profile, np.asarray(plan.batches), units))
+        ops.call_s = call_s(machine.profile)
         hooks = Instrumentation(
-            clock=machine.clock, ops=ops, pages=unbacked, check_memory=lambda nbytes, what: None
+            clock=machine.clock,
+            ops=ops,
+            pages=unbacked,
+            check_memory=lambda nbytes, what: None,
+            expert_moves=partial(SimulatedMoves, machine),
         )
         super().__init__(
             checkpoint,

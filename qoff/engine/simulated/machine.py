@@ -8,6 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qoff.memory.io.virtual import VirtualClock
 from qoff.plan.profile import Link, MachineProfile
 
@@ -75,6 +78,30 @@ class VirtualLink:
         if self._stolen is not None:
             self._stolen.add(begin, end, nbytes * self._taken)
         return end if self._through is None else max(end, self._through.start(nbytes))
+
+    def queue(
+        self, nbytes: NDArray[np.int64], requests: int = 1, ready: NDArray[np.float64] | None = None
+    ) -> NDArray[np.float64]:
+        """Have several moved, one behind another; when each will have arrived.
+
+        requests: that each takes. ready: when each may begin; others may move until then.
+        """
+        if not len(nbytes):
+            return np.zeros(0)
+        now, total = self._clock.now(), int(nbytes.sum())
+        begin, each = max(now, self._free_at), requests * self._request_s + nbytes / self.rate
+        ends: NDArray[np.float64] = begin + np.cumsum(each)
+        self._free_at = float(ends[-1])
+        if ready is not None:
+            ends = np.maximum(ends, ready + each)
+        self.bytes += total
+        if self._stolen is not None:
+            asked = requests * len(nbytes) * self._asked
+            self._stolen.add(now, now + asked, asked)
+            self._stolen.add(begin, float(ends[-1]), total * self._taken)
+        if self._through is not None:
+            ends = np.maximum(ends, self._through.queue(nbytes, 0, ready))
+        return ends
 
     def follow(self, other: VirtualLink) -> None:
         """Move nothing more before what is on the way over the other has arrived."""

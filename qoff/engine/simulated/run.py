@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +20,7 @@ from qoff.memory.arena import PAGE, round_up
 from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
+from qoff.plan.calls import as_used
 from qoff.plan.certify import Certified
 from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
@@ -107,7 +110,8 @@ class Simulation(OnMachine):
     ) -> None:
         largest = max(file.nbytes for file in sizes.checkpoint.layers)
         chunk = max(1 << 20, round_up(largest // _CHUNKS, PAGE))
-        super().__init__(VirtualMachine(profile, VirtualClock(), chunk))
+        used = as_used(profile, sizes.spec)
+        super().__init__(VirtualMachine(used, VirtualClock(), chunk))
         try:
             self.executor = open_simulated(sizes.checkpoint, plan, self.machine, self._own, router)
             self.driver = Driver(self.executor)
@@ -146,7 +150,7 @@ def simulated(
     past = int(prompt - tokens) // 2
     experts = sizes.spec.experts
     router = None if experts is None else Router(experts, workload.routes)
-    with Simulation(sizes, found.plan, machine, router) as run:
+    with _uncollected(), Simulation(sizes, found.plan, machine, router) as run:
         driver = run.driver
         prefill = run.measured(lambda: driver.read(passes, pieces, tokens, past))
         if router is not None:
@@ -160,6 +164,18 @@ def simulated(
         prefill=replace(found.prefill, seconds=prefill.seconds, rounds=rounds),
         decode=replace(found.decode, seconds=decode.seconds),
     )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no garbage meanwhile, which would go through all of a model's entries."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @torch.inference_mode()  # as passes are, in which tables may have grown

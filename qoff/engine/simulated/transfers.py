@@ -73,6 +73,10 @@ class SimulatedReader(DiskReader):
         self._link.ask()
         return super().submit_runs(path, runs, dest)
 
+    def count(self, nbytes: int) -> None:
+        """Note bytes that are read in another way."""
+        self._bytes += nbytes
+
     def _open(self, path: Path) -> DirectFile:
         return _NoFile(path, self._link)
 

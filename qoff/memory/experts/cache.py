@@ -20,13 +20,14 @@ from qoff.errors import ArgumentError
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import Arena
-from qoff.memory.io.disk import Stamp
-from qoff.memory.io.transfers import Mark, Transfers, UnitRead
+from qoff.memory.io.transfers import Transfers
 from qoff.memory.load import FileChecks
 from qoff.memory.plan import ChosenExperts, Expert, Residency, Unit, Weight, view
 from qoff.memory.plan.experts import layer_experts
+from qoff.memory.plan.residency import expert_units
 
 from .host import HostSlots
+from .moves import ExpertMoves, MakeMoves
 from .policy import Keys, NextUse, Policy
 
 _AGE = 0.05  # the weight of the newest guesses in their accuracy
@@ -73,20 +74,6 @@ class ExpertWave:
     biases: tuple[Tensor, Tensor]  # memory for theirs, float32 [slots, rows]; or [0, rows]
 
 
-@dataclass(eq=False)
-class _Held:
-    """An expert in its slot, or on its way there."""
-
-    expert: Expert
-    slot: int
-    read: UnitRead
-    stamp: Stamp | None  # of its file, before it was read
-    from_disk: bool
-    guess: bool
-    came: bool = False  # it was asked for, and has come
-    host: int | None = None  # the slot in host memory that it is being copied from
-
-
 class ExpertCache:
     """The experts of a checkpoint in the slots that a residency has for them.
 
@@ -105,31 +92,48 @@ class ExpertCache:
         sources: Mapping[Unit, Tensor],
         transfers: Transfers,
         checks: FileChecks,
+        make_moves: MakeMoves = ExpertMoves,
     ) -> None:
         self._layers = layer_experts(checkpoint, residency.packing)
         self.counts = [some.count for some in self._layers]
-        self._sources, self._transfers, self._checks = sources, transfers, checks
         count, size = residency.expert_slots, residency.expert_bytes
+        in_host = residency.host_expert_slots
         self._memory = arena.alloc(count * size, "slots for experts").view(count, size)
         self._bias = arena.alloc(count * residency.expert_bias_bytes, "biases of experts")
         self.policy: Policy = NextUse(self.counts)
-        in_host = residency.host_expert_slots
-        kept = host_arena.alloc(in_host * size, "slots for experts").view(in_host, size)
-        self._host = HostSlots(kept, self.policy, transfers)
+        self._host = HostSlots(in_host, self.policy)
         self.record: list[tuple[int, tuple[int, ...]]] | None = None
         self.wait_s = 0.0  # that `acquire` waited
         self._stats = ExpertStats()
-        self._held: dict[Expert, _Held] = {}
-        self._keys: Keys = np.full(count, -1)  # by slot: of its expert
-        self._fixed = np.zeros(count, dtype=bool)  # slots whose experts cannot leave
-        self._free: list[tuple[int, Mark]] = [
-            (slot, transfers.recycle(self._memory[slot])) for slot in range(count)
-        ]
+        experts = expert_units(self._layers)
+        self._clock = transfers.clock
+        self._moves = make_moves(
+            self._layers,
+            experts,
+            self._memory,
+            host_arena.alloc(in_host * size, "slots for experts").view(in_host, size),
+            sources,
+            transfers,
+            checks,
+        )
+        # By key:
+        self._slots: Keys = np.full(len(experts), -1)  # it is in, or on its way to
+        self._stays = np.array([one in sources for one in experts], dtype=bool)  # in host memory
+        self._nbytes = np.repeat([e.nbytes if e.count else 0 for e in self._layers], self.counts)
+        # By slot, of its expert:
+        self._keys: Keys = np.full(count, -1)
+        self._fixed = np.zeros(count, dtype=bool)  # it cannot leave
+        self._guessed = np.zeros(count, dtype=bool)
+        self._came = np.zeros(count, dtype=bool)  # it was asked for, and has come
+        self._hosts: Keys = np.full(count, -1)  # slot in host memory that it is being copied from
+        self._free = list(range(count))
+        self._reading: Keys = np.empty(0, dtype=np.int64)  # slots, fixed until their experts came
+        self._given_up = -1  # a slot whose read is in the way
         self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
         self._guesses: tuple[Expert, ...] = ()
-        self._doubtful: frozenset[Expert] = frozenset()  # guesses that were not there
+        self._guessed_keys: Keys = np.empty(0, dtype=np.int64)
+        self._doubtful: Keys = np.empty(0, dtype=np.int64)  # guesses that were not there
         self._accuracy = 1.0  # of late, of these
-        self._reading: list[_Held] = []  # whose slots are fixed until they have come
         self._matrices: dict[int, tuple[QExperts, QExperts]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -143,52 +147,52 @@ class ExpertCache:
 
         Waits if none is there. Raises what went wrong in reading them, ArgumentError when closed.
         """
+        first = int(self.policy.first[chosen.layer])
+        wanted = first + np.array(chosen.numbers)
         with self._lock:
             if self._closed:
                 raise ArgumentError("the weight store is closed")
-            self._note(chosen)
-            wanted = [Expert(chosen.layer, number) for number in chosen.numbers]
+            self._note(chosen, wanted)
             self._start(wanted)
             self._note_guesses(chosen)
             self._start_guesses(wanted)
-            start = self._transfers.clock.now()
+            start = self._clock.now()
             try:
                 found = self._arrived(wanted)
             finally:
-                self.wait_s += self._transfers.clock.now() - start
-            for held in found:
-                self._fixed[held.slot] = True
-        numbers = tuple(held.expert.number for held in found)
-        self._waiting = (chosen.layer, frozenset(chosen.numbers) - frozenset(numbers))
-        table = torch.full((self.counts[chosen.layer],), -1)
-        table[list(numbers)] = torch.tensor([held.slot for held in found])
+                self.wait_s += self._clock.now() - start
+            self._fixed[found] = True
+        numbers = self._keys[found] - first
+        self._waiting = (chosen.layer, frozenset(chosen.numbers).difference(numbers.tolist()))
+        table = np.full(self.counts[chosen.layer], -1)
+        table[numbers] = found
         gate_up, down = self._of_layer(chosen.layer)
-        return ExpertWave(numbers, table, gate_up, down, self._biases(gate_up, down))
+        biases = self._biases(gate_up, down)
+        return ExpertWave(tuple(numbers.tolist()), torch.from_numpy(table), gate_up, down, biases)
 
     def release(self, wave: ExpertWave) -> None:
         """Give a wave back; guesses are then read into what is free."""
         with self._lock:
             if self._closed:
                 return
-            self._fixed[wave.table[wave.table >= 0].numpy()] = False
+            table = wave.table.numpy()
+            self._fixed[table[table >= 0]] = False
             if not self._waiting[1]:  # nothing is left to wait for
-                self._start_guesses([])
+                self._start_guesses(self._slots[:0])
 
     def close(self) -> None:
         """Forget everything; the transfers then stop what is under way."""
         self._closed = True
-        self._held.clear()
         self._matrices.clear()
         self._free.clear()
 
-    def _note(self, chosen: ChosenExperts) -> None:
+    def _note(self, chosen: ChosenExperts, wanted: Keys) -> None:
         """Count a request that is not for what is left of the last one."""
         layer, left = self._waiting
         if layer == chosen.layer and left and left.issuperset(chosen.numbers):
             return
-        self._judge_guesses(chosen)
-        first = int(self.policy.first[chosen.layer])
-        self.policy.use(chosen.layer, first + np.array(chosen.numbers))
+        self._judge_guesses(wanted)
+        self.policy.use(chosen.layer, wanted)
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
 
@@ -196,149 +200,138 @@ class ExpertCache:
         """Take guesses, once a layer; they are followed as long as most of late were right."""
         if chosen.guesses == self._guesses:
             return
-        self._guesses = chosen.guesses
-        self._doubtful = frozenset(one for one in chosen.guesses if one not in self._held)
-        self._stats = replace(self._stats, guesses=self._stats.guesses + len(self._doubtful))
+        self._guesses, first = chosen.guesses, self.policy.first
+        keys = [int(first[one.layer]) + one.number for one in chosen.guesses]
+        self._guessed_keys = np.array(keys, dtype=np.int64)
+        self._doubtful = self._missing(self._guessed_keys)
+        self._count(guesses=len(self._doubtful))
 
-    def _judge_guesses(self, chosen: ChosenExperts) -> None:
+    def _judge_guesses(self, wanted: Keys) -> None:
         """Compare the guesses of the layer before with what the router chose."""
-        if not self._doubtful:
+        if not len(self._doubtful):
             return
-        right = sum(
-            one.layer == chosen.layer and one.number in chosen.numbers for one in self._doubtful
-        )
-        share = right / len(self._doubtful)
-        self._accuracy += _AGE * (share - self._accuracy)
-        self._stats = replace(self._stats, right=self._stats.right + right)
-        self._doubtful = frozenset()
+        right = int(np.isin(self._doubtful, wanted).sum())
+        self._accuracy += _AGE * (right / len(self._doubtful) - self._accuracy)
+        self._count(right=right)
+        self._doubtful = self._doubtful[:0]
 
-    def _start(self, wanted: list[Expert]) -> None:
+    def _count(self, **more: int) -> None:
+        stats = self._stats
+        self._stats = replace(stats, **{name: getattr(stats, name) + n for name, n in more.items()})
+
+    def _missing(self, keys: Keys) -> Keys:
+        """Those of experts that are neither here nor on their way."""
+        return keys[self._slots[keys] < 0]
+
+    def _start(self, wanted: Keys) -> None:
         """Start to read what is wanted and not under way, as far as there is room."""
-        for held in [self._held[expert] for expert in wanted if expert in self._held]:
-            if held.read.abandoned:  # by a `_give_up` that was interrupted
-                self._leave(held.slot)
-        missing = [expert for expert in wanted if expert not in self._held]
+        if self._given_up >= 0:  # by a `_give_up` that was interrupted
+            self._leave(np.array([self._given_up]))
+        missing = self._missing(wanted)
         self._make_room(len(missing), wanted)
-        if missing and not self._free and not any(expert in self._held for expert in wanted):
+        if len(missing) == len(wanted) and not self._free:
             self._give_up()
-        for expert in missing[: len(self._free)]:
-            self._read(expert, guess=False)
+        self._read(missing, guess=False)
 
-    def _start_guesses(self, wanted: list[Expert]) -> None:
-        if self._accuracy < _LEAST_ACCURACY or any(one not in self._held for one in wanted):
+    def _start_guesses(self, wanted: Keys) -> None:
+        if self._accuracy < _LEAST_ACCURACY or len(self._missing(wanted)):
             return
-        missing = [expert for expert in self._guesses if expert not in self._held]
-        self._make_room(len(missing), [*wanted, *self._guesses])
-        for expert in missing[: len(self._free)]:
-            self._read(expert, guess=True)
+        missing = self._missing(self._guessed_keys)
+        self._make_room(len(missing), np.concatenate([wanted, self._guessed_keys]))
+        self._read(missing, guess=True)
 
-    def _make_room(self, count: int, kept: list[Expert]) -> None:
+    def _make_room(self, count: int, kept: Keys) -> None:
         """Have `count` slots free, as far as nobody needs what is in them."""
         count -= len(self._free)
         if count <= 0:
             return
         self._unfix()
         may = (self._keys >= 0) & ~self._fixed
-        for expert in kept:
-            held = self._held.get(expert)
-            if held is not None:
-                may[held.slot] = False
+        held = self._slots[kept]
+        may[held[held >= 0]] = False
         slots = np.flatnonzero(may)
-        if not len(slots):
-            return
-        for place in self.policy.leaving(self._keys[slots], min(count, len(slots))):
-            self._leave(int(slots[place]))
+        if len(slots):
+            self._leave(slots[self.policy.leaving(self._keys[slots], min(count, len(slots)))])
 
     def _unfix(self) -> None:
         """Let leave what has been read, also where the pass that asked for it does so no more."""
-        for held in self._reading.copy():
-            if held.came or all(future.done() for future in held.read.futures):
-                self._reading.remove(held)
-                if not held.came:  # else waves that have it hold it
-                    self._fixed[held.slot] = False
+        reading = self._reading
+        came = self._came[reading]
+        done = came | self._moves.done(reading)
+        self._fixed[reading[done & ~came]] = False  # else waves that have it hold it
+        self._reading = reading[~done]
 
-    def _leave(self, slot: int) -> None:
-        key = int(self._keys[slot])
-        layer = int(self.policy.layer[key])
-        held = self._held[Expert(layer, key - int(self.policy.first[layer]))]
-        held.read.settle()
-        del self._held[held.expert]
-        if held.guess and not held.came:
-            self._stats = replace(self._stats, wrong=self._stats.wrong + 1)
-        if held in self._reading:
-            self._reading.remove(held)
-        if held.host is not None:
-            self._host.put_back(key, held.host)
-        elif held.came and held.expert not in self._sources:
-            self._host.keep(key, held.read.memory)
-        self._keys[slot], self._fixed[slot] = -1, False
-        self._free.append((slot, self._transfers.recycle(self._memory[slot])))
+    def _leave(self, slots: Keys) -> None:
+        came, keys = self._came[slots], self._keys[slots]
+        self._moves.settle(slots[~came])
+        kept = np.flatnonzero(came & ~self._stays[keys])
+        leaving = slots[kept].tolist()
+        # This waits, and may end early: nothing has left until all are saved.
+        self._host.keep(keys[kept], lambda place, host: self._moves.save(leaving[place], host))
+        self._count(wrong=int((self._guessed[slots] & ~came).sum()))
+        self._reading = self._reading[~np.isin(self._reading, slots)]
+        self._host.put_back(keys, self._hosts[slots])
+        self._slots[keys] = -1
+        self._keys[slots] = self._hosts[slots] = -1
+        self._fixed[slots] = False
+        if self._given_up in slots:
+            self._given_up = -1
+        self._moves.recycle(slots)
+        self._free += slots.tolist()
 
     def _give_up(self) -> None:
         """Drop the newest read: nothing under way is wanted, and it is in the way."""
-        held = self._reading[-1]  # of guesses the least likely one
-        held.read.abandon()
-        self._leave(held.slot)
+        self._given_up = int(self._reading[-1])  # of guesses the least likely one
+        self._moves.abandon(self._given_up)
+        self._leave(np.array([self._given_up]))
 
-    def _read(self, expert: Expert, guess: bool) -> None:
-        image = self._layers[expert.layer].image(expert.number)
-        key = int(self.policy.first[expert.layer]) + expert.number
-        slot, mark = self._free[0]
-        memory, stamp = self._memory[slot][: image.nbytes], None
-        source = self._sources.get(expert)
-        host = self._host.take(key) if source is None else None
-        if host is not None:
-            source = self._host.memory(host)[: image.nbytes]
+    def _read(self, keys: Keys, guess: bool) -> None:
+        """Start to read experts into the slots that are free, as many as there are."""
+        keys = keys[: len(self._free)]
+        if not len(keys):
+            return
+        slots, hosts = np.array(self._free[: len(keys)]), self._host.take(keys)
+        del self._free[: len(keys)]
         try:
-            if source is not None:
-                read = self._transfers.copy_unit(image, source, memory, mark)
-            else:
-                stamp = self._checks.stamp(image.file)
-                read = self._transfers.read_unit(image, memory, False, mark)
-        except BaseException:
-            if host is not None:
-                self._host.put_back(key, host)
-            raise
-        del self._free[0]
-        self._held[expert] = held = _Held(
-            expert, slot, read, stamp, source is None, guess, host=host
-        )
-        self._reading.append(held)
-        self._keys[slot] = key
-        self._fixed[slot] = True  # until it has come
-        done = replace(self._stats, bytes=self._stats.bytes + image.nbytes)
-        done = replace(done, from_host=done.from_host + (host is not None))
-        self._stats = replace(done, guessed=done.guessed + guess, misses=done.misses + (not guess))
+            self._moves.start(slots, keys, hosts)
+        finally:
+            begun = self._moves.begun(slots)  # all of them, but for errors
+            self._host.put_back(keys[~begun], hosts[~begun])
+            self._free[:0] = slots[~begun].tolist()
+            slots, keys, hosts = slots[begun], keys[begun], hosts[begun]
+            self._slots[keys], self._keys[slots], self._hosts[slots] = slots, keys, hosts
+            self._guessed[slots], self._came[slots] = guess, False
+            self._fixed[slots] = True  # until it has come
+            self._reading = np.concatenate([self._reading, slots])
+            self._count(
+                bytes=int(self._nbytes[keys].sum()),
+                from_host=int((hosts >= 0).sum()),
+                guessed=len(keys) * guess,
+                misses=len(keys) * (not guess),
+            )
 
-    def _arrived(self, wanted: list[Expert]) -> list[_Held]:
+    def _arrived(self, wanted: Keys) -> Keys:
         """Those that are there, or else at least half of those under way: few waves, and even.
 
         Reads end about in the order of their calls, so it is the first half that is waited for.
         """
-        under_way = [self._held[expert] for expert in wanted if expert in self._held]
-        found = [held for held in under_way if held.came]
-        if not found:
-            for held in under_way[: -(-len(under_way) // 2)]:
-                held.read.settle()
-        for held in under_way:
-            if held.came or not all(f.done() for f in held.read.futures):
-                continue
-            try:
-                held.read.wait()
-                if held.from_disk:
-                    self._checks.passed(held.read.image, held.stamp)
-            except BaseException:
-                self._leave(held.slot)
-                raise
-            found.append(held)
-        hits = sum(held.came for held in found)
-        self._stats = replace(self._stats, hits=self._stats.hits + hits)
-        for held in found:
-            held.came = True
-            if held.host is not None:
-                self._host.free(held.host)
-                held.host = None
-        return found
+        slots = self._slots[wanted]
+        slots = slots[slots >= 0]
+        came = self._came[slots]
+        there, coming = slots[came], slots[~came]
+        if not len(there):
+            self._moves.settle(coming[: -(-len(coming) // 2)])
+        coming = coming[self._moves.done(coming)]
+        try:
+            self._moves.finish(coming)
+        except BaseException:
+            self._leave(coming)
+            raise
+        self._count(hits=len(there))
+        self._came[coming] = True
+        self._host.free(self._hosts[coming])
+        self._hosts[coming] = -1
+        return np.concatenate([there, coming])
 
     def _of_layer(self, layer: int) -> tuple[QExperts, QExperts]:
         """The matrices of a layer's experts, in all slots."""

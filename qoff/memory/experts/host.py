@@ -6,57 +6,81 @@ they have slots. What leaves the device comes in if it is worth more than the le
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from heapq import heappop, heappush
+
 import numpy as np
-from torch import Tensor
 
-from qoff.memory.io.transfers import Transfers
-
-from .policy import Policy
+from .policy import Keys, Policy
 
 
 class HostSlots:
-    """Experts by their keys in `memory`, uint8 [slots, bytes], which leave as `policy` says.
+    """Which of `count` slots have which experts, by their keys; these leave as `policy` says.
 
-    saved: experts that have been copied here.
+    saved: experts that have come here.
     """
 
-    def __init__(self, memory: Tensor, policy: Policy, transfers: Transfers) -> None:
-        self._memory, self._policy, self._transfers = memory, policy, transfers
-        self._slots: dict[int, int] = {}  # by key
-        self._free = list(range(len(memory)))
+    def __init__(self, count: int, policy: Policy) -> None:
+        self._policy = policy
+        self._slots: Keys = np.full(policy.first[-1], -1)  # by key
+        self._keys: Keys = np.full(count, -1)  # by slot
+        self._free = list(range(count))
         self.saved = 0
 
-    def take(self, key: int) -> int | None:
-        """The slot of an expert that is here, which is its no more; None for others.
+    def take(self, keys: Keys) -> Keys:
+        """The slots of experts, which are theirs no more; -1 for those that are not here.
 
-        It stays as it is until `put_back` or `free`.
+        They stay as they are until `put_back` or `free`.
         """
-        return self._slots.pop(key, None)
+        found = self._slots[keys]
+        self._keys[found[found >= 0]] = -1
+        self._slots[keys] = -1
+        return found
 
-    def memory(self, slot: int) -> Tensor:
-        """The bytes of a slot."""
-        return self._memory[slot]
-
-    def put_back(self, key: int, slot: int) -> None:
+    def put_back(self, keys: Keys, slots: Keys) -> None:
         """Have what was taken here again."""
-        self._slots[key] = slot
+        there = slots >= 0
+        self._slots[keys[there]] = slots[there]
+        self._keys[slots[there]] = keys[there]
 
-    def free(self, slot: int) -> None:
-        """Give up a slot that was taken, when nothing reads from it any more."""
-        self._free.append(slot)
+    def free(self, slots: Keys) -> None:
+        """Give up slots that were taken, when nothing reads from them any more."""
+        self._free += slots[slots >= 0].tolist()
 
-    def keep(self, key: int, memory: Tensor) -> None:
-        """Copy an expert from the device, if it is worth more than another here or has room."""
-        if not self._free:
-            keys = np.array(list(self._slots), dtype=np.int64)
-            if not len(keys):
-                return
-            least = int(keys[self._policy.leaving(keys, 1)[0]])
-            worth = self._policy.worth(np.array([least, key]))
-            if worth[0] >= worth[1]:
-                return
-            self._free.append(self._slots.pop(least))
-        slot = self._free.pop()
-        self._transfers.save(memory, self._memory[slot][: len(memory)])
-        self._slots[key] = slot
-        self.saved += 1
+    def keep(self, keys: Keys, save: Callable[[int, int], None]) -> None:
+        """Take in experts, one after another, that are worth more than another here or have room.
+
+        save: copies one, by its place in `keys`, to a slot; it is here once that has returned. A
+        later one may be worth more than one before, and take its slot.
+        """
+        heap = self._least(len(keys) - len(self._free))
+        worth = self._policy.worth(keys).tolist()
+        for place, (key, value) in enumerate(zip(keys.tolist(), worth, strict=True)):
+            if self._slots[key] >= 0:
+                continue  # it was saved, but could not leave the device
+            if self._free:
+                slot = self._free.pop()
+            elif heap and heap[0][0] < value:
+                slot = heappop(heap)[1]
+                self._slots[self._keys[slot]] = -1
+                self._keys[slot] = -1
+            else:
+                continue
+            try:
+                save(place, slot)
+            except BaseException:
+                self._free.append(slot)
+                raise
+            heappush(heap, (value, slot))
+            self._slots[key], self._keys[slot] = slot, key
+            self.saved += 1
+
+    def _least(self, count: int) -> list[tuple[float, int]]:
+        """Worth and slot of so many experts that would leave first, ascending: a heap."""
+        slots = np.flatnonzero(self._keys >= 0)
+        if count <= 0 or not len(slots):
+            return []
+        keys = self._keys[slots]
+        first = self._policy.leaving(keys, min(count, len(slots)))
+        worth = self._policy.worth(keys[first])
+        return sorted(zip(worth.tolist(), slots[first].tolist(), strict=True))

@@ -99,17 +99,18 @@ class MadeUpRoutes:
     def steps(self, texts: int) -> Iterator[Numbers]:
         random = np.random.default_rng(0)
         shape = texts, self.layers, self.count
-        last = random.permuted(np.broadcast_to(np.arange(self.count), shape), axis=-1)
+        numbers = np.arange(self.count, dtype=np.int32)
+        last = random.permuted(np.broadcast_to(numbers, shape), axis=-1)
         ranks = np.arange(self.count + 1) / self.count
-        likely = np.log(np.diff(ranks**_LOCALITY))
-        while True:  # so many without putting back: those of the largest keys
-            keys = likely + random.gumbel(size=shape)
-            which = np.argpartition(keys, -self.top_k, axis=-1)[..., -self.top_k :]
-            taken = np.take_along_axis(last, which, -1)
-            order = np.broadcast_to(np.arange(self.count), shape).copy()
-            np.put_along_axis(order, which, -1, -1)
-            last = np.take_along_axis(last, order.argsort(-1, kind="stable"), -1)
-            yield np.sort(taken, axis=-1)
+        seldom = (1 / np.diff(ranks**_LOCALITY)).astype(np.float32)
+        while True:  # so many without putting back: those that come first in a race
+            when = random.standard_exponential(shape, dtype=np.float32) * seldom
+            which = np.argpartition(when, self.top_k - 1, axis=-1)[..., : self.top_k]
+            which.sort(axis=-1)
+            taken, others = np.take_along_axis(last, which, -1), np.ones(shape, dtype=bool)
+            np.put_along_axis(others, which, False, -1)
+            last = np.concatenate([taken, last[others].reshape(*shape[:-1], -1)], -1)
+            yield np.sort(taken, axis=-1).astype(np.int64)
 
 
 def _is_route(value: Any) -> bool:

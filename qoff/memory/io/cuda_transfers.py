@@ -55,7 +55,6 @@ class CudaTransfers(Transfers):
         self._threads += [self._stagers, self._watchers]
         # Staging buffers, each with the copy that must have ended before it is read into.
         self._buffers: queue.SimpleQueue[tuple[Tensor, Event | None]] = queue.SimpleQueue()
-        self._buffer_bytes = 0
         self._last: Future[Event] | None = None  # the piece that was asked for last
         self._make_stream = stream
 
@@ -75,16 +74,16 @@ class CudaTransfers(Transfers):
         self._stream = self._make_stream(self.device)
         self.device = self._stream.device
         arenas = super().open(residency, instrumentation)
-        self._buffer_bytes = residency.host_staging_bytes // self.host_staging
+        self.buffer_bytes = residency.host_staging_bytes // self.host_staging
         for i in range(self.host_staging):
-            memory = arenas["host"].alloc(self._buffer_bytes, f"staging buffer {i}")
+            memory = arenas["host"].alloc(self.buffer_bytes, f"staging buffer {i}")
             self._buffers.put((memory, None))
         return arenas
 
     def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark) -> UnitRead:
         read = UnitRead(self, image, memory, verify)
-        for at in range(0, image.nbytes, self._buffer_bytes):
-            stop = min(at + self._buffer_bytes, image.nbytes)
+        for at in range(0, image.nbytes, self.buffer_bytes):
+            stop = min(at + self.buffer_bytes, image.nbytes)
             piece = partial(self._bring, read, at, stop, after, self._last)
             self._last = self._stagers.submit(piece)
             read.futures.append(self._last)

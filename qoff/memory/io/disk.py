@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qoff.checkpoint import Stamp
 from qoff.errors import DiskReadError
 
 from .clock import SYSTEM, Clock
@@ -25,7 +26,6 @@ from .workers import when_all
 if TYPE_CHECKING:
     from qoff.kernels.cpu.jit.reads import BusyWords, ReadList
 
-Stamp: TypeAlias = tuple[int, int, int]  # bytes, times of modification and of change, in ns
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
 _PIECES = 32  # of a scattered read that a thread takes at once
 

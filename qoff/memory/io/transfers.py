@@ -128,10 +128,10 @@ class Transfers(ABC):
     """Moves weights from files and host memory to the device, beside the computation.
 
     host_staging: buffers in host memory that it needs; see `plan_residency`. copied_bytes: that
-    `copy_unit` has brought from host memory to the device.
+    `copy_unit` has brought from host memory to the device. buffer_bytes: of each of these buffers.
     """
 
-    host_staging = 0
+    host_staging = buffer_bytes = 0
 
     def __init__(self, device: torch.device, reader: DiskReader | None = None) -> None:
         self.device = device

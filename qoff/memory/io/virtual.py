@@ -43,9 +43,15 @@ class VirtualClock(Clock):
 
     def sleep_until(self, when: float) -> None:
         """Let others go on until then."""
-        arrived = Future[None]()
-        self.at(when, lambda: arrived.set_result(None))
-        self.wait([arrived])
+        me = getcurrent()
+        if me in self._inside:
+            self.at(when, me.switch)
+            self._loop.switch()
+            return
+        end = max(when, self._now), next(self._numbers)
+        while self._events and self._events[0][:2] < end:
+            self._next(me)
+        self._now = end[0]
 
     def wait(self, futures: Iterable[Future[Any]], timeout: float | None = None) -> None:
         """Let others go on until all have ended, whatever `timeout` is.
@@ -62,9 +68,13 @@ class VirtualClock(Clock):
         while not all(future.done() for future in left):
             if not self._events:
                 raise RuntimeError("nothing is under way that could end what is waited for")
-            self._now, _, call = heapq.heappop(self._events)
-            self._loop = me
-            call()
+            self._next(me)
+
+    def _next(self, loop: greenlet) -> None:
+        """Have the next event happen."""
+        self._now, _, call = heapq.heappop(self._events)
+        self._loop = loop
+        call()
 
     def workers(
         self, threads: int, name: str, error: type[DiskReadError | DiskWriteError] = DiskReadError

@@ -7,9 +7,9 @@ straight into the slot; else it is of exactly their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TypeGuard
 
 from qoff.checkpoint import Checkpoint, QuantEntry, TensorEntry, WeightEntry, WeightFile
@@ -48,6 +48,14 @@ class LayerExperts:
             for name, entry in self._first.placed.items()
             if isinstance(entry, QuantEntry)
         }
+
+    @cached_property
+    def lies(self) -> Hashable:
+        """Alike for layers whose experts lie in their files alike."""
+        entries = (e for some in self._entries.values() for e in some.values())
+        return self._file.nbytes, *(
+            (*_form(e), *_places(e), e.codes.nbytes, e.scale_min.nbytes) for e in entries
+        )
 
     def _image(self, number: int) -> Image:
         entries = self._entries[number]
