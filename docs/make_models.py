@@ -44,13 +44,13 @@ back to an earlier token. So `draft_tokens`, `share_prefixes`, such a draft mode
 `QoffCache` are refused. Bits of `--kv` for single layers count the layers that attend. The matrix
 of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
-Gemma 4 runs on CPUs, and but for E2B and E4B on GPUs; K and V of its heads of 256 and 512 channels
-are packed. Where keys are values as well, their matrix is stored twice. E2B and E4B have embeddings
-of their layers: a table of more than 2 billion numbers, of which a token reads 256 for each layer.
-It stays in memory where everything does; otherwise its rows come from host memory, where a budget
-has room for all of it, or from disk, 7 to 9 KB of a token at 6 bits. Their last layers attend to
-keys and values of earlier ones, and plans count a KV cache for the earlier ones alone. Gemma 3n,
-whose layers keep several streams of hidden states, runs through transformers' modules.
+Gemma 4 runs on CPUs and GPUs; K and V of its heads of 256 and 512 channels are packed. Where keys
+are values as well, their matrix is stored twice. E2B and E4B have embeddings of their layers: a
+table of more than 2 billion numbers, of which a token reads 256 for each layer. It stays in memory
+where everything does; otherwise its rows come from host memory, where a budget has room for all of
+it, or from disk, 7 to 9 KB of a token at 6 bits. Their last layers attend to keys and values of
+earlier ones, and plans count a KV cache for the earlier ones alone. Gemma 3n, whose layers keep
+several streams of hidden states, runs through transformers' modules, on CPUs alone.
 
 ## Other architectures
 

@@ -70,13 +70,25 @@ class PassTables:
             )
 
 
+@dataclass(eq=False)
+class LentTokens:
+    """New K and V of a layer to which later ones attend, too, once it has computed them.
+
+    [T, kv_heads, D], as the ring has them.
+    """
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class DeviceLayerCache:
     """Keys and values of one layer on a GPU.
 
     Tokens up to `packed` are in blocks, the others in the rings: position p of a sequence in slot
     p % W; W is 64 or more. A pass attends to blocks as they were before it, and packs those that it
-    completes. Raises OpError for tensors that do not fit each other, the form or the pass.
+    completes. With `lent` it leaves the new tokens there, and blocks and ring as they were. Raises
+    OpError for tensors that do not fit each other, the form or the pass.
     """
 
     form: KVFormat
@@ -88,6 +100,7 @@ class DeviceLayerCache:
     offloaded: tuple[PackedTokens, ...] = ()
     write_back: Tensor | None = None  # like pool: where new blocks go that will be in host memory
     values_rotated: bool = False  # V of its own in blocks and ring: `rotation.rotate_values`
+    lent: LentTokens | None = None  # never where each sequence has one new token at most
 
     def __post_init__(self) -> None:
         recent, device = self.recent_k, self.step.start.device

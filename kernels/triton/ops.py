@@ -77,10 +77,11 @@ def w4_linear(
 ) -> Tensor:
     """Return norm(x) @ W.T + bias with what `end` says of it, and of the residual.
 
-    x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]:
-    any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be the same,
-    but share no memory with x. The norm and the result are rounded to the dtype of x; every step
-    is where the kernel leaves them to others (`gemm`, or a scratch; all of `end` but gated SiLU).
+    x: float16 or bfloat16 [M, K], contiguous; weight: [N, K], packing split32. norm [K], bias [N]
+    or [M, N]: any float dtype. residual, out: like the result, [M, N] or [M, N / 2]; they may be
+    the same, but share no memory with x. The norm and the result are rounded to the dtype of x;
+    every step is where the kernel leaves them to others (`gemm`, a scratch, a bias of each row; all
+    of `end` but gated SiLU).
     scratch: where weights are dequantized if they are, None for one of its own. Raises OpError.
     """
     rows = weight.shape[0]
@@ -92,12 +93,14 @@ def w4_linear(
             require(name, tensor, (x.dtype,), shape, x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         y = x if norm is None else _normalized(x, norm)
-        added = None if bias is None else bias.to(x.dtype)
-        fused = end.only_gated_silu
+        each = bias if bias is not None and bias.dim() == 2 else None  # by what adapters add
+        added = None if bias is None or each is not None else bias.to(x.dtype)
+        fused = end.only_gated_silu and each is None
         epilogue = Epilogue(residual, end.gated, out) if fused else Epilogue()
         y = linear.w4_linear(y, weight, added, end=epilogue, scratch=scratch)
         if fused:
             return y
+        y = y if each is None else (y + each).to(x.dtype)
         y = _ended(y, end, residual)
         return y if out is None else out.copy_(y)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qoff.errors import ArgumentError
 from qoff.kernels.triton.linear.scratch import Scratch
 from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
@@ -26,6 +25,7 @@ class GpuExecutor(Executor):
     """A GPU with pinned host memory beside it; or the CPU in its place, for tests of its ops."""
 
     stores: Sequence[DeviceBlocks]
+    _moves_adapters = True
 
     @property
     def blocks(self) -> DeviceBlocks:
@@ -50,14 +50,13 @@ class GpuExecutor(Executor):
             values_rotated=self.plan.kv.values_rotated,
             device=self.device,
             dtype=self.dtype,
+            lent=self.spec.lent_layers,
             stores=dict(zip(groups, self.stores, strict=True)),
             states=new_states(self.spec, self.plan.batch_size, self.device),
         )
 
     def _transfers(self) -> Transfers:
         check_gpu_plan(self.plan)
-        if self._adapter_paths:
-            raise ArgumentError("adapters are computed on a CPU alone so far; use device='cpu'")
         reader = self._new_reader()
         if self.device.type != "cuda":
             return ThreadTransfers(reader)

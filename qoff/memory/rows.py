@@ -21,7 +21,7 @@ from .load import FileChecks
 from .plan import EMBEDDING, HEAD, LM_HEAD, PER_LAYER, Image, Tile, Unit, Weight
 
 _NEAR = 4096  # bytes: pieces closer than this are read as one
-_ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
+ROWS = 256  # gathered together: what is read around them is not in proportion to the prompt
 
 
 class Rows:
@@ -48,7 +48,7 @@ class Rows:
         if isinstance(matrix, QTensor) and device.type == "cpu":
             return embedding(ids, matrix, scale=scale, rows_each=rows_each)
         if rows_each > 1:
-            ids = (ids[:, None] * rows_each + torch.arange(rows_each)).flatten()
+            ids = (ids[:, None] * rows_each + torch.arange(rows_each, device=ids.device)).flatten()
         looked_at = ids.numel() and not ids.is_cuda
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
@@ -58,7 +58,7 @@ class Rows:
         rows = torch.empty(len(ids), entry.shape[1], device=device)
         if matrix is None:
             ids = ids.cpu()
-        for some, out in zip(ids.split(_ROWS), rows.split(_ROWS), strict=True):
+        for some, out in zip(ids.split(ROWS), rows.split(ROWS), strict=True):
             if matrix is not None and len(some):
                 out.copy_(rows_of(matrix, some, scale))
             elif len(some):

@@ -75,6 +75,12 @@ class AdaptedRows:
     which: Tensor  # the same, int64 [M]
     layers: Sequence[Mapping[str, LowRanks]]
 
+    def padded(self, rows: int) -> AdaptedRows:
+        """With more rows, which have none."""
+        which = self.which.new_full((rows,), -1)
+        which[: len(self.which)] = self.which
+        return AdaptedRows((*self.key, *[-1] * (rows - len(self.key))), which, self.layers)
+
 
 @dataclass(frozen=True)
 class LayerWorkspace:
@@ -152,7 +158,7 @@ class ForwardPass:
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them
-    per_layer: Tensor | None = None  # float32 [M, spec.per_layer_width]: see `native.per_layer`
+    per_layer: Tensor | None = None  # like hidden, [M, spec.per_layer_width]: `native.per_layer`
     kv_layers: Sequence[int] = ()  # whose K and V each layer attends to; empty: its own
     hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
     added: Mapping[str, LowRanks] = field(default_factory=dict)  # by adapters to that layer's

@@ -24,7 +24,7 @@ from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.decoder import check_on_gpu
-from qoff.models.native.pass_bytes import embedded_bytes, layer_bytes, logits_bytes
+from qoff.models.native.pass_bytes import embedded_bytes, held_bytes, layer_bytes, logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import packed_bytes
 from qoff.models.spec import DecoderSpec
@@ -71,6 +71,8 @@ def memory_on_gpu(
     scratch = scratch_sizes(plan, spec, device, dtype)
     on_device = _pass_bytes(plan, *model, tiled) + scratch.nbytes
     on_device += _kept_bytes(plan, spec, len(blocks.groups))
+    held = plan.prefill_tokens + plan.decode_tokens  # each batch may do both in a round
+    on_device += plan.batches * held_bytes(spec, held, dtype)
     if recorded:
         # Recordings are of more blocks than there are: see `tables.pass_tables`.
         context = plan.context + max(plan.context // 4, 1024)
@@ -78,7 +80,7 @@ def memory_on_gpu(
             plan, batch_size=recorded, prefill_tokens=1, draft_tokens=0, context=context
         )
         on_device += _pass_bytes(steps, *model, piece=0 if scratch.held else scratch.piece)
-        on_device += _fixed_bytes(recorded, spec, dtype)
+        on_device += _fixed_bytes(recorded, spec, dtype) + held_bytes(spec, recorded, dtype)
     work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results, and what the CPU works in
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)

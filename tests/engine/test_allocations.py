@@ -107,6 +107,7 @@ def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) 
         ("never", "llama"),
         ("always", "deepseek-v3"),
         ("never", "qwen3-next-head64"),
+        ("never", "gemma4-small"),
     ],
 )
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
@@ -125,6 +126,10 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
         sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
     if family == "qwen3-next-head64":
         sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    if family == "gemma4-small":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        sizes |= {"num_hidden_layers": 4, "layer_types": kinds, "global_head_dim": 128}
+        sizes |= {"vocab_size_per_layer_input": 64, "sliding_window": 40}
     counted, taken = counted_and_taken(tmp_path, plan, family, sizes, triton_ops)
     assert taken <= counted - CUBLAS_BYTES <= 4 * taken
 

@@ -10,15 +10,11 @@ import pytest
 import torch
 
 import qoff
-from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory.plan import PER_LAYER, plan_residency
 from qoff.models.convert.convert import convert
-from qoff.models.native.decoder import check_on_gpu
-from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 from qoff.plan.sizes import ModelSizes
 from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer
@@ -54,15 +50,6 @@ def test_generates_what_transformers_does(checkpoint: Path) -> None:
     model, _ = qoff.load(checkpoint, kv=None)
     with model:
         assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), wanted)
-
-
-def test_a_gpu_computes_it_or_refuses_it_in_a_line(checkpoint: Path) -> None:
-    spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
-    if spec.per_layer is None:
-        check_on_gpu(spec)
-    else:
-        with pytest.raises(ArgumentError, match="not computed on a GPU yet; use device"):
-            check_on_gpu(spec)
 
 
 def test_plans_count_layers_with_keys_of_their_own_and_no_table() -> None:

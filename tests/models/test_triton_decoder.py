@@ -69,6 +69,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "global_head_dim": 512,
         "sliding_window": 40,
     },
+    "gemma4-small": {  # embeddings of layers, and K and V that others have appended
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 512,
+        "sliding_window": 40,
+        "vocab_size_per_layer_input": 32,
+    },
     "opt": {"hidden_size": 64, "ffn_dim": 32, "max_position_embeddings": 192},
 }
 
@@ -81,7 +90,8 @@ def checkpoint(folder: Path, family: str = "llama") -> Path:
 
 
 # What the reference in float16 is off by, too: small sums of large terms, with a low soft cap.
-COARSER = {"gemma4-moe": 2}
+# The reference in float16 differs from that in float32 by 0.054 in a step of gemma4-small.
+COARSER = {"gemma4-moe": 2, "gemma4-small": 5}
 
 
 class Runs:
@@ -198,7 +208,9 @@ def test_greedy_tokens_on_a_gpu_are_those_of_the_cpu(
         replays = on_gpu.decoder.replays
         assert (replays is not None) == graphs
         if replays is not None:
-            assert replays.replayed
+            # Layers with embeddings of their own are not recorded one by one.
+            one_by_one = streaming and on_gpu.spec.per_layer is not None
+            assert (replays.replayed > 0) == (not one_by_one)
             assert not replays.failed
 
 

@@ -107,16 +107,16 @@ def kv_append(k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | No
     float32 [P, R/2], for keys that RoPE is to turn (see `rope`). Tokens packed[s]..after[s]-1,
     whole blocks, go into the pool where the table says, those from start[s] on from k and v, older
     ones from the ring; tokens from after[s] on, at most W, go into the ring. Blocks are read before
-    the ring is written. One launch without new blocks, otherwise two. Raises OpError.
+    the ring is written, those up to `offloaded_until` into the write-back buffer. One launch
+    without new blocks, otherwise two or three. Raises OpError.
 
     Values are those of `reference.kv_blocks.append`: K is turned in float32 and rounded to its
     dtype before it is packed. A code may be the neighbour where the quotient is within float32
     rounding of a half.
     """
-    step = cache.step
-    blocks = NewBlocks(cache.pool, step.packed, step.after, step.max_new_blocks, step.start)
-    pack_blocks(k, v, cache, blocks, tables)
-    write_recent(k, v, cache, step.after, tables)
+    for blocks in new_blocks(cache, cache.step.start):
+        pack_blocks(k, v, cache, blocks, tables)
+    write_recent(k, v, cache, cache.step.after, tables)
 
 
 class NewBlocks(NamedTuple):

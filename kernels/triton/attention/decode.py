@@ -84,8 +84,8 @@ def decode_attention_kernel(
 ):  # fmt: skip
     """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries.
 
-    With NEW the row of a sequence is at `row_start`, and the first program of a KV head and
-    sequence puts the new token into the ring before it attends to it: see `new_token`.
+    With NEW the row of a sequence is at `row_start`, and unless that is 2 the first program of a KV
+    head and sequence puts the new token into the ring before it attends to it: see `new_token`.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     TILES: tl.constexpr = (GROUP + COLUMNS - 1) // COLUMNS
@@ -123,7 +123,7 @@ def decode_attention_kernel(
     if part == 0:
         row = kv_heads * HEAD_DIM
         ring_base = s.to(tl.int64) * ring * row + kv_head * HEAD_DIM
-        if NEW:
+        if NEW == 1:
             slot = ring_base + (position % ring) * row
             keep_new(
                 key + at_row.to(tl.int64) * key_stride + kv_head * HEAD_DIM,
@@ -198,7 +198,7 @@ def decode_attention(
     flags = (
         sinks is not None,
         step.resident_from is not None,
-        new is not None,
+        0 if new is None else 1 + new.kept,
         turned,
         *(0 if by is None else 1 + shape.norm_last for by in norms),
         value_run(form.head_dim) if new is not None and new.rotated else 1,
@@ -276,8 +276,8 @@ def _bound(
     """The kernel for all that does not change from step to step, how blocks are cut, and the most
     parts.
 
-    flags: sinks, resident_from, new tokens, pairs that are turned, norms of queries and of keys
-    (see `load_new`), channels of V that are rotated together.
+    flags: sinks, resident_from, new tokens (2: kept), pairs that are turned, norms of queries and
+    of keys (see `load_new`), channels of V that are rotated together.
     """
     (window, windowed), group = window_constants(shape), shape.heads // shape.kv_heads
     columns = _columns(group)

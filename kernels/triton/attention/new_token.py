@@ -25,7 +25,8 @@ class NewTokens(NamedTuple):
 
     tables: cos and sin of RoPE, float32 [positions, R / 2]. q_norm, k_norm: weights [D] of an RMS
     norm before or after it, any float dtype. rotated: V of the cache is
-    (`rotation.rotate_values`), and neither these values nor the results of attention are.
+    (`rotation.rotate_values`), and neither these values nor the results of attention are. kept: the
+    cache has them already; where it has them in the ring, key and value are not read.
     """
 
     key: Tensor  # [M, kv_heads, D], in the dtype of the ring; its rows may lie apart
@@ -34,6 +35,7 @@ class NewTokens(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     rotated: bool = False
+    kept: bool = False
 
 
 @triton.jit

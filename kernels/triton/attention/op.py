@@ -16,7 +16,7 @@ from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
 from qoff.kernels.triton.latent.attention import latent_attention, latent_attention_bytes
 
-from .append import new_blocks, pack_blocks, write_recent
+from .append import kv_append, new_blocks, pack_blocks, write_recent
 from .decode import decode_attention, decode_bytes
 from .new_token import NewTokens
 from .offloaded import OffloadedAttention
@@ -39,24 +39,23 @@ def attend_to_heads(
     """
     step, wide = cache.step, shape.head_dim > WIDEST
     heads = rows.unflatten(1, (-1, shape.head_dim))
-    query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-    if shape.value_norm:
+    query, key, value = _operands(heads, shape, cache)
+    if shape.value_norm and shape.appends:
         value = _normed(value, _ones(shape.head_dim, value.device), shape.norm_eps)
     # Mostly all else is done where a decode step attends.
     if step.max_rows == 1 and not (cache.offloaded or wide):
-        new = NewTokens(key, value, rotary, *norms, cache.values_rotated)
+        new = NewTokens(key, value, rotary, *norms, cache.values_rotated, not shape.appends)
         return _decode(query, new, shape, cache, sinks)[0]
-    if cache.values_rotated:
-        value = rotate_values(value)
-    query, key = (
-        _prepared(x, norm, shape, step.positions, rotary)
-        for x, norm in zip((query, key), norms, strict=True)
-    )
+    query = _prepared(query, norms[0], shape, step.positions, rotary)
+    if shape.appends:
+        key = _prepared(key, norms[1], shape, step.positions, rotary)
+        value = rotate_values(value) if cache.values_rotated else value
     if shape.query_scale is not None:
         query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
     offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
     attend = _attend_wide if wide else _decode if step.max_rows == 1 else _prefill
-    attended, lse = attend(query, NewTokens(key, value), shape, cache, sinks)
+    new = NewTokens(key, value, kept=not shape.appends)
+    attended, lse = attend(query, new, shape, cache, sinks)
     attended = attended if offloaded is None else offloaded.join(attended, lse)
     return rotate_values(attended, back=True) if cache.values_rotated else attended
 
@@ -96,6 +95,22 @@ def heads_bytes(
     return values * dtype.itemsize + work
 
 
+def _operands(
+    heads: Tensor, shape: HeadShape, cache: DeviceLayerCache
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values: of a layer that appends none, those that the one before it left."""
+    if shape.appends:
+        query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        return query, key, value
+    if cache.step.max_rows <= 1:  # they are in the ring
+        unread = heads[:, : shape.kv_heads]
+        return heads, unread, unread
+    lent = cache.lent
+    if lent is None or lent.key is None or lent.value is None:
+        raise OpError("a layer without keys of its own comes after the one whose keys it reads")
+    return heads, lent.key, lent.value
+
+
 def _decode(
     query: Tensor,
     new: NewTokens,
@@ -105,7 +120,8 @@ def _decode(
 ) -> tuple[Tensor, Tensor]:
     """One query a sequence: its key goes to the ring first, complete blocks are packed last."""
     attended, lse = decode_attention(query, cache, shape, sinks, new=new)
-    _pack(new, cache, cache.step.length)
+    if not new.kept:
+        _pack(new, cache, cache.step.length)
     return attended, lse
 
 
@@ -118,8 +134,7 @@ def _prefill(
 ) -> tuple[Tensor, Tensor]:
     """Many queries: they attend to the cache as it was and to each other, then it is written."""
     attended, lse = prefill_attention(query, new.key, new.value, cache, shape, sinks)
-    _pack(new, cache, cache.step.start)
-    write_recent(new.key, new.value, cache, cache.step.after)
+    _append(new, cache)
     return attended, lse
 
 
@@ -135,13 +150,22 @@ def _attend_wide(
         raise OpError(f"attention with heads of over {WIDEST} channels has no sinks on a GPU")
     step = cache.step
     decodes = step.max_rows <= 1
-    if decodes:
+    if decodes and not new.kept:
         write_recent(new.key, new.value, cache, step.packed)
     attended, lse = latent_attention(query, new.key, cache, shape, value=new.value)
-    _pack(new, cache, step.length if decodes else step.start)
     if not decodes:
-        write_recent(new.key, new.value, cache, step.after)
+        _append(new, cache)
+    elif not new.kept:
+        _pack(new, cache, step.length)
     return attended, lse
+
+
+def _append(new: NewTokens, cache: DeviceLayerCache) -> None:
+    """Append new tokens, or leave them to the layers behind, which attend to all as it was."""
+    if cache.lent is None:
+        kv_append(new.key, new.value, cache)
+    else:
+        cache.lent.key, cache.lent.value = new.key.contiguous(), new.value.contiguous()
 
 
 def _pack(new: NewTokens, cache: DeviceLayerCache, start: Tensor) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
+from qoff.kernels.layout.device_cache import DeviceLayerCache, LentTokens, PassTables
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import PackedTokens
@@ -36,10 +36,10 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told at decode takes few values, so that it can be recorded and
-    replayed. values_rotated: see `DeviceLayerCache`. stores: blocks of each group of layers, shared
-    with other caches; some of the first one's may be offloaded. By default it has its own, which
-    grow, of groups by the layers' windows, and `FORGETTABLE` tokens can be forgotten at any time;
-    without `frees` all blocks are kept.
+    replayed. values_rotated: see `DeviceLayerCache`. lent: layers that are opened again when others
+    have been. stores: blocks of each group of layers, shared with other caches; some of the first
+    one's may be offloaded. By default it has its own, which grow, of groups by the layers' windows,
+    and `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class DeviceCache(SlotCache):
         device: torch.device,
         dtype: torch.dtype = torch.float16,
         frees: bool = True,
+        lent: Collection[int] = (),
         stores: Mapping[LayerGroup, DeviceBlocks] | None = None,
     ) -> None:
         super().__init__(sequences, window, expected=self.blocks_of(capacity, window, 0))
-        self.steady, self.values_rotated = steady, values_rotated
+        self.steady, self.values_rotated, self.lent = steady, values_rotated, frozenset(lent)
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
         self.forms = tuple(forms)
         if stores is None:
@@ -184,6 +185,7 @@ class DeviceCachePass(SlotPass):
         self._steady = cache.steady and slots is None
         self._packed = cache.packed
         self._opened: dict[int, DeviceLayerCache] = {}
+        self._lent: dict[int, LentTokens] = {}  # what layers append when the pass ends
         self._write_backs: dict[int, WriteBack] = {}
         self._spare: dict[int, int] = {}  # of groups of layers, for blocks that nobody reads
         # What brings the offloaded blocks, of the first group of layers: to where the CPU attends
@@ -274,9 +276,8 @@ class DeviceCachePass(SlotPass):
     def open(self, layer: int) -> DeviceLayerCache:
         """What the attention of a layer reads and appends to; the same until `close`."""
         if layer not in self._opened:
-            cache, written = self._cache, None
-            number, inner = cache.place[layer]
-            store, step = cache.stores[number], self._steps[number]
+            number, inner = self._cache.place[layer]
+            step = self._steps[number]
             packed: tuple[PackedTokens, ...] = ()  # attended to elsewhere
             view = self._view if number == 0 else None
             if isinstance(view, PrefetchedBlocks):
@@ -286,32 +287,71 @@ class DeviceCachePass(SlotPass):
                 step = replace(step, table=table)
             elif view is not None:
                 packed = view.open(inner)
-            if self._new_offloaded and number == 0:
-                assert store.write_back is not None
-                self._write_backs[layer] = store.write_back.take(inner, self._new_offloaded)
-                written = self._write_backs[layer].records
-            self._opened[layer] = DeviceLayerCache(
-                cache.forms[layer],
-                store.pool.layers[inner],
-                cache.recent_k[layer],
-                cache.recent_v[layer],
-                step,
-                packed,
-                written,
-                cache.values_rotated and not cache.forms[layer].latent,
-            )
+            lent = None
+            if layer in self._cache.lent and step.max_rows > 1:
+                lent = self._lent.setdefault(layer, LentTokens())
+            self._opened[layer] = self._layer_cache(layer, step, packed, lent)
         return self._opened[layer]
+
+    def _layer_cache(
+        self,
+        layer: int,
+        step: PassTables,
+        packed: tuple[PackedTokens, ...] = (),
+        lent: LentTokens | None = None,
+    ) -> DeviceLayerCache:
+        """With room for new offloaded blocks, unless they are made later or were before."""
+        cache, written = self._cache, None
+        number, inner = cache.place[layer]
+        store, form = cache.stores[number], cache.forms[layer]
+        made = lent is not None or layer in self._write_backs
+        if self._new_offloaded and number == 0 and not made:
+            assert store.write_back is not None
+            self._write_backs[layer] = store.write_back.take(inner, self._new_offloaded)
+            written = self._write_backs[layer].records
+        return DeviceLayerCache(
+            form,
+            store.pool.layers[inner],
+            cache.recent_k[layer],
+            cache.recent_v[layer],
+            step,
+            packed,
+            written,
+            cache.values_rotated and not form.latent,
+            lent,
+        )
 
     def close(self, layer: int) -> None:
         """Let go of the offloaded blocks; send the new ones to where they lie."""
         number, inner = self._cache.place[layer]
         if self._view is not None and number == 0:
             self._view.close(inner)
+        if self._opened[layer].write_back is not None:
+            self._send(layer)
+        if layer in self._cache.lent:
+            del self._opened[layer]
+
+    def _send(self, layer: int) -> None:
         queue = self._cache.store.write_back
-        if queue is not None and layer in self._write_backs:
-            queue.send(self._write_backs[layer])
+        assert queue is not None
+        queue.send(self._write_backs[layer])
+
+    def _append_lent(self) -> None:
+        """Append what layers have kept until no other attends to it any more."""
+        for layer, lent in self._lent.items():
+            number, _ = self._cache.place[layer]
+            self._opened[layer] = cached = self._layer_cache(layer, self._steps[number])
+            if lent.key is not None and lent.value is not None:
+                from qoff.kernels.triton.attention.append import kv_append  # needs Triton
+
+                with torch.cuda.device_of(lent.key):
+                    kv_append(lent.key, lent.value, cached)
+            if cached.write_back is not None:
+                self._send(layer)
+        self._lent = {}
 
     def end(self) -> None:
+        self._append_lent()
         if self._cache.store.write_back is not None:
             self._cache.store.write_back.deliver(list(self._write_backs.values()))
         self._write_backs = {}
@@ -327,7 +367,7 @@ class DeviceCachePass(SlotPass):
             self._view.abandon()
         if self._cache.store.write_back is not None:
             self._cache.store.write_back.drop(list(self._write_backs.values()))
-        self._write_backs = {}
+        self._write_backs, self._lent = {}, {}
         self._release_spare()
         super().abandon()
 

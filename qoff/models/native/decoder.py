@@ -67,13 +67,10 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
 
 def check_on_gpu(spec: DecoderSpec) -> None:
     """Raise ArgumentError for attention that no kernel for a GPU computes."""
-    kind = None
-    if spec.per_layer is not None or spec.shared_kv:
-        kind = "a model with embeddings of layers, or K and V that layers share (Gemma 4 E2B, E4B)"
-    elif not spec.attention_layers:
-        kind = "a model without a layer that attends"
-    if kind is not None:
-        raise ArgumentError(f"{kind} is not computed on a GPU yet; use device='cpu'")
+    if not spec.attention_layers:
+        raise ArgumentError(
+            "a model without a layer that attends is not computed on a GPU yet; use device='cpu'"
+        )
 
 
 def new_states(
@@ -111,7 +108,7 @@ class Decoder:
     """A decoder of the Llama family, computed by `ops` on weights that it is handed step by step.
 
     `embed` turns token ids, int64 [M], into [M, hidden_size] of any float dtype, times a factor;
-    `embed_layers` into float32 [M, spec.per_layer_width], for models with embeddings of layers.
+    `embed_layers` into [M, spec.per_layer_width], for models with embeddings of layers.
     The head's inputs are never rounded to fewer than 16 bits. device, dtype: of hidden states;
     dense weights are on that device too. replays: what is computed at decode is recorded there and
     replayed, a layer at a time, or a whole pass where `resident` says that no weight ever moves.
@@ -183,6 +180,7 @@ class Decoder:
             frees=not kv.keeps,
             device=self.device,
             dtype=self.dtype,
+            lent=self.spec.lent_layers,
             states=new_states(self.spec, sequences, self.device),
         )
 
@@ -243,7 +241,11 @@ class Decoder:
         if self.replays is not None:
             if on_gpu is not None and on_gpu.rows > len(ids):
                 ids = pad(ids, (0, on_gpu.rows - len(ids)))
-            key = None if run.states is not None else cached.replay_key()
+                if run.adapters is not None:
+                    run.adapters = run.adapters.padded(len(ids))
+            # What adapters add on a GPU comes to a slot, launched layer by layer.
+            alone = run.states is not None or (on_gpu is not None and run.adapters is not None)
+            key = None if alone else cached.replay_key()
         if key is not None:
             tables = [table.whole for table in self._rotary]
             run.workspace = run.workspace or self.steady_workspace(len(ids))
@@ -275,7 +277,8 @@ class Decoder:
         """What the first layer is given, [M, hidden_size] on the device; the pass has the rest."""
         if self.spec.per_layer is not None:
             assert self._embed_layers is not None
-            run.per_layer = self._embed_layers(ids, table_scale(self.spec.per_layer))
+            of_layers = self._embed_layers(ids, table_scale(self.spec.per_layer))
+            run.per_layer = of_layers.to(self.device, self.dtype)
         rows = self._embed(ids, self.spec.embedding_scale)
         return rows.to(self.device, self.dtype)
 

@@ -7,13 +7,28 @@ from collections.abc import Callable
 import torch
 
 from qoff.kernels.layout.delta import DeltaShape
+from qoff.memory.rows import ROWS
 from qoff.models.forward_pass import WAVE_PAIRS, mlp_tokens, per_layer_floats
 from qoff.models.spec import DecoderSpec
 
 
 def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     """The most bytes that embedding this many tokens allocates: in float32, scaled, in `dtype`."""
-    return tokens * (spec.hidden_size * (8 + dtype.itemsize) + 4 * spec.per_layer_width)
+    found = tokens * spec.hidden_size * (8 + dtype.itemsize)
+    if spec.per_layer is not None:  # whose rows have numbers, and are scaled some at a time
+        found += tokens * spec.per_layer_width * (4 + dtype.itemsize)
+        found += 8 * tokens * spec.num_layers
+        found += 12 * min(tokens * spec.num_layers, ROWS) * spec.per_layer.width
+    return found
+
+
+def held_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that a pass on a GPU has of its own until its end, beside hidden states.
+
+    Its tokens' embeddings of layers, and K and V that more than one layer attends to.
+    """
+    values = sum(2 * heads * dim for heads, dim in map(spec.heads, spec.lent_layers))
+    return tokens * (spec.per_layer_width + values) * dtype.itemsize
 
 
 def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
@@ -101,4 +116,10 @@ def layer_bytes(
         weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
         beside = (rest + 4 * aside + 2 * normed) * experts.beside
         rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves + beside)
-    return max(attention, rest + normed + 2 * aside)
+    own = 0  # of embeddings of layers: before the first one, and at the end of each
+    if spec.per_layer is not None:
+        width, all_layers = spec.per_layer.width, spec.per_layer_width
+        begin = linear(part, all_layers, hidden) + part * all_layers * (5 * item + 8)
+        end = linear(tokens, width, hidden) + 3 * tokens * width * item
+        own = max(begin, end + linear(tokens, hidden, width) + normed + 3 * aside)
+    return max(attention, rest + normed + 2 * aside, own)

@@ -30,7 +30,7 @@ class PerLayer:
 
     def __init__(self, spec: DecoderSpec, of: PerLayerSpec, ops: Ops) -> None:
         self._spec, self._width, self._ops = spec, of.width, ops
-        self._linear = Linear(ops)
+        self._linear, self._on_gpu = Linear(ops), ops.CACHE == "device"
 
     def begin(self, run: ForwardPass, weights: Weights) -> Steps:
         """Add norm(projection of the embedded tokens) to the table's rows, for all layers."""
@@ -40,7 +40,7 @@ class PerLayer:
         # The projection is divided by the root of the hidden size, which only eps would see.
         norm = Norm(weight, self._spec.norm_eps * self._spec.hidden_size)
         rows, count = run.per_layer, len(run.input)
-        step = mlp_tokens(count, tiled(weights))
+        step = mlp_tokens(count, tiled(weights), self._on_gpu)
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             found = yield from self._linear(run, weights, names.CONTEXT, part=part)
