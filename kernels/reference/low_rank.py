@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.layout.ending import Norm
-from qoff.kernels.layout.low_rank import BLOCK, LowRanks
+from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
 
+from .elementwise import wide
 from .linear import normalized
 
 
@@ -23,19 +24,28 @@ def low_rank(
     """Return norm(x) @ down.T @ up.T + bias, [M, rows], each row with its own adapter (LoRA).
 
     x: [M, K]. which: int64 [M], the adapter of each row, -1 for none. rows: of the matrix, whole
-    blocks of 16. bias: of these rows. (arXiv 2106.09685)
+    blocks of 16. bias: of these rows. The result is float32, float64 of such x. (arXiv 2106.09685)
     """
+    x = wide(x if norm is None else normalized(x, norm))
     found = x.new_zeros(len(x), rows.stop - rows.start)
     if bias is not None:
         found += bias
-    x = x if norm is None else normalized(x, norm)
     blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
-    for number, one in enumerate(ranks.each):
-        mine = which == number
-        if one is None or not mine.any():
-            continue
-        up = one.up[blocks]
-        down = x[mine] @ one.down.T
-        of_block = down[:, one.first[blocks, None] + torch.arange(up.shape[1])]  # [m, blocks, r]
-        found[mine] += torch.einsum("mbr,brn->mbn", of_block, up).flatten(1)
+    for number in which.unique().tolist():
+        one = None if number < 0 else ranks.each[number]
+        if one is not None:
+            added = _product(x, one, blocks)
+            found += torch.where((which == number)[:, None], added, 0.0)
+            del added  # before that of the next adapter
     return found
+
+
+def _product(x: Tensor, one: LowRank, blocks: slice) -> Tensor:
+    """x @ down.T @ up.T of all rows of x, for some blocks of the matrix."""
+    up = one.up[blocks].to(x.dtype) * one.times[blocks, None, None]  # [blocks, r, 16]
+    count, rank, _ = up.shape
+    each, places = (torch.arange(size, device=x.device) for size in (count, rank))
+    whole = x.new_zeros(len(one.down), count, BLOCK)
+    whole[one.first[blocks, None] + places, each[:, None]] = up
+    del up
+    return x @ one.down.to(x.dtype).T @ whole.flatten(1)

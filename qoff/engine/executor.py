@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
@@ -25,13 +25,15 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.pool import BlockPool
 from qoff.kvcache.store.staging import Staging
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory import DiskReader, ThreadTransfers, Transfers, plan_residency
+from qoff.memory import DiskReader, Residency, ThreadTransfers, Transfers, plan_residency
 from qoff.memory.activations import ActivationStore
 from qoff.memory.arena import Arena, TierArenas
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.spill import SpillFile
+from qoff.memory.plan import Layouts
+from qoff.models.adapter_layers import Place
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import LayerWorkspace
 from qoff.models.native.decoder import Decoder, head_shapes, new_states
@@ -40,6 +42,7 @@ from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 from qoff.system_memory import keep_large_apart
 
+from .adapter_room import settled
 from .admission import Limits
 
 
@@ -78,6 +81,8 @@ class Executor(ABC):
     runtime: Runtime
     workspace: LayerWorkspace | None  # for one pass after another
     whole_prompts = False  # whether each prompt is read in one pass
+    _moves_adapters = False  # whether those in host memory come to the device
+    _near: frozenset[Place] = frozenset()  # matrices whose adapters are on the device
 
     def __init__(
         self,
@@ -164,7 +169,7 @@ class Executor(ABC):
             **self._options(transfers),
         )
         if self.adapters is not None:
-            self.adapters.load()
+            self.adapters.load(self._near, self.device, self._moves_adapters)
         return runtime
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
@@ -192,22 +197,38 @@ class Executor(ABC):
 
     def adapter_bytes(self, plan: Plan, tiled: bool) -> int:
         """What adapters take on the device with a plan; tiled: whose layers stream in tiles."""
-        adapters = self.adapters
-        if adapters is None:
-            return 0
-        return adapters.nbytes + adapters.work_bytes(plan.pass_tokens, plan.decode_tokens, tiled)
+        return 0 if self.adapters is None else self._adapter_bytes(plan, tiled, self._near)[0]
+
+    def _adapter_bytes(self, plan: Plan, tiled: bool, near: Collection[Place]) -> tuple[int, int]:
+        """The same with factors added to `near` there; and what the others take on the host."""
+        assert self.adapters is not None
+        on_gpu, tokens = self._moves_adapters, (plan.pass_tokens, plan.decode_tokens)
+        on_device, on_host = self.adapters.layers.nbytes(near, self._moves_adapters)
+        return on_device + self.adapters.work_bytes(*tokens, tiled, on_gpu), on_host
 
     @property
     def kv_used(self) -> float:
         """Part of the packed KV blocks that is in use, 0 to 1."""
+        pools = self._pools(self.stores)
+        return sum(pool.used for pool in pools) / max(1, sum(pool.capacity for pool in pools))
+
+    @property
+    def kv_blocks(self) -> dict[str, int]:
+        """Packed KV blocks of sequences there is room for, by tier: those of `blocks`' layers."""
+        found = dict.fromkeys((DEVICE, HOST, DISK), 0)
+        for pool in self._pools(self.stores[:1]):
+            found[pool.tier] += pool.capacity
+        return found
+
+    def _pools(self, stores: Iterable[TieredBlocks | DeviceBlocks]) -> list[BlockPool]:
         pools = list[BlockPool]()
-        for blocks in self.stores:
+        for blocks in stores:
             if isinstance(blocks, DeviceBlocks):
                 pools.append(blocks.pool)
             tiered = blocks.offloaded if isinstance(blocks, DeviceBlocks) else blocks
             if tiered is not None:
                 pools += tiered.pools.values()
-        return sum(pool.used for pool in pools) / max(1, sum(pool.capacity for pool in pools))
+        return pools
 
     def counters(self) -> tuple[float, ...]:
         """Seconds and bytes since the start, in the order of `RoundStats`."""
@@ -256,14 +277,14 @@ class Executor(ABC):
 
     def _plan_memory(self, checkpoint: Checkpoint, staging: int, packing: str) -> Memory:
         """What the plan takes beside the weights; more where layers have to stream in tiles."""
-        plan = self.plan
-        memory = self._beside(self._memory_of(tiled=False), False)
-        left = memory.left(DEVICE, plan.device_memory)
-        residency = plan_residency(
-            checkpoint, left, plan.slots, packing=packing, host_staging=staging
+        places = frozenset[Place]() if self.adapters is None else self.adapters.layers.places
+        layouts = Layouts(checkpoint, packing)
+        self._near, memory, residency = settled(
+            places,
+            checkpoint,
+            self.plan.host_memory,
+            lambda near: self._memory_with(near, layouts, staging),
         )
-        if residency.in_parts:
-            memory = self._beside(self._memory_of(tiled=True), True)
         on_host = memory.total(HOST)
         if self.device.type == "cpu":
             on_host += memory.total(DEVICE) + residency.device_bytes
@@ -272,11 +293,31 @@ class Executor(ABC):
         )
         return memory
 
-    def _beside(self, memory: Memory, tiled: bool) -> Memory:
+    def _memory_with(
+        self, near: frozenset[Place], layouts: Layouts, staging: int
+    ) -> tuple[Memory, Residency]:
+        """The same with factors of adapters to these matrices on the device; and the weights."""
+        plan = self.plan
+        memory = self._beside(self._memory_of(tiled=False), False, near)
+        left = memory.left(DEVICE, plan.device_memory)
+        residency = plan_residency(
+            layouts.checkpoint,
+            left,
+            plan.slots,
+            packing=layouts.packing,
+            host_staging=staging,
+            layouts=layouts,
+        )
+        if residency.in_parts:
+            memory = self._beside(self._memory_of(tiled=True), True, near)
+        return memory, residency
+
+    def _beside(self, memory: Memory, tiled: bool, near: Collection[Place]) -> Memory:
         """With what is in memory beside the model."""
         more = dict[str, int]()
         if self.adapters is not None:
-            more["adapters"] = self.adapter_bytes(self.plan, tiled)
+            more["adapters"], on_host = self._adapter_bytes(self.plan, tiled, near)
+            memory = memory.beside({"adapters": on_host}, HOST) if on_host else memory
         if self._draft_bytes:
             more["draft model"] = self._draft_bytes
         return memory.beside(more)

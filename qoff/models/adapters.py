@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from qoff.errors import ArgumentError, FormatError, UnsupportedModelError, raised_as
 from qoff.kernels.cpu.linear.scratch import low_rank_bytes
-from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
 from qoff.kernels.processor import pool_threads
 from qoff.schema import read_object, shown
 
+from .adapter_layers import AdapterLayers, Factors, Place, Planned, kept_as, merged
 from .forward_pass import AdaptedRows, mlp_tokens
-from .names import Part, Weight, layer_weights
+from .names import Part, layer_weights
 from .spec import DecoderSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -60,23 +58,19 @@ class AdapterFile:
         refused = raised_as(FormatError, f"{weights}: cannot be read", "save it as safetensors")
         with refused, safe_open(weights, "pt") as file:
             names = file.keys()
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            slices = {name: file.get_slice(name) for name in names}
+            shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            self._dtypes = {name: one.get_dtype() for name, one in slices.items()}
         self._names = self._modules(spec, shapes)
         self.layers = [self._plan(spec, layer, shapes) for layer in range(spec.num_layers)]
 
-    @property
-    def nbytes(self) -> int:
-        """What it takes in memory."""
-        return sum(one.nbytes for layer in self.layers for one in layer.values())
-
-    def load(self) -> list[dict[str, LowRank]]:
-        """Its factors, by layer and the name of the packed matrix. Raises FormatError."""
+    def load(self, number: int, layers: AdapterLayers) -> None:
+        """Read its factors into the memory of adapter `number`. Raises FormatError."""
         weights = self.path / WEIGHTS
         with raised_as(FormatError, f"{weights}: cannot be read"), safe_open(weights, "pt") as file:
-            return [
-                {name: one.load(file, weights) for name, one in layer.items()}
-                for layer in self.layers
-            ]
+            for layer, planned in enumerate(self.layers):
+                for name, one in planned.items():
+                    one.load(file, weights, layers.memory((layer, name), number))
 
     def _check_config(self) -> None:
         config, path = self._config, self.path / CONFIG
@@ -132,20 +126,24 @@ class AdapterFile:
 
     def _plan(
         self, spec: DecoderSpec, layer: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, _Planned]:
+    ) -> dict[str, Planned]:
         """What the matrices of a layer get."""
-        found: dict[str, _Planned] = {}
+        found: dict[str, Planned] = {}
         for weight in layer_weights(spec, layer):
             if weight.columns is None or weight.routes:
                 continue
             factors = [self._factors(part, weight.columns, shapes) for part in weight.parts]
             if any(factors):
-                found[weight.name] = _Planned(weight, factors)
+                found[weight.name] = Planned(weight, factors, kept_as(self._dtypes_of(factors)))
         return found
+
+    def _dtypes_of(self, factors: Sequence[Factors | None]) -> set[str]:
+        """What the file has the factors of a matrix in."""
+        return {self._dtypes[name] for one in factors if one for name in (one.down, one.up)}
 
     def _factors(
         self, part: Part, columns: int, shapes: Mapping[str, tuple[int, ...]]
-    ) -> _Factors | None:
+    ) -> Factors | None:
         """Those of a part of a matrix, if there are."""
         called = self._names.get(part.source.removesuffix(".weight"))
         if called is None or part.expert is not None:
@@ -160,7 +158,7 @@ class AdapterFile:
                 f"{self.path}: lora_A and lora_B of {called} are {list(a)} and {list(b)}, but this "
                 f"model's matrix is [{part.rows}, {columns}]; the adapter is of another model"
             )
-        return _Factors(down, up, a[0], self._factor(called, a[0]))
+        return Factors(down, up, a[0], self._factor(called, a[0]))
 
     def _factor(self, called: str, rank: int) -> float:
         """What the product of both factors is multiplied by."""
@@ -175,56 +173,6 @@ class AdapterFile:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """The tensors of one linear layer in an adapter's file."""
-
-    down: str
-    up: str
-    rank: int
-    times: float
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """What a packed matrix gets of an adapter. factors: of its parts."""
-
-    weight: Weight
-    factors: Sequence[_Factors | None]
-
-    @property
-    def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        assert self.weight.columns is not None
-        ranks = [0 if one is None else one.rank for one in self.factors]
-        return LowRank.shapes(self.weight.rows, self.weight.columns, ranks)
-
-    @property
-    def rank(self) -> int:
-        """Rows of `down`."""
-        return self._shapes[0][0]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(size * math.prod(x) for size, x in zip((4, 4, 8), self._shapes, strict=True))
-
-    def load(self, file: Any, path: Path) -> LowRank:
-        of_down, of_up, blocks = self._shapes
-        down, first = torch.zeros(of_down), torch.zeros(blocks, dtype=torch.int64)
-        up, at = torch.zeros(of_up), 0
-        for i, (part, one) in enumerate(zip(self.weight.parts, self.factors, strict=True)):
-            if one is None:
-                continue
-            a, b = (file.get_tensor(name).float() for name in (one.down, one.up))
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise FormatError(f"{path}: {one.down} or {one.up} has numbers that are not finite")
-            down[at : at + one.rank] = a
-            rows = self.weight.destination(i, 0, part.rows)
-            up[rows // BLOCK, : one.rank, rows % BLOCK] = b * one.times
-            first[rows // BLOCK] = at
-            at += one.rank
-        return LowRank(down, up, first)
-
-
 class Adapters:
     """Adapters by name, for the rows of one batch. They are in memory after `load`.
 
@@ -236,14 +184,10 @@ class Adapters:
         self.folders = {name: Path(path) for name, path in paths.items()}
         self._files = [AdapterFile(path, spec) for path in paths.values()]
         self._spec = spec
-        self._layers: list[dict[str, LowRanks]] = []
+        each = zip(*(file.layers for file in self._files), strict=True)
+        self.layers = AdapterLayers([merged(one) for one in each])
 
-    @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        return sum(one.nbytes for one in self._files)
-
-    def work_bytes(self, tokens: int, recorded: int, tiled: bool) -> int:
+    def work_bytes(self, tokens: int, recorded: int, tiled: bool, on_gpu: bool = False) -> int:
         """What a pass of `tokens` tokens takes beside, and recordings of `recorded` rows keep."""
         most = scratch = 0
         threads = pool_threads()
@@ -253,20 +197,26 @@ class Adapters:
                 rank = max((x.rank for x in planned if x is not None), default=0)
                 if rank and weight.columns is not None:
                     of_mlp = weight.name.startswith("mlp.")
-                    some = mlp_tokens(tokens, tiled) if of_mlp else tokens
-                    most = max(most, 4 * weight.rows * (some + recorded))
-                    asked = low_rank_bytes(threads, some, weight.columns, rank, normed=True)
+                    some = mlp_tokens(tokens, tiled, on_gpu) if of_mlp else tokens
+                    rows, columns = weight.rows, weight.columns
+                    if on_gpu:  # x while it is normalized, its products and sums; factors widened
+                        floats = some * (3 * (columns + rows) + rank)
+                        most = max(most, 4 * (floats + rank * (columns + 3 * rows)))
+                        continue
+                    most = max(most, 4 * rows * (some + recorded))
+                    asked = low_rank_bytes(threads, some, columns, rank, normed=True)
                     scratch = max(scratch, asked)
         return most + scratch
 
-    def load(self) -> None:
-        """Read them. Raises FormatError."""
-        each = [file.load() for file in self._files]
-        for layer in range(self._spec.num_layers):
-            names = dict.fromkeys(name for one in each for name in one[layer])
-            self._layers.append(
-                {name: LowRanks([x[layer].get(name) for x in each]) for name in names}
-            )
+    def load(self, near: Collection[Place], device: torch.device, through_slot: bool) -> None:
+        """Read them. near, device, through_slot: see `AdapterLayers.allocate`. Raises FormatError.
+
+        Raises OSError where there is no memory.
+        """
+        self.layers.allocate(near, device, through_slot)
+        for number, one in enumerate(self._files):
+            one.load(number, self.layers)
+        self.layers.loaded()
 
     def number(self, name: str | None) -> int:
         """As `adapter_number`."""
@@ -277,7 +227,8 @@ class Adapters:
         key = tuple(numbers)
         if max(key, default=-1) < 0:
             return None
-        return AdaptedRows(key, torch.tensor(key, dtype=torch.int64), self._layers)
+        which = torch.tensor(key, dtype=torch.int64, device=self.layers.device)
+        return AdaptedRows(key, which, self.layers)
 
 
 def adapter_number(names: Sequence[str], name: str | None) -> int:

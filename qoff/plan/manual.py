@@ -302,11 +302,9 @@ class Memory:
             purposes[DEVICE]["states"] = plan.states_bytes(spec)
         return cls(blocks, purposes)
 
-    def beside(self, purposes: Mapping[str, int]) -> Memory:
-        """The same with more on the device, by purpose."""
-        return replace(
-            self, purposes={**self.purposes, DEVICE: {**self.purposes[DEVICE], **purposes}}
-        )
+    def beside(self, purposes: Mapping[str, int], tier: str = DEVICE) -> Memory:
+        """The same with more on a tier, by purpose."""
+        return replace(self, purposes={**self.purposes, tier: {**self.purposes[tier], **purposes}})
 
     def total(self, tier: str) -> int:
         """Bytes on a tier."""

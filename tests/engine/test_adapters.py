@@ -94,7 +94,9 @@ def test_mixed_in_a_batch_each_answer_is_the_one_alone(
 ) -> None:
     plan = replace(PLAN, **changes)
     with LLM(checkpoint, plan, device="cpu", adapters=adapters) as llm:
-        memory = llm.memory.total("device")
+        assert llm._executor.adapters is not None
+        layers = llm._executor.adapters.layers
+        memory = llm.memory.total("device") - layers.nbytes(layers.places, through_slot=False)[0]
         if weights == 1:
             found = llm.generate(PROMPTS * 2, PARAMS, adapter=EACH * 2)
             decoder = llm.runtime.decoder
@@ -107,7 +109,15 @@ def test_mixed_in_a_batch_each_answer_is_the_one_alone(
         plan = replace(plan, device_memory=bound)
         with LLM(checkpoint, plan, device="cpu", adapters=adapters) as llm:
             assert llm.runtime.residency.slots
+            on_host = llm.memory_by_tier()["host"]["adapters"]
+            assert on_host > 0  # beside what streams
             found = llm.generate(PROMPTS * 2, PARAMS, adapter=EACH * 2)
+        rest = llm.memory.total("host") - on_host
+        plan = replace(plan, device_memory=bound + on_host, host_memory=rest)
+        with LLM(checkpoint, plan, device="cpu", adapters=adapters) as llm:
+            assert llm.runtime.residency.slots
+            assert "adapters" not in llm.memory_by_tier()["host"]  # which has no room
+            assert llm.memory_by_tier()["device"]["adapters"] >= on_host
     if not changes.get("share_prefixes"):
         assert [one.token_ids for one in found] == expected * 2
 
@@ -133,7 +143,8 @@ def test_adapters_are_counted_and_refused_where_they_do_not_fit(
     with LLM(checkpoint, PLAN, device="cpu", adapters=adapters) as llm:
         assert llm._executor.adapters is not None
         counted = llm.memory_by_tier()["device"]["adapters"]
-        assert counted > llm._executor.adapters.nbytes > 0
+        layers = llm._executor.adapters.layers
+        assert counted > layers.nbytes(layers.places, through_slot=False)[0] > 0
         assert llm.memory.total("device") == without + counted
     plan = replace(PLAN, device_memory=without)
     with pytest.raises(BudgetError, match=r"beside the weights \(.*, adapters ") as refusal:

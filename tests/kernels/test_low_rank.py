@@ -19,21 +19,31 @@ from tests.tolerances import INT16_ACTIVATIONS, assert_close
 N, K = 96, 64
 
 
-def adapter(ranks: list[int], rows: int = N) -> LowRank:
+def adapter(ranks: list[int], rows: int = N, dtype: torch.dtype = torch.float32) -> LowRank:
     """Random factors of a matrix whose parts take blocks of 16 rows in turn."""
-    down, up, first = (torch.randn(shape) for shape in LowRank.shapes(rows, K, ranks))
+    down, up, first, times = (torch.randn(shape) for shape in LowRank.shapes(rows, K, ranks))
     down[sum(ranks) :] = 0
     for block in range(rows // 16):
         part = block % len(ranks)
         up[block, ranks[part] :] = 0
         first[block] = sum(ranks[:part])
-    return LowRank(down, up, first.long())
+    return LowRank(down.to(dtype), up.to(dtype), first.long(), times)
+
+
+def widened(one: LowRank | None) -> LowRank | None:
+    """The same in float32, with what blocks are multiplied by in them."""
+    if one is None:
+        return None
+    up = one.up.float() * one.times[:, None, None]
+    return LowRank(one.down.float(), up, one.first, torch.ones(len(up)))
 
 
 @pytest.fixture(scope="module")
 def ranks() -> LowRanks:
     torch.manual_seed(0)
-    return LowRanks([adapter([8]), None, adapter([3, 5]), adapter([1, 0, 7])])
+    half, short = torch.float16, torch.bfloat16
+    each = [adapter([8]), None, adapter([3, 5], dtype=half), adapter([1, 0, 7], dtype=short)]
+    return LowRanks(each)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 64])
@@ -45,6 +55,8 @@ def test_each_row_has_its_adapter(ranks: LowRanks, tokens: int, rows: slice) -> 
     for more in both:
         found = cpu.low_rank(x, ranks, which, rows, **more)
         assert_close(found, reference.low_rank(x, ranks, which, rows, **more))
+        wide = LowRanks([widened(one) for one in ranks.each])
+        assert torch.equal(found, cpu.low_rank(x, wide, which, rows, **more))
         alone = found[(which < 0) | (which == 1)]
         assert torch.equal(alone, more.get("bias", torch.zeros(1)).expand_as(alone))
 

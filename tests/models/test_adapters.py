@@ -12,16 +12,21 @@ from safetensors.torch import load_file, save_file
 
 from qoff.errors import ArgumentError, FormatError, QoffError, UnsupportedModelError
 from qoff.kernels.cpu import ops as cpu
+from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.reference import ops as reference
 from qoff.models.adapters import AdapterFile, Adapters
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.names import layer_weights
 from tests.adapters import save_adapter
+from tests.engine.test_allocations import Peak
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22, 23, 24])]
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
 FAMILIES += ["qwen3.5"]
+LORA = "base_model.model.model."
 
 
 def logits(
@@ -54,7 +59,8 @@ def test_each_row_has_the_logits_of_its_adapter(
     run = PlainRun(checkpoint, cpu)
     spec = run.decoder.spec
     adapters = Adapters({name: tmp_path / name for name in ("all", "few")}, spec)
-    adapters.load()
+    some = frozenset(sorted(adapters.layers.places)[::2])
+    adapters.load(some, torch.device("cpu"), through_slot=family == "llama")
     each = ["few", None, "all"]
     tolerance = DECODER_LOGITS if spec.linear is None else LINEAR_LOGITS
     found = logits(run, adapters, each).split([len(p) for p in PROMPTS])
@@ -66,8 +72,14 @@ def test_each_row_has_the_logits_of_its_adapter(
     assert not torch.allclose(found[0], plain[0], rtol=0.01)
     last = torch.tensor([len(p) for p in PROMPTS]).cumsum(0) - 1
     assert torch.equal(logits(run, adapters, each, last), torch.cat(found)[last])
-    loaded = [one for layer in adapters._layers for x in layer.values() for one in x.each if one]
-    assert adapters.nbytes == sum(x.nbytes for one in loaded for x in (one.down, one.up, one.first))
+    memory = adapters.layers._memory.values()
+    counted = sum(adapters.layers.nbytes(some, through_slot=False))
+    assert counted == sum(adapters.layers.nbytes(adapters.layers.places, through_slot=False))
+    slot = adapters.layers._slot
+    if slot is None:
+        assert counted == sum(len(one) for one in memory)
+    else:
+        assert sum(adapters.layers.nbytes(some, through_slot=True)) == counted + len(slot)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +89,60 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("adapter")
     save_adapter(checkpoint, folder)
     return checkpoint, folder
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "kept"),
+    [
+        ([torch.float16] * 2, torch.float16),
+        ([torch.bfloat16] * 2, torch.bfloat16),
+        ([torch.float16, torch.bfloat16], torch.float32),
+        ([torch.float8_e4m3fn] * 2, torch.float32),
+        ([torch.float64] * 2, torch.float32),
+    ],
+)
+def test_factors_are_kept_in_16_bits_where_the_file_has_them(
+    saved: tuple[Path, Path], tmp_path: Path, dtypes: list[torch.dtype], kept: torch.dtype
+) -> None:
+    checkpoint, folder = saved
+    copy = changed(folder, tmp_path / "x", {"lora_alpha": 6})
+    tensors = load_file(copy / "adapter_model.safetensors")
+    down, up = dtypes
+    tensors = {name: x.to(down if ".lora_A." in name else up) for name, x in tensors.items()}
+    save_file(tensors, copy / "adapter_model.safetensors")
+    adapters = Adapters({"a": copy}, PlainRun(checkpoint, cpu).decoder.spec)
+    adapters.load(adapters.layers.places, torch.device("cpu"), through_slot=False)
+    one = adapters.layers[1]["mlp.down_proj"].each[0]
+    assert one is not None
+    assert one.down.dtype == one.up.dtype == kept
+    a, b = (tensors[f"{LORA}layers.1.mlp.down_proj.lora_{x}.weight"].float() for x in "AB")
+    assert torch.equal(one.down.float(), a)
+    assert torch.equal(one.up.float().transpose(1, 2).flatten(0, 1), b)
+    assert torch.equal(one.times, torch.full((len(one.times),), 6 / len(a)))
+
+
+@pytest.mark.parametrize(("rank", "tokens"), [(4, 300), (64, 300), (64, 1)])
+def test_what_a_gpu_computes_with_is_counted(
+    rank: int, tokens: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp())
+    for number, name in enumerate("ab"):
+        save_adapter(checkpoint, tmp_path / name, number, r=rank)
+    spec = PlainRun(checkpoint, cpu).decoder.spec
+    adapters = Adapters({name: tmp_path / name for name in "ab"}, spec)
+    adapters.load(adapters.layers.places, torch.device("cpu"), through_slot=False)
+    which, most = torch.arange(tokens) % 3 - 1, 0
+    for weight in layer_weights(spec, 0):
+        if weight.name in adapters.layers[0]:
+            assert weight.columns is not None
+            x = torch.randn(tokens, weight.columns).half()
+            norm = Norm(torch.ones(weight.columns), 1e-5)
+            ranks, rows = adapters.layers[0][weight.name], slice(0, weight.rows)
+            with Peak() as peak:
+                reference.low_rank(x, ranks, which, rows, norm=norm)
+            most = max(most, peak.most)
+    counted = adapters.work_bytes(tokens, 0, tiled=False, on_gpu=True)
+    assert most <= counted <= (4 if tokens > 1 else 1000) * most
 
 
 def changed(folder: Path, to: Path, config: dict[str, Any], drop: str = "", add: str = "") -> Path:
@@ -90,9 +156,6 @@ def changed(folder: Path, to: Path, config: dict[str, Any], drop: str = "", add:
         kept[add] = torch.zeros(2, 2)
     save_file(kept, to / "adapter_model.safetensors")
     return to
-
-
-LORA = "base_model.model.model."
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ I8, I16, I32, I64, F16, F32 = (
     ir.HalfType(),
     ir.FloatType(),
 )
+V_I16 = ir.VectorType(I16, LANES)
 V_I32 = ir.VectorType(I32, LANES)
 V_F32 = ir.VectorType(F32, LANES)
 V_F16 = ir.VectorType(F16, LANES)

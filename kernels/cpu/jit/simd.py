@@ -25,6 +25,7 @@ from .emit import (
     LANES,
     V_F16,
     V_F32,
+    V_I16,
     V_I32,
     at,
     call_llvm,
@@ -104,6 +105,13 @@ def load_f32(b, address):
 def load_f16(b, address):
     """16 float16 numbers, widened."""
     return b.fpext(load(b, address, 0, V_F16), V_F32)
+
+
+@vector_intrinsic(f32x16, _i64)
+def load_bf16(b, address):
+    """16 bfloat16 numbers, widened."""
+    wide = b.zext(load(b, address, 0, V_I16), V_I32)
+    return b.bitcast(b.shl(wide, const_i32(16)), V_F32)
 
 
 @vector_intrinsic(types.void, _i64)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool import default_pool, finish, take, wait
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail, int64s, offsets
 from qoff.kernels.layout.ending import Norm
-from qoff.kernels.layout.low_rank import BLOCK, LowRanks
+from qoff.kernels.layout.low_rank import BLOCK, DTYPES, LowRank, LowRanks
 
 from .norm import set_norm
 from .norm_job import NormArguments, normalize
@@ -39,7 +39,8 @@ class LowRankArguments(ctypes.Structure):
 (X, X_STRIDE, M, K, N, FIRST_BLOCK, TABLE, WHICH, BIAS, OUT, SUMS, WIDTH, NORMED, NORM) = offsets(
     LowRankArguments
 )
-DOWN, UP, FIRST, RANKS, RANK, _ENTRY = (8 * i for i in range(6))  # in a row of the table
+# In a row of the table.
+DOWN, UP, FIRST, TIMES, RANKS, RANK, DTYPE, _ENTRY = (8 * i for i in range(8))
 
 
 @inner
@@ -50,6 +51,45 @@ def _adapter(args, token):
         return 0
     entry = simd.peek_i64(args + TABLE) + _ENTRY * number
     return entry if simd.peek_i64(entry + DOWN) != 0 else 0
+
+
+@inlined
+def _load(address, dtype):
+    """16 numbers of one of `DTYPES`, widened."""
+    if dtype == 0:
+        return simd.load_f32(address)
+    if dtype == 1:
+        return simd.load_f16(address)
+    return simd.load_bf16(address)
+
+
+@inlined
+def _down_rows(x, down, k, sums, first, last, dtype):
+    """Products of a row x with rows of `down`, four at a time."""
+    size = 4 if dtype == 0 else 2
+    for four in range(first, last):
+        a = b = c = d = simd.splat_f32(np.float32(0.0))
+        row = down + 4 * size * four * k
+        for i in range(0, k, 16):
+            v = simd.load_f32(x + 4 * i)
+            a = simd.mul_add(v, _load(row + size * i, dtype), a)
+            b = simd.mul_add(v, _load(row + size * (k + i), dtype), b)
+            c = simd.mul_add(v, _load(row + size * (2 * k + i), dtype), c)
+            d = simd.mul_add(v, _load(row + size * (3 * k + i), dtype), d)
+        simd.poke_f32(sums + 16 * four, simd.sum_f32(a))
+        simd.poke_f32(sums + 16 * four + 4, simd.sum_f32(b))
+        simd.poke_f32(sums + 16 * four + 8, simd.sum_f32(c))
+        simd.poke_f32(sums + 16 * four + 12, simd.sum_f32(d))
+
+
+@inlined
+def _up_token(value, at, up, rank, times, dtype):
+    """16 numbers of a row: what is at `at` times the factor of a block."""
+    size = 4 if dtype == 0 else 2
+    for j in range(rank):
+        weights = simd.mul(_load(up + 16 * size * j, dtype), times)
+        value = simd.mul_add(simd.splat_f32(simd.peek_f32(at + 4 * j)), weights, value)
+    return value
 
 
 @inner
@@ -66,19 +106,14 @@ def _down_token(args, thread, token, part, parts):
         x = normed
     sums = simd.peek_i64(args + SUMS) + 4 * token * simd.peek_i64(args + WIDTH)
     fours = simd.peek_i64(entry + RANKS) // 4
-    for four in range(part * fours // parts, (part + 1) * fours // parts):
-        a = b = c = d = simd.splat_f32(np.float32(0.0))
-        row = down + 16 * four * k
-        for i in range(0, 4 * k, 64):
-            v = simd.load_f32(x + i)
-            a = simd.mul_add(v, simd.load_f32(row + i), a)
-            b = simd.mul_add(v, simd.load_f32(row + 4 * k + i), b)
-            c = simd.mul_add(v, simd.load_f32(row + 8 * k + i), c)
-            d = simd.mul_add(v, simd.load_f32(row + 12 * k + i), d)
-        simd.poke_f32(sums + 16 * four, simd.sum_f32(a))
-        simd.poke_f32(sums + 16 * four + 4, simd.sum_f32(b))
-        simd.poke_f32(sums + 16 * four + 8, simd.sum_f32(c))
-        simd.poke_f32(sums + 16 * four + 12, simd.sum_f32(d))
+    first, last = part * fours // parts, (part + 1) * fours // parts
+    dtype = simd.peek_i64(entry + DTYPE)
+    if dtype == 0:
+        _down_rows(x, down, k, sums, first, last, 0)
+    elif dtype == 1:
+        _down_rows(x, down, k, sums, first, last, 1)
+    else:
+        _down_rows(x, down, k, sums, first, last, 2)
 
 
 @inner
@@ -94,13 +129,16 @@ def _up_block(args, block):
     for token in range(simd.peek_i64(args + M)):
         value, entry = start, _adapter(args, token)
         if entry != 0:
-            rank = simd.peek_i64(entry + RANK)
-            up = simd.peek_i64(entry + UP) + 64 * rank * of
+            rank, dtype = simd.peek_i64(entry + RANK), simd.peek_i64(entry + DTYPE)
             column = simd.peek_i64(simd.peek_i64(entry + FIRST) + 8 * of)
-            at = sums + 4 * (token * width + column)
-            for j in range(rank):
-                times = simd.splat_f32(simd.peek_f32(at + 4 * j))
-                value = simd.mul_add(times, simd.load_f32(up + 64 * j), value)
+            times = simd.splat_f32(simd.peek_f32(simd.peek_i64(entry + TIMES) + 4 * of))
+            at, up = sums + 4 * (token * width + column), simd.peek_i64(entry + UP)
+            if dtype == 0:
+                value = _up_token(value, at, up + 64 * rank * of, rank, times, 0)
+            elif dtype == 1:
+                value = _up_token(value, at, up + 32 * rank * of, rank, times, 1)
+            else:
+                value = _up_token(value, at, up + 32 * rank * of, rank, times, 2)
         simd.store_f32(out + 4 * n * token, value)
 
 
@@ -123,6 +161,17 @@ def low_rank_job(pool, thread, threads, args):
         first = take(pool, 1) * step
 
 
+def _check_factors(of: LowRank, k: int) -> None:
+    down, up = of.down, of.up
+    whole = all(one.is_cpu and one.is_contiguous() for one in (down, up))
+    if down.shape[1] != k or down.dtype not in DTYPES or up.dtype != down.dtype or not whole:
+        fail(
+            _OP,
+            f"down must be [R, {k}] and contiguous on the CPU, float32, float16 or bfloat16 as up "
+            f"is, not {down.dtype} {list(down.shape)} and {up.dtype}",
+        )
+
+
 def low_rank(
     x: Tensor,
     ranks: LowRanks,
@@ -142,7 +191,7 @@ def low_rank(
         fail(_OP, f"which must be contiguous int64 [{tokens}], not {list(which.shape)}")
     for one in ranks.each:
         if one is not None:
-            check_dense(_OP, "down", one.down, (len(one.down), k))
+            _check_factors(one, k)
     if bias is not None:
         check_dense(_OP, "bias", bias, (n,))
     out = torch.empty(tokens, n)
