@@ -30,6 +30,10 @@ class Form:
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._texts: dict[int, str] = {}  # of tokens that were decoded
 
+    def marked(self, tokens: Sequence[int]) -> str:
+        """The text of tokens with the special ones among them."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         """The document of complete answers."""
         kind = "chat.completion" if self._chat else "text_completion"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from qoff.engine import LLM, Completion, SamplingParams
@@ -13,7 +13,7 @@ from qoff.models.forward_pass import NOT_FINITE
 from .answers import Form, usage
 from .errors import ApiError
 from .protocol import ChatRequest, CompletionRequest
-from .tools import Calls, ended, split, written_whole
+from .tools import Calls, ended, split, written
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Asked:
     echo: bool = False
     prompt_logprobs: bool = False  # asked for as such, not for `echo` alone
 
+    def split(self, one: Completion) -> tuple[str, list[dict[str, Any]]]:
+        """What an answer says, and the calls in it."""
+        return split(self.calls, one.text, lambda: self.form.marked(one.token_ids))
+
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
 
@@ -38,7 +42,7 @@ class Asked:
         choices = []
         for number, one in enumerate(answers):
             check_answer(one)
-            text, tools = split(self.calls, one.text)
+            text, tools = self.split(one)
             logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
             if self.echo:
                 text = self.form.text_of(one.prompt_token_ids, one.prompt) + text
@@ -67,7 +71,7 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
         raise ApiError(400, "the model has no chat template; use /v1/completions")
     if calls is not None:
         template = llm.tokenizer.get_chat_template(tools=[{}])
-        calls = replace(calls, whole=written_whole(template))
+        calls = written(calls, template)
     adapter = body.model if body.model in llm.adapters else None
     form = Form("chat" if chat else "text", adapter or model, llm.tokenizer, params.logprobs)
     with_usage = body.stream_options is not None and body.stream_options.include_usage

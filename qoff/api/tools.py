@@ -4,7 +4,8 @@ Hermes' form, of Qwen, SmolLM3 and many others: `<tool_call>{"name": ..., "argum
 </tool_call>`, any number of them beside text. Llama 3's, whose whole answer is `{"name": ...,
 "parameters": {...}}`, and Mistral's: a list of such objects with "arguments" behind `[TOOL_CALLS]`,
 or, newer, `[TOOL_CALLS]name[ARGS]{...}`, one after another; its marks are special tokens, which
-texts of answers leave out. An answer that must call a function is one object alone.
+texts of answers leave out. gpt-oss's and Gemma's are in `marked_calls`. An answer that must call a
+function is one object alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ApiError
+from .marked_calls import FORMS, Found, beside, form_of
 
 OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>\s*|\Z)", re.DOTALL)
@@ -37,6 +39,14 @@ class Calls:
     named: bool  # by the client
     one_only: bool  # at most
     whole: bool = False  # an answer is calls, or text
+    marked: str = ""  # the form of calls between special tokens
+
+    @property
+    def begins(self) -> list[str]:
+        """What calls in a text begin with, which is not to be shown."""
+        if self.whole:
+            return []
+        return FORMS[self.marked].begins(self.tools) if self.marked else [OPEN]
 
     def schema(self) -> dict[str, Any]:
         """Of an answer that is one call."""
@@ -52,20 +62,22 @@ class Calls:
         return {"anyOf": options}
 
 
-def written_whole(template: object) -> bool:
-    """Whether a chat template has models write calls as a whole answer, or in `OPEN`'s form.
+def written(calls: Calls, template: object) -> Calls:
+    """The same calls, in the form that a chat template has models write them.
 
     Raises ApiError for one that has them write no form that is known here.
     """
     text = str(template)
     if "tools" in text and OPEN in text:
-        return False
+        return calls
+    if "tools" in text and (marked := form_of(text)):
+        return replace(calls, marked=marked)
     if "tools" in text and any(mark in text for mark in _WHOLE):
-        return True
+        return replace(calls, whole=True)
     raise ApiError(
         400,
-        f"the model's chat template has tools in none of the forms {OPEN}...</tool_call>, Llama's "
-        "and Mistral's",
+        f"the model's chat template has tools in none of the forms {OPEN}...</tool_call>, Llama's, "
+        "Mistral's, Gemma's and gpt-oss's",
         param="tools",
     )
 
@@ -84,10 +96,13 @@ def may_be_calls(text: str, names: Iterable[str] = ()) -> bool:
     )
 
 
-def split(calls: Calls | None, text: str) -> tuple[str, list[dict[str, Any]]]:
+def split(
+    calls: Calls | None, text: str, with_marks: Callable[[], str] | None = None
+) -> tuple[str, list[dict[str, Any]]]:
     """What an answer says, and OpenAI's objects of the calls in it.
 
-    What is not the JSON of a call, because the answer was cut off, say, stays text.
+    with_marks: its text with special tokens; None: `text` has them. What is not the JSON of a call,
+    because the answer was cut off, say, stays text.
     """
     if calls is None:
         return text, []
@@ -96,6 +111,8 @@ def split(calls: Calls | None, text: str) -> tuple[str, list[dict[str, Any]]]:
         return (text, []) if one is None else ("", [one])
     if calls.whole:
         return _whole(calls, text)
+    if calls.marked:
+        return _marked(calls, text, text if with_marks is None else with_marks())
     found: list[dict[str, Any]] = []
     kept = []
     end = 0
@@ -113,6 +130,17 @@ def ended(calls: Calls | None, found: list[dict[str, Any]], reason: str) -> str:
     """Why an answer has ended: for its calls, unless the client has named the function."""
     by_call = found and reason == "stop" and calls is not None and not calls.named
     return "tool_calls" if by_call else reason
+
+
+def _marked(calls: Calls, text: str, said: str) -> tuple[str, list[dict[str, Any]]]:
+    """The same of an answer whose calls are between special tokens, which `said` has."""
+    found, read = list[dict[str, Any]](), list[Found]()
+    for call in FORMS[calls.marked].calls(said, calls.tools):
+        one = _call_of({"name": call.name, "arguments": call.arguments}, _number(whole=False))
+        if one is not None:
+            found.append(one)
+            read.append(call)
+    return beside(read, text, said), found[: 1 if calls.one_only else None]
 
 
 def _whole(calls: Calls, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -163,5 +191,9 @@ def _call_of(said: Any, number: str) -> dict[str, Any] | None:
     name, arguments = said.get("name"), said.get("arguments", said.get("parameters"))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    try:  # Infinity and NaN are no JSON, nor is 1e999, which is read as one of them
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    function = {"name": name, "arguments": written}
     return {"id": number, "type": "function", "function": function}

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from qoff.api.answers import encoded, event, usage
 from qoff.api.errors import ClientGone, as_api_error
 from qoff.api.requests import Asked, check_answer
-from qoff.api.tools import OPEN, ended, may_be_calls, split
+from qoff.api.tools import ended, may_be_calls
 from qoff.engine import Completion
 
 from .engine import Answers, Engine, Piece
@@ -86,8 +86,7 @@ class Generated(Response):
         async with self._answering(receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
             texts: dict[int, TextStream] = {}
-            among = asked.calls is not None and not asked.calls.whole
-            stops = [*asked.params.stops, *([OPEN] if among else [])]
+            stops = [*asked.params.stops, *([] if asked.calls is None else asked.calls.begins)]
             async for piece in self._pieces(answers):
                 number, one = piece.number, piece.answer
                 first = number not in texts
@@ -95,7 +94,7 @@ class Generated(Response):
                 logprobs = form.logprobs(piece.token_ids, piece.logprobs, text.sent)
                 new, reason, tools = "", None, list[dict[str, Any]]()
                 if one is not None:
-                    content, tools = split(asked.calls, one.text)
+                    content, tools = asked.split(one)
                     new, reason = text.finish(content), ended(asked.calls, tools, one.finish_reason)
                 elif asked.calls is None or not asked.calls.must:
                     new = text.add(piece.token_ids, self._held_back)
@@ -129,5 +128,7 @@ class Generated(Response):
                 check_answer(piece.answer)
                 metrics.ended(piece.answer.finish_reason)
                 metrics.answer_length.observe(self._tokens[number])
+                if number in answers.times:
+                    metrics.phases(answers.started, *answers.times[number], now)
             yield piece
         metrics.whole.observe(time.perf_counter() - answers.started)

@@ -12,7 +12,7 @@ from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
 from qoff.api.errors import ApiError
-from qoff.api.tools import OPEN, Calls, ended, may_be_calls, split, written_whole
+from qoff.api.tools import OPEN, Calls, ended, may_be_calls, split, written
 from qoff.engine import LLM, SamplingParams, StructuredOutputs
 from qoff.errors import ArgumentError
 from qoff.serve.text import TextStream
@@ -170,6 +170,8 @@ AUTO = Calls({"look": {}}, must=False, named=False, one_only=False)
         (f"Let me see. {CALL}\n{CALL}", "Let me see. ", 2),
         (CALL.removesuffix("</tool_call>"), "", 1),  # its end is a stop token, or was cut off
         (CALL[:30], CALL[:30], 0),
+        (CALL.replace('"ü"', "NaN"), ..., 0),
+        (CALL.replace('"ü"', "1e999"), ..., 0),
         ("<tool_call>[1]</tool_call> a", "<tool_call>[1]</tool_call> a", 0),
         ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', ..., 0),
         ("<tool_call>" + "[" * 100_000, ..., 0),
@@ -233,12 +235,19 @@ def test_templates_say_how_calls_are_written() -> None:
     llama = (
         'tools: {"name": function name, "parameters": dictionary of argument name and its value}'
     )
-    assert [written_whole(one) for one in (llama, "tools [TOOL_CALLS]", f"tools {OPEN}")] == [
-        True, True, False
-    ]  # fmt: skip
+    plain = Calls({}, must=False, named=False, one_only=False)
+    for template, form in (
+        (llama, replace(plain, whole=True)),
+        ("tools [TOOL_CALLS]", replace(plain, whole=True)),
+        (f"tools {OPEN}", plain),
+        ("tools <|channel|>", replace(plain, marked="harmony")),
+        ("tools <start_function_call>", replace(plain, marked="gemma")),
+        ("tools <|tool_call>", replace(plain, marked="gemma")),
+    ):
+        assert written(plain, template) == form
     for other in ("{{ tools }}", OPEN, None):
         with pytest.raises(ApiError, match="in none of the forms"):
-            written_whole(other)
+            written(plain, other)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""Calls of functions between special tokens: gpt-oss's and Gemma's forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from qoff.api.marked_calls import FORMS
+from qoff.api.tools import Calls, split
+from qoff.serve.text import TextStream
+
+from .test_structured import _Characters
+
+TOOLS: dict[str, dict[str, Any]] = {"look": {}, "look_up": {}}
+ARGUMENTS = {"place": "Köln, {x}", "days": [1, 2.5], "deep": {"yes": True, "no": None}}
+SAID = json.dumps(ARGUMENTS, ensure_ascii=False)
+GEMMA = 'place:"Köln, {x}",days:[1,2.5],deep:{yes:true,no:null}'.replace('"', "<escape>")
+GEMMA_4 = GEMMA.replace("<escape>", '<|"|>')
+THINKS = "<|channel|>analysis<|message|>Let me see<|end|><|start|>assistant"
+SPECIAL = re.compile(r'<\|[a-z_]+\|?>|<[a-z_]+\|>|<escape>|<\|"\|>|<(?:start|end)_function_call>')
+
+
+def calls(form: str) -> Calls:
+    return Calls(TOOLS, must=False, named=False, one_only=False, marked=form)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "before"),
+    [
+        ("harmony", f"{THINKS}<|channel|>commentary to=functions.look_up <|constrain|>json"
+                    f"<|message|>{SAID}<|call|>", "analysisLet me see"),
+        ("harmony", f"<|channel|>commentary to=functions.look_up<|message|>{SAID}", ""),
+        ("harmony", f"{THINKS} to=functions.look_up<|channel|>commentary <|constrain|>json"
+                    f"<|message|>{SAID}<|call|>", "analysisLet me see"),
+        ("gemma", f"<start_function_call>call:look_up{{{GEMMA}}}<end_function_call>", ""),
+        ("gemma", f"I look.<|tool_call>call:look_up{{{GEMMA_4}}}<tool_call|>", "I look."),
+        ("gemma", f"I\n<|tool_call> call:look_up{{{GEMMA_4}}}<tool_call|>\n<|turn|>look.<b>",
+         "I\n look.<b>"),
+        ("gemma", "<|tool_call>call:other{}<tool_call|> and "
+                  f"<|tool_call>call:look_up{{{GEMMA_4}}}", "call:other{} and "),
+        ("harmony", f"<|channel|>commentary to=functions.look_up<|message|>{SAID}<|call|><|start|>"
+                    "assistant<|channel|>final<|message|>Seen.<|return|>", "assistantfinalSeen."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shown", [False, True])
+def test_calls_are_found_and_what_is_before_them(
+    form: str, text: str, before: str, shown: bool
+) -> None:
+    """shown: the tokenizer knows no special tokens, as a text has them."""
+    plain = text if shown else SPECIAL.sub("", text)
+    content, found = split(calls(form), plain, lambda: text)
+    assert [one["function"]["name"] for one in found] == ["look_up"]
+    assert json.loads(found[0]["function"]["arguments"]) == ARGUMENTS
+    if not shown:
+        assert content == before
+    stream, given = TextStream(_Characters(None), calls(form).begins), ""  # type: ignore[arg-type]
+    for character in plain:
+        given += stream.add([ord(character)])
+    assert given + stream.finish(content) == content
+
+
+def test_several_calls_and_one_alone() -> None:
+    one = "<|tool_call>call:look{}<tool_call|><|tool_call>call:look_up{days:3}<tool_call|>"
+    _, found = split(calls("gemma"), one)
+    assert [json.loads(each["function"]["arguments"]) for each in found] == [{}, {"days": 3}]
+    alone = Calls(TOOLS, must=False, named=False, one_only=True, marked="gemma")
+    assert len(split(alone, one)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("harmony", "<|channel|>final<|message|>to=functions.other {}"),
+        ("harmony", f"<|channel|>commentary to=functions.look<|message|>{SAID[:-5]}"),
+        ("harmony", "<|channel|>final<|message|>No."),
+        ("harmony", '<|channel|>final<|message|>Call it with to=functions.look {"a":1} yourself'),
+        ("gemma", "<|tool_call>call:other{}<tool_call|>"),
+        ("harmony", "<|start|>assistant to=functions.look" + " " * 100_000),
+        ("harmony", "<|start|>assistant to=functions.look_up <|channel|>" + " " * 100_000),
+        ("gemma", '<|tool_call>call:look{place:<|"|>Kö'),
+        ("gemma", "<|tool_call>call:look{days:[1 2]}"),
+        ("gemma", "<|tool_call>call:look{" + "a:{" * 100_000),
+        ("gemma", "<|tool_call>call:look{days:}"),
+        ("gemma", "<|tool_call>call:look{days:-Infinity}"),
+        ("gemma", "call:look is a phone call"),
+    ],
+)
+def test_what_is_no_call_stays_text(form: str, text: str) -> None:
+    assert split(calls(form), text) == (text, [])
+
+
+@pytest.mark.parametrize("broken", ["", "[1 2]"])
+@pytest.mark.parametrize(
+    ("form", "call", "quoted"),
+    [
+        ("gemma", "<start_function_call>call:look{{q:{},t:<escape>{}<escape>}}<end_function_call>",
+         "<start_function_call>call:look_up{}<end_function_call>"),
+        ("gemma", '<|tool_call>call:look{{q:{},text:<|"|>{}<|"|>}}<tool_call|>',
+         "<tool_call|><|tool_call>call:look_up{}<tool_call|>"),
+        ("harmony", '<|start|>assistant to=functions.look<|message|>{{"q":{},"t":"\\"{}"}}<|call|>',
+         "<|call|><|start|>assistant to=functions.look_up<|message|>{}<|call|>"),
+    ],
+)  # fmt: skip
+def test_what_a_call_quotes_is_none(form: str, call: str, quoted: str, broken: str) -> None:
+    """Nor is what a call quotes that cannot be read; one behind it is."""
+    text = call.format(broken or "1", quoted) + call.format("2", "")
+    read = [json.loads(one["function"]["arguments"])["q"] for one in split(calls(form), text)[1]]
+    assert read == ([2] if broken else [1, 2])
+
+
+def test_arguments_of_any_depth_are_a_call_or_text() -> None:
+    """As deep as can be read, and deeper; some that can be read cannot be written."""
+    counts = []
+    for depth in range(500, 1000):
+        said = f'{{"a":{"[" * depth}{"]" * depth}}}'
+        _, found = split(calls("harmony"), f"to=functions.look<|message|>{said}")
+        counts.append(len(found))
+    assert counts[0] == 1
+    assert counts[-1] == 0
+
+
+def test_forms_are_found_by_marks_of_their_own() -> None:
+    marks = [mark for form in FORMS.values() for mark in form.template]
+    assert len(set(marks)) == len(marks)
