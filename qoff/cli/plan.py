@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,15 +21,21 @@ from .plan_train import FinetuneOptions, print_training
 
 if TYPE_CHECKING:
     from qoff.plan import Plan
-    from qoff.plan.losses import Form, WeightForm
+    from qoff.plan.forms import WeightForm
+    from qoff.plan.losses import Form
     from qoff.plan.pareto import Point
     from qoff.plan.profile import MachineProfile
     from qoff.plan.sizes import ModelSizes
     from qoff.plan.workload import Workload
+    from qoff.quant import Format
 
 _ASSUMED = (
     "losses are those of a model of 135M parameters (docs/accuracy.md); qoff eval MODEL --sweep "
     "measures this one's, --losses reads them"
+)
+_MIXED = (
+    "which matrices have 8 bits only the weights tell: sizes are those of as many, and losses are "
+    "taken in proportion, though the matrices that lose most come first; qoff convert measures them"
 )
 _INFERENCE = (
     *(
@@ -43,7 +50,7 @@ _INFERENCE = (
         "kv",
         "save",
     ),
-    *("memory", "plot", "brief", "shared", "attention_top", "activation_bits"),
+    *("memory", "plot", "brief", "shared", "acceptance", "attention_top", "activation_bits"),
 )
 # Options that --max-kl stands for, or whose losses it does not know.
 _CHOSEN = ("kv", "bits", "group_size", "solver", "attention_top", "activation_bits")
@@ -62,6 +69,12 @@ class WorkOptions:
     token_s: float | None = Option(None, help="Seconds to the next token at most.")
     shared: float = Option(
         0.0, min=0, max=0.99, help="Part of each prompt with which others begin, too."
+    )
+    acceptance: float = Option(
+        0.0,
+        min=0,
+        max=0.99,
+        help="Chance of a drafted token to be right after right ones: draft as many as pay.",
     )
     attention_top: float = Option(
         1.0,
@@ -145,6 +158,11 @@ def plan(
             f"this {sizes.spec.model_type} model has recurrent states, which sum up whole prompts "
             "and are not shared; leave out --shared"
         )
+    if work.acceptance and (sizes.spec.linear is not None or work.attention_top < 1):
+        raise ArgumentError(
+            "--acceptance plans drafted tokens, which models with recurrent states and "
+            "--attention-top do not have; leave it out"
+        )
     cache = kv_quant(kv)
     chosen: Form | None = None
     if cache is None:
@@ -157,6 +175,7 @@ def plan(
         work.token_s,
         work.shared,
         routes=None if work.routes is None else RecordedRoutes.read(work.routes),
+        acceptance=work.acceptance,
     )
     template = Plan(
         kv=replace(cache, attention_top=work.attention_top),
@@ -166,25 +185,25 @@ def plan(
     )
     _check_bits(template, machine.on_gpu)
     if work.max_kl is not None:
-        chosen = _form(model, work, weights, machine, workload, template)
+        chosen, sizes = _form(model, work, weights, machine, workload, template)
         template = replace(template, kv=chosen.kv)
-        sizes = sizes_of(model, _quantized(weights, chosen.weights), machine.on_gpu)
     found = explain(
         sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
     )
     found = replace(found, tokenizer=tokenizer_bytes(there if there.is_dir() else there.parent))
     written = list[Path]()
     if save is not None:
-        save.write_text(plan_text(found.found.plan))
+        save.write_text(plan_text(found.found.plan, None if chosen is None else chosen.weights))
         written.append(save)
     if plot is not None:
         front = pareto_front(sizes, machine, workload, template)
         written += _draw(plot, front, machine.on_gpu)
     changes = [] if brief else found.changes()
     if as_json:
-        form = None
+        form: dict[str, Any] | None = None
         if chosen is not None:
             form = {"form": str(chosen), "kl": chosen.loss, "assumed": chosen.assumed}
+            form["weights"] = None if chosen.weights is None else vars(chosen.weights)
         print_json({**found.values(), "form": form, "changes": [list(row) for row in changes]})
         return
     typer.echo(f"{machine.name}: {found.line()}")
@@ -192,6 +211,10 @@ def plan(
         typer.echo(f"{chosen}: loses {chosen.loss:.3g} nats a token")
         if chosen.assumed:
             typer.echo(f"note: {_ASSUMED}")
+        if chosen.weights is not None and chosen.weights.target_bits is not None:
+            typer.echo(f"note: {_MIXED}")
+        if chosen.weights is not None:
+            typer.echo(f"to have it: qoff convert {model} FOLDER {chosen.weights.options}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
     print_table("busy in a round", found.resources(), ("resource", "prompts", "decoding"))
     columns = ("change", "new tokens/s", "whole work")
@@ -263,8 +286,8 @@ def _form(
     machine: MachineProfile,
     workload: Workload,
     template: Plan,
-) -> Form:
-    """The bits that a bound on the loss allows, of the fastest plan."""
+) -> tuple[Form, ModelSizes]:
+    """The bits that a bound on the loss allows, of the fastest plan, and the model in these."""
     from qoff.hf.load import exists, is_checkpoint
     from qoff.plan.losses import assumed_forms, best_form, measured_forms
 
@@ -276,20 +299,25 @@ def _form(
 
     @cache
     def sizes(form: WeightForm | None) -> ModelSizes:
-        return sizes_of(model, _quantized(weights, form), machine.on_gpu)
+        if form is None:
+            return sizes_of(model, weights, machine.on_gpu)
+        own = replace(weights, bits=form.bits, group_size=form.group_size, solver=form.solver)
+        if form.target_bits is None:
+            return sizes_of(model, own, machine.on_gpu)
+        mixed = form.mixed(sizes(replace(form, target_bits=None)))
+        return sizes_of(model, own, machine.on_gpu, mixed)
 
     assert work.max_kl is not None
-    return best_form(fitting, work.max_kl, sizes, machine, workload, template)
+    found = best_form(fitting, work.max_kl, sizes, machine, workload, template)
+    return found, sizes(found.weights)
 
 
-def _quantized(weights: QuantOptions, form: WeightForm | None) -> QuantOptions:
-    return weights if form is None else replace(weights, **vars(form))
-
-
-def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
+def sizes_of(
+    model: str, weights: QuantOptions, on_gpu: bool, mixed: Mapping[str, Format] | None = None
+) -> ModelSizes:
     """The sizes of a checkpoint, of a directory with config.json, or of a model on the hub.
 
-    Raises QoffError for what has none.
+    mixed: other formats of some matrices, by patterns. Raises QoffError for what has none.
     """
     from qoff.checkpoint import Checkpoint
     from qoff.hf.load import exists, is_checkpoint
@@ -302,7 +330,7 @@ def sizes_of(model: str, weights: QuantOptions, on_gpu: bool) -> ModelSizes:
         return ModelSizes.of_checkpoint(Checkpoint.open(path))
     config = _config_of(model)
     packing = "split32" if on_gpu else "rows16"
-    quant = QuantConfig(**vars(weights), packing=packing)
+    quant = QuantConfig(**vars(weights), packing=packing, weights=mixed or {})
     return ModelSizes.of(read_object(config), quant)
 
 

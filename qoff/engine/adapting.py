@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 from qoff.kvcache.slots import SlotSubset
@@ -16,14 +14,13 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.configs import is_native
 from qoff.plan import Plan
 from qoff.plan.adapt import OFF, Knobs, Load, Observed, RunningPlan
-from qoff.plan.machine import assumed_profile, kept_profile
 from qoff.plan.profile import MachineProfile
 from qoff.plan.reopen import Better, Remaining, better_plan
-from qoff.plan.sizes import ModelSizes
 
 from .executor import Moved
 from .opened import Opened
 from .passes import Round
+from .rates import running_plan
 
 logger = logging.getLogger(__name__)
 _ROUNDS = 10  # one after another that are off what is expected
@@ -206,16 +203,10 @@ def adapter_of(opened: Opened, machine: MachineProfile | None = None) -> Adapter
     machine: by default what was measured of this one; without that, rates that most machines reach,
     until ten rounds have been.
     """
-    plan, executor = opened.plan, opened.executor
-    checkpoint = executor.runtime.checkpoint
-    if not plan.adapt or not is_native(checkpoint.config):
+    executor = opened.executor
+    if not opened.plan.adapt or not is_native(executor.runtime.checkpoint.config):
         return None
-    if machine is None:
-        folder = plan.spill_folder or Path(tempfile.gettempdir())
-        kept = kept_profile(executor.device, checkpoint.path, folder)
-        machine = kept or assumed_profile(executor.device, folder)
-    sizes, residency = ModelSizes.of_checkpoint(checkpoint), executor.runtime.residency
-    running = RunningPlan(sizes, plan, executor.memory, residency, machine, executor.dtype)
+    running = running_plan(executor, machine)
     return Adapter(running, opened) if running.offloads else None
 
 
@@ -237,10 +228,12 @@ def _load(passes: Sequence[ForwardPass]) -> Load:
     reading = [one.ragged for one in passes if isinstance(one.cache, SlotSubset)]
     decoding = [one.ragged for one in passes if not isinstance(one.cache, SlotSubset)]
     past = [span.past for ragged in decoding for span in ragged.spans]
+    rows = sum(ragged.tokens for ragged in decoding)
     return Load(
         len(past),
         len(decoding),
         sum(past) // max(1, len(past)),
         len(reading),
         sum(ragged.tokens for ragged in reading) // max(1, len(reading)),
+        round(rows / len(past)) - 1 if past else 0,
     )

@@ -12,6 +12,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotCache, SlotSubset
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
+from qoff.plan.drafting import PassSeconds
 
 from .draft_model import DraftBatch
 from .drafts import Acceptance, PromptLookup
@@ -32,7 +33,7 @@ class BatchSlots:
     """`cache.sequences` slots, some of them with a sequence.
 
     sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at
-    most, and fewer where fewer are accepted. streams: whether weights are read in each pass.
+    most, and fewer where fewer are accepted. pass_seconds: by sequences, see `plan.drafting`.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class BatchSlots:
         draft_tokens: int = 0,
         adapters: Adapters | None = None,
         drafts: DraftBatch | None = None,
-        streams: bool = False,
+        pass_seconds: PassSeconds | None = None,
     ) -> None:
         self.cache, self._adapters = cache, adapters
         self._draft_tokens = draft_tokens
         self._proposer: DraftBatch | PromptLookup = drafts or PromptLookup()
-        self._streams = streams
+        self._pass_seconds = pass_seconds
         self._accepted: dict[int, Acceptance] = {}  # in each slot
         self._drafted: dict[int, int] = {}  # tokens of the pass under way
         self._sampler, self._first_place = sampler, first_place
@@ -115,6 +116,8 @@ class BatchSlots:
             blocks = self._prefixes.find(prompt, expected, sequence.adapter)
             self.cache.adopt(slot, blocks)
             sequence.read = self.cache.lengths[slot]
+            self._prefixes.queried += len(prompt)
+            self._prefixes.shared += sequence.read
         return True
 
     def index(self) -> None:
@@ -171,8 +174,9 @@ class BatchSlots:
                 if one.given:
                     given[slot] = list(one.given[done : done + most])
                 else:
-                    accepted = self._accepted[slot]
-                    wanted[slot] = one, accepted.length(most, decoding, self._streams)
+                    assert self._pass_seconds is not None
+                    seconds = self._pass_seconds(decoding)[: most + 1]
+                    wanted[slot] = one, self._accepted[slot].length(seconds)
         found = self._proposer.propose(wanted) if wanted else {}
         self._drafted = {slot: len(draft) for slot, draft in found.items()}
         return given | found

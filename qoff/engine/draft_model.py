@@ -52,10 +52,10 @@ class DraftModel:
                 "that are rejected; use a model whose layers all attend"
             )
         _check_tokenizer(path, tokenizer)
-        self._executor: Executor = CpuExecutor(checkpoint, _small(plan), own, **options)
-        residency = self._executor.runtime.residency
+        self.executor: Executor = CpuExecutor(checkpoint, _small(plan), own, **options)
+        residency = self.executor.runtime.residency
         self._weights = residency.device_bytes - residency.workspace
-        self.nbytes = self._weights + self._executor.memory.total(DEVICE)
+        self.nbytes = self._weights + self.executor.memory.total(DEVICE)
         if residency.slots:
             raise BudgetError(
                 f"draft_model {path}: does not fit in memory as a whole, which it needs to, beside "
@@ -64,12 +64,12 @@ class DraftModel:
 
     def bytes_for(self, plan: Plan) -> int:
         """What it takes beside the large model with a plan of that."""
-        spec = DecoderSpec.from_config(self._executor.runtime.checkpoint.config)
+        spec = DecoderSpec.from_config(self.executor.runtime.checkpoint.config)
         return self._weights + Memory.of(_small(plan), spec, head_shapes(spec)).total(DEVICE)
 
     def new_batch(self, vocab_size: int) -> DraftBatch:
         """For a batch of the large model, whose tokens are so many."""
-        return DraftBatch(self._executor, vocab_size)
+        return DraftBatch(self.executor, vocab_size)
 
 
 def _small(plan: Plan) -> Plan:

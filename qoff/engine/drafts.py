@@ -8,6 +8,7 @@ prompt-lookup-decoding (2023).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seconds
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,9 +17,6 @@ from .request import Sequence
 
 _LONGEST = 4  # newest tokens that are looked for, at most
 _SHORTEST = 2  # and at least
-# Seconds that a drafted token takes, in those of a pass over one token: of weights that stay and of
-# those that stream, the 135M demo model on two cores (`bench.cpu_decode`, `bench.drafts`).
-_STAY, _STREAM = 0.23, 0.03
 _EARLIER = 0.95  # what a draft counts, in relation to the next one
 _UNKNOWN = 0.1  # drafts that are supposed before there are any, all accepted
 
@@ -36,21 +34,20 @@ class Acceptance:
         self._tried = [_EARLIER * x + (i < drafted) for i, x in enumerate([*self._tried, *more])]
         self._right = [_EARLIER * x + (i < accepted) for i, x in enumerate([*self._right, *more])]
 
-    def length(self, most: int, sequences: int, stream: bool) -> int:
-        """How many tokens to draft, 1 to `most`: as long as one more gives more tokens a second.
+    def length(self, seconds: Seconds[float]) -> int:
+        """How many tokens to draft, at least 1: those that give the most tokens a second.
 
-        sequences: that a pass decodes, all with drafts alike. stream: whether it reads weights.
+        seconds: of a pass in which each sequence has no drafted token, or one, or more.
         """
-        each = sequences * (_STREAM if stream else _STAY)  # of all sequences, in passes of one
-        seconds, tokens = 1 + each - each / sequences, 1.0
-        for place in range(most):
+        best, most, tokens, likely = 1, 0.0, 1.0, 1.0
+        for place, longer in enumerate(seconds[1:]):
             known = place < len(self._tried)
             tried, right = (self._tried[place], self._right[place]) if known else (0.0, 0.0)
-            likely = (right + _UNKNOWN) / (tried + _UNKNOWN)
-            if place and likely * seconds < tokens * each:
-                return place
-            seconds, tokens = seconds + each, tokens + likely
-        return most
+            likely = min(likely, (right + _UNKNOWN) / (tried + _UNKNOWN))
+            tokens += likely
+            if tokens > most * longer:
+                best, most = place + 1, tokens / longer
+        return best
 
 
 class PromptLookup:

@@ -353,6 +353,11 @@ class LLM:
             return self._executor.kv_used
         return 0.0
 
+    @property
+    def kv_blocks(self) -> dict[str, int]:
+        """Packed KV blocks there is room for, by tier; raises as `runtime`."""
+        return self._executor.kv_blocks
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt. Raises ArgumentError for what is none."""
         return self._reader.read(prompt)[1]

@@ -18,12 +18,14 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.hf.load import find_checkpoint
 from qoff.memory.instrumentation import Instrumentation
 from qoff.plan import Plan
+from qoff.plan.drafting import PassSeconds, pass_seconds
 from qoff.system_memory import refusals
 
 from .batch import BatchSlots
 from .draft_model import DraftModel
 from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex
+from .rates import running_plan
 from .sampling import Sampler
 from .schedule import Schedule
 
@@ -48,22 +50,32 @@ class Opened:
         self.plan = plan = executor.plan
         self.close, self.seconds = close, seconds
         vocab = executor.limits.vocab_size
-        prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
+        self._prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
         self.sampler = Sampler(vocab, places, plan.context, executor.device)
+        pass_s: PassSeconds | None = None
+        if plan.draft_tokens:
+            small = None if drafts is None else running_plan(drafts.executor)
+            pass_s = pass_seconds(running_plan(executor), small)
         self.batches = [
             BatchSlots(
                 executor.new_cache(),
                 self.sampler,
                 first,
-                prefixes,
+                self._prefixes,
                 plan.draft_tokens,
                 executor.adapters,
                 None if drafts is None else drafts.new_batch(vocab),
-                not executor.runtime.store.all_resident,
+                pass_s,
             )
             for first in range(0, places, plan.batch_size)
         ]
+
+    @property
+    def looked_up(self) -> tuple[int, int]:
+        """Tokens of prompts that were looked up among what was read before, and those found."""
+        prefixes = self._prefixes
+        return (0, 0) if prefixes is None else (prefixes.queried, prefixes.shared)
 
     def beside(self, plan: Plan) -> int:
         """Bytes that adapters and the draft model would take on the device with another plan."""

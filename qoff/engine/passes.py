@@ -32,7 +32,7 @@ def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
     """
     executor = opened.executor
     clock = executor.instrumentation.clock
-    start, before = clock.now(), executor.counters()
+    start, before, looked_up = clock.now(), executor.counters(), opened.looked_up
     passes: list[tuple[BatchSlots, ForwardPass]] = []
     batches = opened.batches
     first = number % len(batches) if reads < len(batches) else 0
@@ -55,9 +55,29 @@ def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
         if alone:
             passes[0][1].logit_rows = None  # no other pass will use their memory
         tokens = _step(opened, places, passes)
-    spent = [after - was for after, was in zip(executor.counters(), before, strict=True)]
+    spent = (after - was for after, was in zip(executor.counters(), before, strict=True))
+    weights_s, kv_s, activations_s, disk, host, spilled = spent
     ended = clock.now()
-    stats = RoundStats(number, *tokens, ended - start, ended, *spent)
+    queried, shared = (x - y for x, y in zip(opened.looked_up, looked_up, strict=True))
+    stats = RoundStats(
+        number,
+        tokens.read,
+        tokens.generated,
+        tokens.drafted,
+        tokens.accepted,
+        ended - start,
+        ended,
+        weights_s,
+        kv_s,
+        activations_s,
+        disk,
+        host,
+        spilled,
+        drafts=tokens.drafts,
+        accepted_at=tokens.accepted_at,
+        queried=queried,
+        shared=shared,
+    )
     return Round([run for _, run in passes], stats, generated is not None)
 
 
@@ -75,7 +95,8 @@ def _step(opened: Opened, places: Places, passes: list[tuple[BatchSlots, Forward
 
 def _continue(opened: Opened, places: Places, found: list[Continuation], read: int) -> Counts:
     """Choose tokens, after a drafted one that is accepted the one that follows, too."""
-    generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), 0
+    generated, drafted, accepted = 0, sum(len(draft) for _, draft in found), list[int]()
+    drafts = sum(bool(draft) for _, draft in found)
     while found:
         generated += opened.sampler.draw([rows[0] for rows, _ in found])
         places.finish_done()
@@ -85,10 +106,10 @@ def _continue(opened: Opened, places: Places, found: list[Continuation], read: i
             if draft and not rows[0].sequence.ended
             if rows[0].sequence.answer[-1] == draft[0]
         ]
-        accepted += len(found)
+        accepted.append(len(found))
     for batch in opened.batches:
         batch.forget_rejected()
-    return Counts(read, generated, drafted, accepted)
+    return Counts(read, generated, drafted, sum(accepted), drafts, tuple(filter(None, accepted)))
 
 
 def _steps(opened: Opened, places: Places, batch: BatchSlots, run: ForwardPass) -> int | None:

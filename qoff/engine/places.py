@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
+from time import perf_counter
 
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.plan.reopen import Remaining
@@ -123,6 +124,7 @@ class Places:
                         sequence.may_share = True
                         sequence.begins_like = self._alike(sequence)
                     batch.add(sequence)
+                    sequence.placed = sequence.placed or perf_counter()
 
     def admitted(self) -> list[Sequence]:
         """Those that are in a batch, or were on their way there or out of it."""

@@ -18,10 +18,12 @@ class PrefixIndex:
 
     A block is known by its tokens and by what comes before it, the first one by the adapter that it
     was read with. It stays known when its sequences have ended, until other tokens come into it.
+    queried, shared: tokens of prompts that were looked up, and those that were found.
     """
 
     def __init__(self, store: TieredBlocks | DeviceBlocks) -> None:
         self._store = store
+        self.queried = self.shared = 0
         self._found: dict[_Key, _Content] = {}
         self._known: dict[int, tuple[int, _Key]] = {}  # of a block: contents, and its key
 

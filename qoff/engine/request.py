@@ -222,6 +222,7 @@ class Sequence:
     waits_for: Sequence | None = None  # reads the same prompt; forked when it has
     adapter: int = -1  # its number; -1: none
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
+    placed: float | None = None  # when it first had a place, by `time.perf_counter`
     may_share: bool = False  # begins with blocks that are there, if it has read nothing
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known

@@ -13,6 +13,8 @@ class Counts(NamedTuple):
     generated: int
     drafted: int
     accepted: int
+    drafts: int = 0
+    accepted_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,7 @@ class RoundStats:
     disk_bytes: float  # read
     host_bytes: float  # between host and device, both ways
     spilled_bytes: float  # written to disk
+    drafts: int = 0  # answers of which tokens were proposed
+    accepted_at: tuple[int, ...] = ()  # of their drafts' first tokens, the second ones, ...
+    queried: int = 0  # tokens of prompts that were looked up among those read before
+    shared: int = 0  # of these: found, and not read again

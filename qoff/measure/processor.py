@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
@@ -30,12 +31,14 @@ _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
 _NARROW = (16, 256)  # of activations of 8 bits
 _NEAR = (1, 4, 16, 64)  # of a matrix that is in the last cache
+_EXPERT, _TOP_K, _GROUPS = (1536, 2048, 768), 8, 4  # rows, columns, inner size; of them at once
+_OF_EXPERTS = (1, 4, 16, 64, 256)  # rows of each
 _OF_CACHE = 0.8  # of which a layer's matrices may take so much
 _WIDE, _MANY_ROWS = 2048, (64, 512)  # of matrices of floats
 _CONTEXTS, _TOKENS = (64, 512, 4096), 8192  # of a sequence that is attended to; of all of them
 _QUERIES = (1, 8, 64)  # of a KV head: decoding, and pieces of prompts
 _PROMPTS = (64, 512, 2048)  # tokens
-_LEAST_S = 0.02  # of a sample
+_LEAST_S = 0.01  # of a sample
 
 
 def of_cpu() -> Processor:
@@ -60,7 +63,7 @@ def of_cpu() -> Processor:
     memory = torch.ones(POOL // 4)
     rate = memory.nbytes / seconds_of(memory.sum)
     cache = int(_OF_CACHE * machine()["l3_bytes"])
-    return Processor(matmul, attention, prompts, rate, call, near, cache, narrow)
+    return Processor(matmul, attention, prompts, rate, call, near, cache, narrow, _experts(ops))
 
 
 def of_gpu(device: torch.device) -> Processor:
@@ -98,19 +101,27 @@ def of_gpu(device: torch.device) -> Processor:
     return Processor(matmul, attention, ((1.0, 4 / (0.5 * flops)),), rate, call)
 
 
-def seconds_of(call: Callable[[], object], samples: int = 5) -> float:
-    """The median seconds of a call, each sample long enough to be measured; once to warm up."""
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds of a call, by as many as take long enough to be measured; once to warm up."""
     call()
     start = time.perf_counter()
     call()
     repeat = max(1, int(_LEAST_S / max(time.perf_counter() - start, 1e-7)))
-    found = []
-    for _ in range(samples):
-        start = time.perf_counter()
-        for _ in range(repeat):
-            call()
-        found.append((time.perf_counter() - start) / repeat)
-    return median(found)
+    start = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    return (time.perf_counter() - start) / repeat
+
+
+def _in_list(call: Callable[[], None]) -> float:
+    """Seconds of calls of a CPU's ops as jobs of a list, which rounds are; else as Python calls."""
+    from qoff.kernels.cpu.jit.recorder import JobRecorder
+
+    recorder = JobRecorder()
+    replay = recorder(call)
+    if replay is not None and replay.stale:  # the scratch has grown meanwhile
+        replay = recorder(call)
+    return seconds_of(call if replay is None or replay.stale else replay)
 
 
 def random_matrix(shape: tuple[int, int], bits: int, packing: str, device: str = "cpu") -> QTensor:
@@ -135,21 +146,56 @@ def _matmul(
     near: bool = False,
 ) -> dict[str, Curve]:
     """forms: rows by bits. near: of one matrix again and again, that stays in the last cache."""
+    timed = _in_list if device == "cpu" else seconds_of
     found: dict[str, Curve] = {}
     for bits, rows in (forms or {4: _ROWS, 6: _FEW, 8: _FEW}).items():
-        nbytes = _SIZE * _SIZE * bits // 8
-        matrices = [
-            random_matrix((_SIZE, _SIZE), bits, packing, device)
-            for _ in range(1 if near else max(2, POOL // nbytes))
-        ]
+        count = max(2, POOL // (_SIZE * _SIZE * bits // 8))
+        one = random_matrix((_SIZE, _SIZE), bits, packing, device)
+        matrices = [one] * count if near else [one, *(_copied(one) for _ in range(count - 1))]
         curve = []
         for m in rows:
             x = torch.randn(m, _SIZE, dtype=dtype, device=device)
-            some = matrices if m < 64 else matrices[: 2 if forms is None else 1]
-            seconds = seconds_of(partial(_each, partial(linear, x), some), 3)
+            some = matrices if m < 64 else matrices[:1]
+            seconds = timed(partial(_each, partial(linear, x), some))
             curve.append((float(m), seconds / len(some) / _SIZE**2))
         found[str(bits)] = tuple(curve)
     return found
+
+
+def _copied(one: QTensor) -> QTensor:
+    return replace(one, codes=one.codes.clone(), scale_min=one.scale_min.clone())
+
+
+def _experts(ops: Ops) -> dict[str, Curve]:
+    """Seconds for each weight of experts of 4 bits, by rows that each computes for."""
+    rows, columns, inner = _EXPERT
+    count, curve = _TOP_K * _GROUPS, list[tuple[float, float]]()
+    matrices = [
+        [random_matrix(shape, 4, ops.PACKING) for _ in range(count)]
+        for shape in ((rows, columns), (columns, inner))
+    ]
+    gate_up, down = map(_together, matrices)
+    mlp = ExpertsMlp(gate_up, down, "silu")
+    for m in _OF_EXPERTS:
+        x, shares = torch.randn(m, columns), torch.full((m, _TOP_K), 1 / _TOP_K)
+        groups = torch.arange(count).view(_GROUPS, 1, _TOP_K).expand(-1, m, -1).contiguous()
+
+        def compute(ids: Tensor, x: Tensor = x, shares: Tensor = shares) -> object:
+            return ops.experts(x, ids, shares, mlp)
+
+        some = list(groups) if m < 64 else [groups[0]]
+        seconds = _in_list(partial(_each, compute, some))
+        weights = len(some) * _TOP_K * (rows * columns + columns * inner)
+        curve.append((float(m), seconds / weights))
+    return {"4": tuple(curve)}
+
+
+def _together(matrices: Sequence[QTensor]) -> QExperts:
+    first = matrices[0]
+    codes, scales = (
+        torch.stack([getattr(one, name) for one in matrices]) for name in ("codes", "scale_min")
+    )
+    return QExperts(codes, scales, first.shape, first.bits, first.group_size, first.packing)
 
 
 def _dense(dtype: torch.dtype, device: str) -> Curve:
@@ -163,7 +209,7 @@ def _dense(dtype: torch.dtype, device: str) -> Curve:
 
     for m in _MANY_ROWS:
         x = torch.randn(m, _WIDE, device=device).to(dtype)
-        curve.append((float(m), seconds_of(partial(multiply, x), 3) / _WIDE**2))
+        curve.append((float(m), seconds_of(partial(multiply, x)) / _WIDE**2))
     return tuple(curve)
 
 
@@ -199,7 +245,7 @@ def _at(bits: int, context: int) -> Curve:
         def attend(one: PackedTokens, q: Tensor = q, every: int = every) -> object:
             return packed_attention(q, every, one, scale=0.1)
 
-        seconds = seconds_of(partial(_each, attend, some), 3)
+        seconds = _in_list(partial(_each, attend, some))
         curve.append((float(group), seconds / len(some) / nbytes))
     return tuple(curve)
 
@@ -223,7 +269,7 @@ def _floats(ops: Ops, context: int) -> Curve:
             return ops.attention(qkv, shape, layer, ragged)
 
         opened = [run.open(number) for number in range(layers)]
-        seconds = seconds_of(partial(_each, attend, opened), 3)
+        seconds = _in_list(partial(_each, attend, opened))
         curve.append((float(group), seconds / layers / nbytes))
     return tuple(curve)
 
@@ -236,5 +282,5 @@ def _prompt(ops: Ops, tokens: int) -> float:
     cache = PlainCache([shape], 1, tokens + 1)
     layer = cache.begin(ragged).open(0)
     pairs = tokens * (tokens + 1) / 2
-    found = seconds_of(lambda: ops.attention(qkv, shape, layer, ragged), 3)
+    found = seconds_of(lambda: ops.attention(qkv, shape, layer, ragged))
     return found / (pairs * shape.heads * shape.head_dim)

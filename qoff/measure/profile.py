@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
 from qoff.memory.io.spill import SpillFile
 from qoff.plan.machine import fingerprint, profile_file, usable_memory
-from qoff.plan.profile import Link, MachineProfile
+from qoff.plan.profile import Link, MachineProfile, typical
 from qoff.schema import replace_text
 
 from . import processor
@@ -32,16 +31,22 @@ _SHORT = 1024  # rows and columns of a matrix that takes tens of microseconds
 _LEAST = 64 << 10  # bytes that files are measured with
 _PART = 4  # requests at a time beside matmuls
 _IN_FLIGHT, _MANY = 2, 128  # requests at a time, as slots are; small ones
-_BESIDE_S = 0.25  # that is computed beside a link
+_BESIDE_S = 0.15  # that is computed alone, and beside a link
+_TURNS = 3  # in each of which all is measured: others have busy seconds
 Submit = Callable[[int, int, int], Future[None]]  # offset, bytes, buffer
 
 
 def measured_profile(device: torch.device, checkpoint: Path, spill: Path) -> MachineProfile:
     """Measure this machine; the files that are read and written are in these two folders.
 
-    On a GPU, attention to packed K and V is taken to be limited by its memory. Raises QoffError
-    where the disks have no room.
+    All of it some times in turn, and the medians are taken. On a GPU, attention to packed K and V
+    is taken to be limited by its memory. Raises QoffError where the disks have no room.
     """
+    return typical([_measured(device, checkpoint, spill) for _ in range(_TURNS)])
+
+
+def _measured(device: torch.device, checkpoint: Path, spill: Path) -> MachineProfile:
+    """One turn."""
     on_gpu = device.type == "cuda"
     cpu = processor.of_cpu()
     where = machine()
@@ -144,10 +149,10 @@ def _file_reads(files: Sequence[Path]) -> Link:
 def _link(submit: Submit, large: int = _LARGE) -> Link:
     """A link's rates beside matmuls, as it is used; what a request adds is measured alone."""
     small = min(_SMALL, large // 4)
-    _run(submit, large, _FILE // 4)
-    alone = median(_run(submit, large, _MANY * large // 4) for _ in range(3)) * 4 / _MANY
-    short = median(_run(submit, small, _MANY * small) for _ in range(3)) / _MANY
-    (rate, taken), (_, by_tiny) = _beside(submit, large), _beside(submit, _TINY)
+    _run(submit, large, _FILE // 8)
+    alone = _run(submit, large, _MANY * large // 8) * 8 / _MANY
+    short = _run(submit, small, _MANY * small) / _MANY
+    (rate, taken), (_, by_tiny) = _beside(submit, (large, _TINY))
     each = max((alone - short) / (large - small), alone / large / 2)  # seconds of a byte
     # Of one core: those of a byte, and of a request of any size.
     of_byte = max(0.0, (taken * large - by_tiny * _TINY) / (large - _TINY))
@@ -156,46 +161,47 @@ def _link(submit: Submit, large: int = _LARGE) -> Link:
     return Link(1 / max(each, 1 / rate), request_s, of_byte, of_request)
 
 
-def _beside(submit: Submit, large: int) -> tuple[float, float]:
+def _beside(submit: Submit, sizes: Sequence[int]) -> list[tuple[float, float]]:
     """Bytes a second beside matmuls, and seconds of one core that each takes from these.
 
-    That is more than what the threads that move it use: they interrupt others, which the rest then
-    wait for, after each of the short jobs of a model that is not large, and share the memory.
+    In requests of each of these sizes. It is more than what the threads that move it use: they
+    interrupt others, which the rest then wait for, after each of the short jobs of a model that is
+    not large, and share the memory.
     """
     from qoff.kernels.cpu import ops
 
     matrices = [random_matrix((_SHORT, _SHORT), 4, ops.PACKING) for _ in range(4)]
     x = torch.randn(4, _SHORT)
 
-    def compute(seconds: float) -> tuple[int, float]:
+    def compute() -> tuple[int, float]:
         start, count = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
+        while time.perf_counter() - start < _BESIDE_S:
             ops.w4_linear(x, matrices[count % 4])
             count += 1
         return count, time.perf_counter() - start
 
-    rates, taken = [], []
-    for _ in range(3):
-        count, seconds = compute(_BESIDE_S)
-        each = seconds / count
+    ops.w4_linear(x, matrices[0])  # compiles
+    count, seconds = compute()
+    each, found = seconds / count, list[tuple[float, float]]()
+    for size in sizes:
         stop, moved = threading.Event(), [0]
 
-        def pump(stop: threading.Event = stop, moved: list[int] = moved) -> None:
+        def pump(size: int = size, stop: threading.Event = stop, moved: list[int] = moved) -> None:
             while not stop.is_set():
-                _run(submit, large, _PART * large)
-                moved[0] += _PART * large
+                _run(submit, size, _PART * size)
+                moved[0] += _PART * size
 
         mover = threading.Thread(target=pump)
         mover.start()
         try:
-            count, seconds = compute(_BESIDE_S)
+            count, seconds = compute()
         finally:
             stop.set()
-        begun = moved[0] + _PART * large // 2  # half of what is under way
+        begun = moved[0] + _PART * size // 2  # half of what is under way
         mover.join()
-        rates.append(begun / seconds)
-        taken.append(max(0.0, seconds - count * each) * usable_threads() / begun)
-    return median(rates), median(taken)
+        taken = max(0.0, seconds - count * each) * usable_threads() / begun
+        found.append((begun / seconds, taken))
+    return found
 
 
 def _run(submit: Submit, size: int, total: int) -> float:

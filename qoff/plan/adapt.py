@@ -16,6 +16,7 @@ import torch
 
 from qoff.memory.plan import Residency
 
+from .calls import copied_by_jobs
 from .certify import Certifier, choices_of
 from .cost import CostModel
 from .manual import Memory, Plan
@@ -36,7 +37,8 @@ class Load:
     """What a round computes.
 
     sequences, passes, tokens: that decode, in how many passes, tokens of each on average. reads,
-    read: passes that read prompts, and tokens of one on average.
+    read: passes that read prompts, and tokens of one on average. drafted: tokens of each sequence
+    beside its newest.
     """
 
     sequences: int
@@ -44,6 +46,7 @@ class Load:
     tokens: int
     reads: int = 0
     read: int = 0
+    drafted: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,10 @@ class RunningPlan:
         """Take the rates of these rounds; says in words which ones changed."""
         before, said = self.machine, list[str]()
         changed: dict[str, Any] = {}
-        for name, field in (("disk read", "disk_read"), ("to device", "to_device")):
+        links = [("disk read", "disk_read")]
+        if not copied_by_jobs(before, self.sizes.spec):
+            links.append(("to device", "to_device"))
+        for name, field in links:
             link: Link = getattr(before, field)
             rates = [n / s for n, s in (one.links[name] for one in rounds) if n and s]
             if len(rates) > len(rounds) // 2:
@@ -137,7 +143,7 @@ class RunningPlan:
 
         def score(schedule: str, batches: int) -> tuple[bool, float]:
             count = max(1, min(wanted, batches * plan.batch_size))
-            one = Load(count, min(batches, count), load.tokens)
+            one = Load(count, min(batches, count), load.tokens, drafted=load.drafted)
             seconds = self.seconds(one, schedule)
             return seconds <= limit, count / seconds if seconds <= limit else 1 / seconds
 
@@ -156,10 +162,10 @@ class RunningPlan:
         if plan.token_s is None:
             return plan.batches
         count = max(1, min(wanted, batches * plan.batch_size))
-        tokens = min(plan.prefill_tokens, max(1, load.tokens))
+        piece = min(plan.prefill_tokens, max(1, load.tokens))
+        one = Load(count, min(batches, count), load.tokens, 1, piece, load.drafted)
         for reads in range(plan.batches, 1, -1):
-            one = Load(count, min(batches, count), load.tokens, reads, tokens)
-            if self.seconds(one, schedule) <= plan.token_s:
+            if self.seconds(replace(one, reads=reads), schedule) <= plan.token_s:
                 return reads
         return 1
 
@@ -189,7 +195,8 @@ class RunningPlan:
             work = Workload(Lengths.of(max(1, load.tokens)), Lengths.of(1), load.sequences)
             size = -(-load.sequences // load.passes)
             cost = self.certifier(work).cost
-            found.append(cost.decode(self._choice(size, load.passes, 1, block)))
+            choice = self._choice(size, load.passes, 1, block)
+            found.append(cost.decode(choice, load.drafted))
         if load.reads:
             work = Workload(Lengths.of(load.read), Lengths.of(1), load.reads)
             cost = self.certifier(work).cost

@@ -141,7 +141,7 @@ class Certifier:
         plan, machine = self.plan_of(c, host, disk), self.cost.machine
         blocks = max(1, plan.blocks_per_sequence)
         for _ in range(_TRIES):
-            found = self._fit(plan)
+            found = self.fit(plan)
             if isinstance(found, tuple):
                 return self.forecast(c, *found)
             split = plan.kv_placement.split(blocks)
@@ -157,7 +157,7 @@ class Certifier:
             plan = _placed(plan, on_host / blocks, (off - on_host) / blocks)
         return None
 
-    def _fit(self, plan: Plan) -> tuple[Plan, Memory, Residency] | str:
+    def fit(self, plan: Plan) -> tuple[Plan, Memory, Residency] | str:
         """The plan with its bounds, and its bytes; or the tier that it is too large for."""
         machine, sizes = self.cost.machine, self.cost.sizes
         memory = self.memory_of(plan)
@@ -196,8 +196,9 @@ class Certifier:
         cost = self.cost
         weights = self._weights(residency)
         placed = self._parts(plan, weights)
-        prefill, decode = cost.prefill(c), cost.decode(c)
         work = cost.workload
+        drafted = plan.draft_tokens if work.acceptance else 0
+        prefill, decode = cost.prefill(c), cost.decode(c, drafted)
         count = work.at_once
         saved = min(1.0, _kept(residency) / max(1, weights[HOST]))
         saved *= cost.machine.to_device.bytes_per_s / cost.machine.from_device.bytes_per_s
@@ -208,16 +209,19 @@ class Certifier:
             weights,
             _forecast(prefill, placed, count * work.prompt.mean, saved),
             _forecast(decode, placed, count * work.answer.mean, saved),
-            hits=self._hits(residency, c, decode),
+            hits=self._hits(residency, c, decode, 1 + drafted),
         )
 
-    def _hits(self, residency: Residency, c: Choices, decode: Phase) -> float | None:
-        """The part of the experts that a round of decoding wants and the device has."""
+    def _hits(self, residency: Residency, c: Choices, decode: Phase, each: int) -> float | None:
+        """The part of the experts that a round of decoding wants and the device has.
+
+        each: tokens of a sequence.
+        """
         mixture = self.cost.mixture
         if mixture is None or not residency.expert_slots:
             return None
         held = residency.expert_slots / mixture.total
-        tokens = self.cost.active(c) / np.where(c.block, 1.0, decode.passes)
+        tokens = each * self.cost.active(c) / np.where(c.block, 1.0, decode.passes)
         return float(mixture.hits(np.array([held]), tokens)[0, 0])
 
     def placed(self, plan: Plan, residency: Residency) -> Array:

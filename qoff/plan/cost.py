@@ -20,6 +20,7 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.groups import LayerGroup, layer_groups
 from qoff.memory.arena import PAGE, round_up
 
+from .calls import as_used, call_s, pass_s
 from .mixture import Array, Mixture, Moves
 from .phase import PLACED, RESOURCES, Choices, Phase
 from .processor import Processor
@@ -29,8 +30,6 @@ from .workload import Workload
 
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
 _OPS = 5  # of a layer
-_PASS_CALLS = 30  # of an op: what Python does for a pass on a CPU
-_JOB_CALLS = 1 / 8  # of an op: what a job of a list takes there beside its work
 _FLOAT = 4  # bytes
 
 
@@ -143,26 +142,27 @@ class CostModel:
         found: Array = tokens / rounds
         return found
 
-    def decode(self, c: Choices) -> Phase:
-        """Rounds in which each sequence gets a token."""
-        work, spec = self.workload, self.sizes.spec
+    def decode(self, c: Choices, drafted: int = 0) -> Phase:
+        """Rounds in which each sequence gets a token, and those of `drafted` that are accepted."""
+        work, spec, each_has = self.workload, self.sizes.spec, 1 + drafted
         active = self.active(c)
-        rounds = work.at_once * work.answer.mean / active
+        gained = (1 - work.acceptance**each_has) / (1 - work.acceptance)
+        rounds = work.at_once * work.answer.mean / (active * gained)
         passes = np.maximum(1.0, np.minimum(c.batches, active))
-        rows = np.maximum(1.0, active / passes)
+        rows = np.maximum(1.0, active / passes) * each_has
         sizes, device = self.sizes, self.machine.device
         seconds = self._passes(rows, rows, passes, c.block)
         blocks = active * self.mean_blocks * self.kv.attention_top
         shape, past = sizes.shapes[0], self.mean_blocks * self.kv.attention_top * BLOCK_TOKENS
-        queries = np.asarray(shape.heads / shape.kv_heads)
+        queries = np.asarray(each_has * shape.heads / shape.kv_heads)
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
         attending = zip(sizes.shapes, sizes.readers, strict=True)
         unpacked = sum(n * s.kv_heads * s.cached_width for s, n in attending) * recent
         each = device.unpacked_s(queries, np.asarray(recent))
         seconds = seconds + active * unpacked * self.activation_bytes * each
         seconds = seconds + self._states(active, active)
-        new = active / BLOCK_TOKENS  # blocks of a round
-        hidden = active * spec.hidden_size * self.activation_bytes
+        new = active * gained / BLOCK_TOKENS  # blocks of a round
+        hidden = active * each_has * spec.hidden_size * self.activation_bytes
         made = np.ones_like(active)
         past_ = np.full_like(active, past)
         return self._phase(
@@ -246,24 +246,27 @@ class CostModel:
         bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, passes * layers
         bytes_[:, _WRITE, 4] = new * new_on_disk
         asked[:, _WRITE, 4] = new * layers / 8
-        bytes_[:, _IN, 1], asked[:, _IN, 1] = weights, requests
-        if on_gpu:
-            bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
+        if on_gpu or self.mixture is not None:  # else a CPU computes with them where they lie
+            bytes_[:, _IN, 1], asked[:, _IN, 1] = weights, requests
         moved = np.where(c.attends_on_cpu, 0.0, blocks * packed)
-        bytes_[:, _IN, 3], bytes_[:, _IN, 4] = moved, moved
-        asked[:, _IN, 3] = asked[:, _IN, 4] = np.where(c.attends_on_cpu, 0.0, passes * layers)
-        bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
-        asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
+        brought = np.where(c.attends_on_cpu, 0.0, passes * layers)
+        bytes_[:, _IN, 3], asked[:, _IN, 3] = moved, brought
+        if on_gpu:  # what is read from disk passes through host memory, and new blocks come there
+            bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
+            bytes_[:, _IN, 4], asked[:, _IN, 4] = moved, brought
+            bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
+            asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
         parked = np.where(c.activations > 0, hidden * self.units, 0.0)
         bytes_[:, _IN, 0] += parked
         bytes_[:, _OUT, 0] += parked
-        spilled = np.where(c.activations == 2, parked, 0.0)
-        bytes_[:, _READ, 0] += spilled
-        bytes_[:, _WRITE, 0] += spilled
         calls = np.where(c.activations > 0, passes * self.units, 0.0)
         for way in (_IN, _OUT):
             asked[:, way, 0] += calls
-        links = (machine.disk_read, machine.disk_write, machine.to_device, machine.from_device)
+        for way in (_READ, _WRITE):
+            bytes_[:, way, 0] += np.where(c.activations == 2, parked, 0.0)
+            asked[:, way, 0] += np.where(c.activations == 2, calls, 0.0)
+        used = as_used(machine, self.sizes.spec)
+        links = (used.disk_read, used.disk_write, used.to_device, used.from_device)
         busy = np.zeros((len(c), len(RESOURCES), 1 + len(PLACED)))
         for number, link in enumerate(links):
             busy[:, number] = _link_s(link, bytes_[:, number], asked[:, number])
@@ -306,9 +309,9 @@ class CostModel:
         """
         device, sizes = self.machine.device, self.sizes
         calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)
-        seconds = passes * (calls + pass_s(self.machine))
+        seconds = passes * (calls + pass_s(self.machine, passes, self.units))
         largest = max(sizes.layer_bytes)
-        parts: list[tuple[int, Array | int, int, Array]] = [
+        parts: list[tuple[int, Array | int, int, Array]] = [  # bits, weights, of a layer, rows
             (self.layer_bits, sizes.layer_columns - sizes.last_columns, largest, rows),
             (self.layer_bits, sizes.last_columns, largest, head_rows),
             (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
@@ -319,7 +322,8 @@ class CostModel:
                 chosen = self.mixture.wanted(m) * self.mixture.experts.count
                 weights = sizes.expert_columns * count / sum(layers) * chosen
                 own = np.maximum(1.0, m * top_k / chosen)
-                parts.append((self.layer_bits, weights, largest, own))
+                each = device.experts_s(self.layer_bits, own, self.activation_bits)
+                seconds = seconds + passes * weights * each
         for bits, columns, nbytes, m in parts:
             first = device.matmul_s(bits, m, self.activation_bits)
             near = (
@@ -380,16 +384,6 @@ class CostModel:
         """Bits of the matrix of the logits."""
         bits = 8 * self.sizes.head_bytes / self.sizes.head_columns
         return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
-
-
-def call_s(machine: MachineProfile) -> float:
-    """Seconds of an op beside its work: a launch, or a job of a list on a CPU."""
-    return machine.device.call_s * (1.0 if machine.on_gpu else _JOB_CALLS)
-
-
-def pass_s(machine: MachineProfile) -> float:
-    """Seconds of a pass beside its ops; a GPU's launches run ahead."""
-    return 0.0 if machine.on_gpu else _PASS_CALLS * machine.device.call_s
 
 
 def _link_s(link: Link, nbytes: Array, requests: Array) -> Array:

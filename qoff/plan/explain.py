@@ -44,6 +44,8 @@ class Explained:
         where = [f"{format_size(n)} on {tier}" for tier, n in found.weights.items() if n]
         batches = f"{plan.batches} x {plan.batch_size} sequences of {plan.context} tokens"
         busy = share(found.decode)
+        if plan.draft_tokens:
+            batches += f", up to {plan.draft_tokens} tokens drafted of each"
         return (
             f"{batches}, weights {', '.join(where)}; limit: {found.decode.limit} {busy:.0%}; "
             f"{found.prefill.tokens_per_s:.1f} prompt tokens/s, "

@@ -2,11 +2,13 @@
 
 Losses are KL from the model in floats, nats a token: those of a sweep of the same model
 (`qoff eval MODEL --sweep`), or, assumed, those of docs/accuracy.md, of a model of 135M parameters.
+Between 4 and 8 bits for all there are mixtures of both, as `qoff convert --target-bits` makes them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import UnpackableError
 from qoff.schema import is_number
 
+from .forms import MANY_BITS, WeightForm, stored_bits
 from .manual import Plan
 from .profile import MachineProfile
 from .search import find_plan
@@ -31,18 +34,7 @@ _CACHES = {(4, 4): 0.0232, (8, 4): 0.0061}  # of the text that loses more
 _WEIGHTS_NAME = re.compile(r"(\d) bits, group (\d+), (\w+)")
 _CACHE_NAME = re.compile(r"(\d),(\d), window (\d+)")
 _AS_THEY_ARE = "as they are"
-
-
-@dataclass(frozen=True)
-class WeightForm:
-    """How weights are quantized, by the fields of `QuantConfig`."""
-
-    bits: int
-    group_size: int
-    solver: str
-
-    def __str__(self) -> str:
-        return f"weights of {self.bits} bits in groups of {self.group_size}, {self.solver}"
+_STEP = 0.05  # bits a weight, from those of 4 bits with scales up
 
 
 @dataclass(frozen=True)
@@ -113,6 +105,37 @@ def _form(cell: Mapping[str, Any]) -> Form | None:
     return Form(WeightForm(int(bits), int(group), solver), kv, float(loss))
 
 
+def mixtures(forms: Sequence[Form], most: float) -> list[Form]:
+    """Of 4 and 8 bits, with the fewest of 8 that lose at most `most`, for each KV cache.
+
+    What a mixture loses is taken to be in proportion: less is true, as the matrices that lose most
+    have 8 bits. Of the form of 4 bits that loses least and has one of 8 in such groups that loses
+    no more than that. None where 4 bits for all will do, or 8 bits for all lose more.
+    """
+    found = list[Form]()
+    for kv in dict.fromkeys(form.kv for form in forms):
+        some = sorted((form for form in forms if form.kv == kv), key=lambda form: form.loss)
+        forms_of = [(form, form.weights) for form in some if form.weights is not None]
+        few = [(form, how) for form, how in forms_of if how.bits == 4]
+        if not few or few[0][0].loss <= most:
+            continue
+        for low, weights in few:
+            group = weights.group_size
+            wide = (x for x, how in forms_of if (how.bits, how.group_size) == (MANY_BITS, group))
+            high = next(wide, None)
+            if high is None or high.loss > most:
+                continue
+            steps = (MANY_BITS - 4) / _STEP
+            part = math.ceil(steps * (low.loss - most) / (low.loss - high.loss)) / steps
+            if part < 1:
+                bits = stored_bits(4, group) + part * (MANY_BITS - 4)
+                loss = low.loss + part * (high.loss - low.loss)
+                mixed = replace(weights, target_bits=round(bits, 4))
+                found.append(Form(mixed, kv, loss, low.assumed))
+                break
+    return found
+
+
 def packable(forms: Sequence[Form], shapes: Sequence[HeadShape]) -> list[Form]:
     """Those whose KV cache a model has: latent K and V have the same bits.
 
@@ -143,6 +166,7 @@ def best_form(
     """
     forms = packable(forms, sizes_of(forms[0].weights).shapes)
     allowed = [form for form in forms if form.loss <= most]
+    allowed += mixtures(forms, most)
     if not allowed:
         least = min(forms, key=lambda form: form.loss)
         raise ArgumentError(

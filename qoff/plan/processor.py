@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
@@ -23,7 +24,11 @@ Curve = tuple[tuple[float, float], ...]  # (x, y), ascending in x
 Surface = tuple[tuple[float, Curve], ...]  # (tokens, a curve), ascending in tokens
 _Form = TypeVar("_Form", Curve, Surface)
 _MOST = 1e18  # of any rate
-_NEEDED = {"matmul": {"4", "16", "32"}, "attention": {"4", "32"}, "near": set(), "narrow": set()}
+_NEEDED: Mapping[str, set[str]] = {
+    "matmul": {"4", "16", "32"},
+    "attention": {"4", "32"},
+    **{name: set() for name in ("near", "narrow", "experts")},
+}
 _ROWS = (1, 16, 64, 256, 1024, 4096)  # of a processor that is described by two rates
 
 
@@ -37,7 +42,8 @@ class Processor:
     prompts: from tokens of a prompt to seconds for a query, a key, and a channel of one head.
     bytes_per_s: of its memory. call_s: seconds that each op adds. near: as matmul, of matrices that
     are still in the last cache, where a layer takes no more than `cache_bytes` of that. narrow: as
-    matmul, of activations of 8 bits. Raises ArgumentError.
+    matmul, of activations of 8 bits. experts: as matmul, of experts with so many rows each. Raises
+    ArgumentError.
     """
 
     matmul: Mapping[str, Curve]
@@ -48,6 +54,7 @@ class Processor:
     near: Mapping[str, Curve] = field(default_factory=dict)
     cache_bytes: int = 0
     narrow: Mapping[str, Curve] = field(default_factory=dict)
+    experts: Mapping[str, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check("bytes_per_s", self.bytes_per_s)
@@ -100,6 +107,7 @@ class Processor:
             call_s=self.call_s * times,
             near=longer(self.near),
             narrow=longer(self.narrow),
+            experts=longer(self.experts),
         )
 
     def matmul_s(self, bits: int, rows: Array, activation_bits: int = 16) -> Array:
@@ -121,6 +129,15 @@ class Processor:
         few = np.minimum(rows, _nearest(self.near, bits)[-1][0])
         part = _at(_nearest(self.near, bits), few) / self.matmul_s(4, few)
         found: Array = far * np.minimum(1.0, part)
+        return found
+
+    def experts_s(self, bits: int, rows: Array, activation_bits: int = 16) -> Array:
+        """The same of experts, each for so many rows; as of others where that was not measured."""
+        alone = self.matmul_s(bits, rows, activation_bits)
+        if not self.experts:
+            return alone
+        some = np.minimum(rows, _nearest(self.experts, bits)[-1][0])
+        found: Array = alone * _at(_nearest(self.experts, bits), some) / self.matmul_s(4, some)
         return found
 
     def states_s(self, shape: DeltaShape, rows: Array, sequences: Array) -> Array:
@@ -165,10 +182,15 @@ def _at(curve: Curve, x: Array) -> Array:
 
     With more rows than were measured, seconds grow with the rows.
     """
-    points = np.log(np.array(curve))
-    found = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), points[:, 0], points[:, 1]))
+    found = np.exp(np.interp(np.log(np.maximum(x, 1e-9)), *_logarithms(curve)))
     grown: Array = found * np.maximum(1.0, x / curve[-1][0])
     return grown
+
+
+@lru_cache(64)
+def _logarithms(curve: Curve) -> tuple[Array, Array]:
+    x, y = np.log(np.array(curve)).T
+    return x, y
 
 
 def _on(surface: Surface, x: Array, tokens: Array) -> Array:
@@ -190,7 +212,7 @@ def _nearest(curves: Mapping[str, _Form], bits: int) -> _Form:
 def with_curves(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A processor's fields, its curves from lists of pairs. Raises ArgumentError for others."""
     given = dict(values)
-    for curves in ("matmul", "near", "narrow"):
+    for curves in ("matmul", "near", "narrow", "experts"):
         given[curves] = _curves(given.get(curves, {}), f"{name}.{curves}", _curve)
     given["attention"] = _curves(given.get("attention"), f"{name}.attention", _surface)
     given["prompts"] = _curves({0: given.get("prompts")}, f"{name}.prompts", _curve)["0"]

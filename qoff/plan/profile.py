@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from qoff.errors import ArgumentError, FormatError
@@ -17,7 +18,7 @@ from qoff.schema import read_object, shown
 
 from .processor import Processor, check, with_curves
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,23 @@ class MachineProfile:
             raise ArgumentError(f"notes is {shown(notes)}; expected a list of texts")
         given["notes"] = tuple(map(str, notes))
         return _known(cls, given, "the profile")
+
+
+def typical(profiles: Sequence[MachineProfile]) -> MachineProfile:
+    """The last of some measurements of a machine, with the median of all of them for each rate."""
+    values = [asdict(one) for one in profiles]
+    rates = {name: _median([one[name] for one in values]) for name in _PARTS}
+    return MachineProfile.of_values({**values[-1], **rates})
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Of numbers, or of what has numbers in the same places."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _median([one[key] for one in values]) for key in first}
+    if isinstance(first, Sequence):
+        return [_median(some) for some in zip(*values, strict=True)]
+    return median(values)
 
 
 _PARTS = {

@@ -22,6 +22,7 @@ from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 
 from .certify import STAGING, Certified, Certifier
 from .cost import CostModel
+from .drafting import with_drafts
 from .finalists import NEAR, Simulate, fastest_simulated
 from .manual import Plan
 from .mixture import Array, Moves
@@ -50,14 +51,17 @@ def find_plan(
 ) -> Certified:
     """The best plan for a workload within the memory of a machine.
 
-    template: what is not searched: form of the KV cache, slots, spill folder. dtype: of hidden
-    states on a GPU. simulate: gives a plan the seconds of its rounds in virtual time, by which the
-    best ones are compared then. like: only plans that cut prompts into pieces as long as this one's
-    and attend to the cache in the same place, on which roundings depend. Raises BudgetError in a
-    line, with tier, bytes and the nearest setting, where no plan fits, and ArgumentError for
-    sequences longer than the model's.
+    template: what is not searched: form of the KV cache, slots, spill folder; drafted tokens, where
+    the workload does not say how many are accepted. dtype: of hidden states on a GPU. simulate:
+    gives a plan the seconds of its rounds in virtual time, by which the best ones are compared
+    then. like: only plans that cut prompts into pieces as long as this one's and attend to the
+    cache in the same place, on which roundings depend. Raises BudgetError in a line, with tier,
+    bytes and the nearest setting, where no plan fits, and ArgumentError for sequences longer than
+    the model's.
     """
     template = replace(template or Plan(), context=workload.context)
+    if workload.acceptance:
+        template = replace(template, draft_tokens=0)  # `with_drafts` chooses them
     sizes.spec.check_positions(workload.context)
     number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
     bits = template.activation_bits
@@ -103,7 +107,7 @@ def find_plan(
     best = finalists[0]
     if simulate is not None:
         best = fastest_simulated(certifier, finalists, simulate)
-    return replace(best, bound=float(min(bound, best.seconds)))
+    return with_drafts(certifier, replace(best, bound=float(min(bound, best.seconds))))
 
 
 def _possible(

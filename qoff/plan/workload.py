@@ -52,8 +52,9 @@ class Workload:
     """Requests of a kind. objective: least seconds for all of them, or for one alone.
 
     token_s: seconds between two tokens of a sequence at most. shared: part of each prompt that
-    others have had, too, in whole blocks. routes: which experts a text like these took. Raises
-    ArgumentError for values out of range.
+    others have had, too, in whole blocks. routes: which experts a text like these took.
+    acceptance: part of the drafted tokens, each after accepted ones, that the model chooses, too.
+    Raises ArgumentError for values out of range.
     """
 
     prompt: Lengths = field(default_factory=lambda: Lengths.of(512))
@@ -63,6 +64,7 @@ class Workload:
     token_s: float | None = None
     shared: float = 0.0
     routes: RecordedRoutes | None = None
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         if type(self.requests) is not int or not 1 <= self.requests <= 1 << 40:
@@ -71,6 +73,8 @@ class Workload:
             raise ArgumentError(f"objective is {self.objective!r}; use one of throughput, latency")
         if self.token_s is not None and not (is_number(self.token_s) and self.token_s > 0):
             raise ArgumentError(f"token_s is {self.token_s!r}; use seconds above 0")
+        if not is_number(self.acceptance) or not 0 <= self.acceptance < 1:
+            raise ArgumentError(f"acceptance is {self.acceptance!r}; use a part from 0, below 1")
         if not is_number(self.shared) or not 0 <= self.shared < 1:
             raise ArgumentError(f"shared is {self.shared!r}; use a part from 0, below 1")
 

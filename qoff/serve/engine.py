@@ -53,6 +53,8 @@ class Answers(Vectors):
         self._news = asyncio.Event()
         self._pieces: deque[Piece] = deque()
         self._seen: dict[int, int] = {}  # tokens of each answer
+        # When each had a place and its first token, by `time.perf_counter`.
+        self.times: dict[int, tuple[float, float]] = {}
         self.started = time.perf_counter()
 
     def grew(self, sequence: Sequence, answer: Completion | None) -> None:
@@ -63,6 +65,8 @@ class Answers(Vectors):
         new = tuple(tokens[seen:])
         if not new and answer is None:
             return
+        if new and not seen and sequence.placed is not None:
+            self.times[number] = sequence.placed, time.perf_counter()
         self._seen[number] = seen + len(new)
         logprobs = tuple(sequence.logprobs[seen : seen + len(new)])
         self._pieces.append(Piece(number, new, logprobs, answer))
@@ -125,6 +129,7 @@ class Engine:
         self.metrics.follow(
             lambda: self._all_in_flight() - llm.waiting, lambda: llm.waiting, lambda: llm.kv_used
         )
+        self.metrics.tell(llm)
         self._thread = threading.Thread(target=self._work, name="qoff-serve-engine")
         self._thread.start()
         if self.batches is not None:
@@ -146,10 +151,16 @@ class Engine:
     def _work(self) -> None:
         assert self.llm is not None
         try:
-            self.llm.work(lambda: self._stopped)
+            self.llm.work(self._told_to_stop)
         except BaseException as error:
             self.failure = error
             self.ended.set()
+
+    def _told_to_stop(self) -> bool:
+        """Whether the thread is to end. Asked before each round: those before it are counted."""
+        assert self.llm is not None
+        self.metrics.count_rounds(self.llm.rounds)
+        return self._stopped
 
     def ready(self) -> LLM:
         """The model. Raises ApiError while it is loading, and when the server is stopping."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from qoff.kernels.cpu import ops
+from qoff.kernels.cpu.jit.recorder import JobReplay
 from qoff.measure import processor
 from qoff.measure import profile as measuring
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.saved import read_plan
+from qoff.plan.saved import read_plan, read_weights
 from tests.cli.commands import run
 from tests.plan.machines import MIB, MIXTURE, SMALL, machine
 from tests.tiny_models import save_model, tiny_checkpoint
@@ -182,6 +185,12 @@ def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -
     layers, head, cache = 0.0002, 0.0042, 0.0061  # docs/accuracy.md, with a head of 6 bits
     assert close["kl"] == pytest.approx(layers + head + cache)
     assert close["assumed"]
+    out = tmp_path / "plan.json"
+    mixed = form("--max-kl", 0.04, "--save", out)
+    assert 4.5 < mixed["weights"]["target_bits"] < 8.5
+    assert mixed["kl"] <= 0.04
+    assert asdict(read_weights(out)) == mixed["weights"]
+    assert read_plan(out).kv.k_bits in (4, 8)
     cell = {"weights": "4 bits, group 32, hqq", "kv": "8,4, window 64", "mean_kl": 0.004}
     other = {"weights": "4 bits, group 64, rtn", "kv": "4,4, window 64", "mean_kl": 0.5}
     (tmp_path / "results.json").write_text(json.dumps([cell, other]))
@@ -258,6 +267,24 @@ def test_what_is_wrong_is_one_line(
 def test_prompts_and_floats_are_measured() -> None:
     assert processor._prompt(ops, 16) > 0
     assert [queries for queries, seconds in processor._floats(ops, 64) if seconds > 0] == [1, 8]
+
+
+def test_experts_are_timed_as_jobs_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Mock(return_value=1.0)
+    monkeypatch.setattr(processor, "seconds_of", timed)
+    monkeypatch.setattr(processor, "_EXPERT", (64, 64, 32))
+    monkeypatch.setattr(processor, "_OF_EXPERTS", (1, 4))
+    processor._experts(ops)
+    assert [type(one.args[0]) for one in timed.call_args_list] == [JobReplay, JobReplay]
+
+
+def test_a_stale_recording_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would do nothing, at once."""
+    stale, work = Mock(stale=True), Mock()
+    monkeypatch.setattr("qoff.kernels.cpu.jit.recorder.JobRecorder", lambda: lambda _: stale)
+    assert processor._in_list(work) > 0
+    assert work.called
+    assert not stale.called
 
 
 def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,20 +8,22 @@ import re
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.adapting import Adapter
+from qoff.engine.adapting import Adapter, _load
 from qoff.engine.calls import Call
 from qoff.engine.request import Sequence
 from qoff.engine.simulated.rounds import SimulatedRounds
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
-from qoff.plan.adapt import Knobs, RunningPlan
+from qoff.plan.adapt import Knobs, Load, RunningPlan
 from qoff.plan.profile import Link
 from qoff.plan.reopen import Better
 from qoff.plan.sizes import ModelSizes
@@ -117,6 +119,25 @@ def test_rounds_as_expected_change_nothing(caplog: pytest.LogCaptureFixture) -> 
         assert run.adapter is not None
         assert run.adapter.knobs == Knobs("sequential", 3, 3)
     assert not caplog.messages
+
+
+def test_drafted_tokens_are_part_of_what_rounds_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: Any = [SimpleNamespace(ragged=Ragged.of([4, 4, 1], [10, 20, 30]), cache=None)]
+    load = _load(passes)
+    assert load == Load(3, 1, 20, drafted=2)
+    asked = list[int]()
+    seconds = RunningPlan.seconds
+
+    def noted(self: RunningPlan, load: Load, schedule: str) -> float:
+        asked.append(load.drafted)
+        return seconds(self, load, schedule)
+
+    with virtual(replace(PLAN, token_s=1.0)) as run:
+        assert run.adapter is not None
+        running = run.adapter._running
+        monkeypatch.setattr(RunningPlan, "seconds", noted)
+        running.best(run.adapter.knobs, load, 6)
+    assert set(asked) == {2}
 
 
 def test_a_bound_on_latency_admits_fewer() -> None:

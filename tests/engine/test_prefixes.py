@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -72,6 +73,23 @@ def test_prompts_begin_with_what_was_read_and_answered_before(checkpoint: Path) 
         for prompt in (first, turn):
             read(prompt)
             assert answers[tuple(prompt)] == found[tuple(prompt)]
+
+
+def test_prefixes_that_end_where_pieces_of_prompts_do_change_no_bit(checkpoint: Path) -> None:
+    """Without tokens in floats, what a piece attends to is packed with and without sharing."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    plan = Plan(batch_size=2, context=CONTEXT, kv=KVQuant(window=0), prefill_tokens=64)
+    prompts, found, read = [TOKENS[:170], [*TOKENS[:150], 7, 8]], [], []
+    for share in (False, True):
+        with LLM(checkpoint, replace(plan, share_prefixes=share)) as llm:
+            answers = [llm.generate([prompt], params)[0] for prompt in prompts]
+            found.append([(one.token_ids, one.logprobs) for one in answers])
+            read.append(sum(one.read for one in llm.rounds))
+            assert [sum(getattr(one, n) for one in llm.rounds) for n in ("queried", "shared")] == (
+                [170 + 152, 128] if share else [0, 0]
+            )
+    assert found[0] == found[1]
+    assert read == [170 + 152, 170 + 24]
 
 
 def test_after_an_error_nothing_is_known(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

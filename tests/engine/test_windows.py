@@ -96,6 +96,8 @@ def test_answers_are_those_with_all_blocks(
             assert arena.capacity == memory.purposes[tier]["KV blocks"]
             assert arena.capacity - arena.used < PAGE
         assert (0 if spill is None else spill.nbytes) == memory.purposes[DISK]["KV blocks"]
+        first = memory.blocks.groups[0][1]  # the server says what these are
+        assert llm.kv_blocks == {tier: first.blocks[tier] for tier in TIERS}
         for number, (group, one) in enumerate(memory.blocks.groups):
             assert all(most[number, tier] <= one.blocks[tier] for tier in TIERS)
             if group.reach:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from qoff.errors import ArgumentError, FormatError
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.plan import machine as at_hand
 from qoff.plan.processor import Curve, Processor, Surface
-from qoff.plan.profile import Link, MachineProfile
+from qoff.plan.profile import Link, MachineProfile, typical
 
 from .machines import machine
 
@@ -39,6 +40,18 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(machine(True).text())
     assert MachineProfile.read(path) == machine(True)
+
+
+def test_the_typical_one_of_some_profiles_has_the_median_of_each_rate() -> None:
+    first = machine(True)
+    read = [replace(first.disk_read, bytes_per_s=rate) for rate in (1e8, 9e8, 3e8)]
+    found = typical(
+        [
+            replace(first, device=first.device.slower(times), disk_read=link)
+            for times, link in zip((1.0, 2.0, 5.0), read, strict=True)
+        ]
+    )
+    assert found == replace(first, device=first.device.slower(2.0), disk_read=read[2])
 
 
 @pytest.mark.parametrize(
@@ -122,6 +135,15 @@ def test_activations_of_8_bits_are_never_slower() -> None:
     assert one.matmul_s(4, rows, 16) == pytest.approx([2.0, 2.0, 8.0])
 
 
+def test_experts_have_their_own_curve_in_any_bits() -> None:
+    rows, curve = np.array([1.0, 16.0, 32.0]), ((1.0, 2.0), (16.0, 2.0))
+    one = of_curves({"4": curve, "8": ((1.0, 4.0), (16.0, 4.0))})
+    assert np.array_equal(one.experts_s(4, rows), one.matmul_s(4, rows))
+    slower = replace(one, experts={"4": ((1.0, 3.0), (16.0, 4.0))})
+    assert slower.experts_s(4, rows) == pytest.approx([3.0, 4.0, 8.0])
+    assert slower.experts_s(8, rows) == pytest.approx([6.0, 8.0, 16.0])
+
+
 def test_a_damaged_or_foreign_profile_counts_as_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,11 +151,11 @@ def test_a_damaged_or_foreign_profile_counts_as_none(
     cpu = torch.device("cpu")
     path = at_hand.profile_file(at_hand.fingerprint(cpu, tmp_path, tmp_path))
     assert at_hand.kept_profile(cpu, tmp_path, tmp_path) is None
-    old = json.dumps(json.loads(machine().text()) | {"version": 2})
+    old = json.dumps(json.loads(machine().text()) | {"version": 3})
     for text, what in (
         ("{", "JSON"),
         (machine().text(), "another machine"),
-        (old, "it has version 2, and this qoff needs 3"),
+        (old, "it has version 3, and this qoff needs 4"),
     ):
         caplog.clear()
         path.write_text(text)

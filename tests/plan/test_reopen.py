@@ -16,10 +16,10 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory.io.virtual import VirtualClock
 from qoff.plan import Plan
-from qoff.plan.adapt import Knobs, RunningPlan
+from qoff.plan.adapt import Knobs, Load, Observed, RunningPlan
 from qoff.plan.profile import MachineProfile
 from qoff.plan.reopen import HORIZON_S, Better, Remaining, better_plan
-from tests.plan.machines import MIB, machine, sizes
+from tests.plan.machines import MIB, machine, mixture, sizes
 
 PLAN = Plan(
     batch_size=4,
@@ -53,6 +53,18 @@ def test_a_better_plan_takes_no_more_memory_and_cuts_prompts_alike() -> None:
     assert now.memory.total("device") + now.residency.device_bytes <= 18 * MIB
     total = sum(now.memory.total(tier) for tier in ("device", "host"))
     assert total + now.residency.device_bytes + now.residency.host_bytes <= 18 * MIB
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_link_that_no_round_uses_is_not_fitted(experts: bool) -> None:
+    """On a CPU jobs copy, at the rate of memory; experts come over the link."""
+    model, now, load = mixture() if experts else sizes(), running(), Load(4, 1, 300)
+    now = RunningPlan(model, PLAN, now.memory, now.residency, machine(), torch.float32)
+    seconds = now.seconds(load, "block")
+    moved = {"disk read": (0.0, 0.0), "to device": (1e7, 1.0)}
+    said = now.refit([Observed(load, seconds, seconds, moved)] * 10, "block")
+    assert (now.machine.to_device != machine().to_device) == experts
+    assert any("to device" in one for one in said) == experts
 
 
 def test_where_nothing_is_better_none_is_found() -> None:

@@ -239,3 +239,20 @@ def test_more_memory_on_the_front_is_faster() -> None:
     assert all(a.memory < b.memory and a.tokens_per_s < b.tokens_per_s for a, b in pairwise(front))
     with pytest.raises(BudgetError):
         pareto_front(sizes(), machine(device=MIB), WORK)
+
+
+@pytest.mark.parametrize("layers", [9, 512])
+def test_experts_in_too_many_layers_of_passes_are_not_simulated(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.plan.finalists.LAYER_PASSES", layers)  # of 10 and more
+    asked = list[Certified]()
+
+    def simulate(one: Certified) -> Certified:
+        asked.append(one)
+        return one
+
+    alone = Workload(Lengths.of(64), Lengths.of(16), 1)
+    best = find_plan(mixture(), machine(device=9 * MIB), alone, simulate=simulate)
+    assert best.hits is not None
+    assert (best.simulated is None) == (not asked) == (layers == 9)

@@ -46,6 +46,7 @@ class SimulatedOps:
         self.pass_s = 0.0  # of a pass beside its ops
         self._last = deque[tuple[int, int]](maxlen=matrices)  # used last: address and bytes
         self._random = torch.Generator().manual_seed(0)
+        self._matmul_s: dict[tuple[float, int, bool, int], float] = {}  # for each weight
 
     def begin_pass(self) -> None:
         """What Python does for a pass beside calling ops."""
@@ -107,8 +108,9 @@ class SimulatedOps:
     ) -> None:
         """So many experts compute for so many rows each."""
         for one in matrices:
+            each = self._device.experts_s(one.bits, np.asarray(rows), activation_bits)
             weights = count * one.shape[0] * one.shape[1]
-            self._matmul(rows, weights, one.bits, activation_bits=activation_bits)
+            self._machine.compute(float(each) * weights + self.call_s)
 
     def add_experts(self, weighted: Tensor, *, out: Tensor | None = None, **_: Any) -> Tensor:
         self._machine.compute(self.call_s)
@@ -179,9 +181,11 @@ class SimulatedOps:
     def _matmul(
         self, rows: float, weights: int, bits: int, near: bool = False, activation_bits: int = 16
     ) -> None:
-        each = self._device.near_s if near else self._device.matmul_s
-        seconds = each(bits, np.asarray(rows), activation_bits) * weights + self.call_s
-        self._machine.compute(float(seconds))
+        how = rows, bits, near, activation_bits
+        if how not in self._matmul_s:
+            each = self._device.near_s if near else self._device.matmul_s
+            self._matmul_s[how] = float(each(bits, np.asarray(rows), activation_bits))
+        self._machine.compute(self._matmul_s[how] * weights + self.call_s)
 
     def _is_near(self, weight: QTensor) -> bool:
         """Whether the pass before had this matrix, and a layer's fit in the last cache."""

@@ -17,6 +17,7 @@ from qoff.engine.schedule import Schedule
 from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
+from qoff.plan.calls import as_used
 from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
 
@@ -32,7 +33,7 @@ class SimulatedRounds(OnMachine):
     """
 
     def __init__(self, sizes: ModelSizes, plan: Plan, profile: MachineProfile) -> None:
-        super().__init__(VirtualMachine(profile, VirtualClock()))
+        super().__init__(VirtualMachine(as_used(profile, sizes.spec), VirtualClock()))
         self.machine.loading = False  # opening takes its time
         self._sizes = sizes
         opened = self.open(plan)

@@ -1,0 +1,27 @@
+"""What the rounds of an open plan take, by the rates of its machine."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from qoff.plan.adapt import RunningPlan
+from qoff.plan.machine import assumed_profile, kept_profile
+from qoff.plan.profile import MachineProfile
+from qoff.plan.sizes import ModelSizes
+
+from .executor import Executor
+
+
+def running_plan(executor: Executor, machine: MachineProfile | None = None) -> RunningPlan:
+    """The plan that an executor has open, of a model with a spec.
+
+    machine: by default what was measured of this one; without that, rates that most machines reach.
+    """
+    plan, checkpoint = executor.plan, executor.runtime.checkpoint
+    if machine is None:
+        folder = plan.spill_folder or Path(tempfile.gettempdir())
+        kept = kept_profile(executor.device, checkpoint.path, folder)
+        machine = kept or assumed_profile(executor.device, folder)
+    sizes, residency = ModelSizes.of_checkpoint(checkpoint), executor.runtime.residency
+    return RunningPlan(sizes, plan, executor.memory, residency, machine, executor.dtype)

@@ -1,0 +1,49 @@
+"""What calls take beside their work: ops as launches or as jobs of lists, passes, what moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from qoff.models.spec import DecoderSpec
+
+from .processor import Array
+from .profile import Link, MachineProfile
+
+_PASS_CALLS = 30  # of an op: what Python does for a pass on a CPU
+_UNIT_CALLS = 5  # what it does for each unit, where passes take turns: no step follows another
+_JOB_CALLS = 1 / 8  # of an op: what a job of a list takes there beside its work
+_COPY_JOBS = 3  # that bring what a layer needs: it comes, it is copied, its place is given back
+
+
+def call_s(machine: MachineProfile) -> float:
+    """Seconds of an op beside its work: a launch, or a job of a list on a CPU."""
+    return machine.device.call_s * (1.0 if machine.on_gpu else _JOB_CALLS)
+
+
+def pass_s(machine: MachineProfile, passes: Array, units: int) -> Array:
+    """Seconds of a pass beside its ops, in a round of so many; a GPU's launches run ahead."""
+    calls = _PASS_CALLS + np.where(passes > 1, _UNIT_CALLS * units, 0)
+    found: Array = calls * (0.0 if machine.on_gpu else machine.device.call_s)
+    return found
+
+
+def copied_by_jobs(machine: MachineProfile, spec: DecoderSpec) -> bool:
+    """Whether what moves in memory is copied by jobs, and the links to the device are not used."""
+    return not machine.on_gpu and spec.experts is None
+
+
+def as_used(machine: MachineProfile, spec: DecoderSpec) -> MachineProfile:
+    """The machine with links as a model uses them: on a CPU by the jobs of its lists.
+
+    All threads copy together, and compute nothing meanwhile. Python has asked for what is read, so
+    that it takes no more of the CPU than its bytes do. Links are as they were measured beside a
+    GPU, and where experts come one by one: Python asks for each, and a thread copies it.
+    """
+    if not copied_by_jobs(machine, spec):
+        return machine
+    cores, rate = machine.cores, machine.device.bytes_per_s
+    copies = Link(rate, 0.0, cores / rate, cores * _COPY_JOBS * call_s(machine))
+    reads = replace(machine.disk_read, cpu_s_per_request=0.0)
+    return replace(machine, disk_read=reads, to_device=copies, from_device=copies)
