@@ -4,7 +4,8 @@ Honest clients ask for answers that are known, in streams or not, and compare. H
 what is no request, or a wrong one, and expect an error in OpenAI's shape. Vanishing ones hang up in
 the middle of a request or of an answer, or send nothing. All draw from `--seed`. Watched are the
 server's files, threads and memory: what they are after a tenth of the time (at least 10 s) is what
-they may be at the end, memory plus 50 MiB. What is not as it should be ends it with an error.
+they may be at the end, memory plus 50 MiB. With `--requests 10000` it ends after so many more.
+What is not as it should be ends it with an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import socket
 import struct
@@ -62,12 +64,16 @@ class Sample:
 
 @dataclass
 class Soak:
-    """One run against a server whose process is `pid`."""
+    """One run against a server whose process is `pid`.
+
+    requests: how many there are after the first sample, in place of `seconds`; 0: no such number.
+    """
 
     server: Address
     pid: int
     seconds: float
     seed: int
+    requests: int = 0
     clients: dict[str, int] = field(default_factory=lambda: dict(_CLIENTS))
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -78,17 +84,21 @@ class Soak:
         self._right = [await self._answer(prompt, stream=False) for prompt in _PROMPTS]
         await self._all(max(min(10.0, self.seconds / 3), self.seconds / 10))
         before = await self._at_rest(process)
-        await self._all(self.seconds)
+        if self.requests:
+            await self._all(math.inf, self._asked + self.requests)
+        else:
+            await self._all(self.seconds)
         return before, await self._at_rest(process)
 
-    async def _all(self, seconds: float) -> None:
+    async def _all(self, seconds: float, most: float = math.inf) -> None:
+        """Have all clients ask for so long, or until they have asked `most` times in all."""
         until = time.monotonic() + seconds
         kinds = {"honest": self._honest, "hostile": self._hostile, "vanishing": self._vanishing}
         async with asyncio.TaskGroup() as tasks:
             for kind, count in self.clients.items():
                 for number in range(count):
                     chance = random.Random(f"{self.seed} {kind} {number} {seconds}")
-                    tasks.create_task(self._client(kind, kinds[kind], chance, until))
+                    tasks.create_task(self._client(kind, kinds[kind], chance, until, most))
 
     async def _client(
         self,
@@ -96,8 +106,9 @@ class Soak:
         act: Callable[[random.Random], Awaitable[None]],
         chance: random.Random,
         until: float,
+        most: float,
     ) -> None:
-        while time.monotonic() < until and not self.wrong:
+        while time.monotonic() < until and self._asked < most and not self.wrong:
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     await act(chance)
@@ -107,6 +118,10 @@ class Soak:
                 self.wrong.append(f"{kind}: {error!r}")
             self.counts[kind] += 1
             await asyncio.sleep(chance.expovariate(20))
+
+    @property
+    def _asked(self) -> int:
+        return sum(self.counts[kind] for kind in self.clients)
 
     async def _at_rest(self, process: psutil.Process) -> Sample:
         """What the process holds when nothing is asked of it, and silent clients are given up."""
@@ -245,12 +260,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--requests", type=int, default=0, help="in place of --seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="", help="checkpoint; by default the demo model")
     args = parser.parse_args(argv)
     options = ("--read-timeout", "2", "--max-queue", "8")
     with qoff(8, args.model, options) as server:
-        soak = Soak(server, server.pid, args.seconds, args.seed)
+        soak = Soak(server, server.pid, args.seconds, args.seed, args.requests)
         before, after = asyncio.run(soak.run())
     print(", ".join(f"{count} {kind}" for kind, count in sorted(soak.counts.items())))
     print(f"before: {before}\nafter:  {after}")

@@ -18,16 +18,18 @@ def test_nothing_is_wrong_or_left_after_some_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running(checkpoint) as served:
-        soak = Soak(Address(served.url, MODEL), os.getpid(), seconds=5, seed=1)
+        soak = Soak(Address(served.url, MODEL), os.getpid(), seconds=3, seed=1, requests=300)
         before, after = asyncio.run(soak.run())
     assert soak.wrong == []
+    assert sum(soak.counts[kind] for kind in soak.clients) >= 300
+    assert after.rss < before.rss + (50 << 20)
     assert min(soak.counts[kind] for kind in soak.clients) >= 10
     assert (after.files, after.threads) <= (before.files, before.threads)
 
 
 def test_wrong_answers_and_what_is_left_are_told(checkpoint: Path) -> None:  # noqa: F811
     with running(checkpoint) as served:
-        soak = Soak(Address(served.url, MODEL), os.getpid(), 0.3, 1, {"honest": 1})
+        soak = Soak(Address(served.url, MODEL), os.getpid(), 0.3, 1, clients={"honest": 1})
         soak._answer = _other  # type: ignore[method-assign]
         asyncio.run(soak.run())
     assert "not" in soak.wrong[0]

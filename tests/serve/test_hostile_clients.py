@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import os
 import socket
 import ssl
 import struct
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -305,17 +301,6 @@ def test_one_connection_too_many_is_refused(checkpoint: Path) -> None:
         assert served.ask("/health")[0] == 200
 
 
-def test_idle_connections_by_the_hundred_hold_up_nobody(served: Running) -> None:
-    socks = [served.connect() for _ in range(300)]
-    assert served.ask(TEXTS, {"prompt": "a", "max_tokens": 2})[0] == 200
-    for sock in socks[::2]:
-        sock.close()
-    wait_for(lambda: served.server.connections == 0)  # the others by the bound on time
-    for sock in socks[1::2]:
-        assert everything(sock).startswith(b"HTTP/1.1 408")
-        sock.close()
-
-
 def test_tls(checkpoint: Path) -> None:
     files = str(Path(__file__).with_name("localhost.pem"))
     with running(checkpoint, replace(OPTIONS, tls_certificate=files, tls_key=files)) as served:
@@ -368,29 +353,3 @@ def test_no_other_page_may_ask_by_default(served: Running) -> None:
     for origin, status in (("https://a.example", 403), ("null", 403), (f"http://{host}", 200)):
         headers = {"Origin": origin, "Host": host}
         assert served.ask("/tokenize", {"prompt": "a"}, headers)[0] == status
-
-
-def test_nothing_is_left_of_many_clients(served: Running, client: OpenAI) -> None:
-    """Files, threads and tasks after clients that end well, hang up and send garbage."""
-
-    def ask(number: int) -> None:
-        if number % 3 == 0:
-            served.ask(TEXTS, {"prompt": "a", "max_tokens": 2})
-        elif number % 3 == 1:
-            served.ask(CHATS, b"{")
-        else:
-            body = json.dumps(chat(stream=True)).encode()
-            with served.connect() as sock:
-                sock.sendall(head(len(body)) + body)
-
-    def all_of_them() -> None:
-        with ThreadPoolExecutor(9) as pool:
-            list(pool.map(ask, range(45)))
-        wait_for(lambda: idle(served) and not served.server.connections)
-        gc.collect()
-
-    all_of_them()
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
-    all_of_them()
-    assert len(os.listdir("/proc/self/fd")) <= files  # noqa: PTH208
-    assert threading.active_count() <= threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import openai
@@ -202,10 +203,23 @@ def test_metrics_count_what_was_answered(client: OpenAI, served: Running) -> Non
         )
 
     names = ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
-             "vllm:inter_token_latency_seconds_count", "vllm:request_success_total")  # fmt: skip
+             "vllm:inter_token_latency_seconds_count", "vllm:request_success_total",
+             *(f"vllm:request_{part}_time_seconds_count"
+               for part in ("queue", "prefill", "decode", "inference")))  # fmt: skip
+    times = [f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "inference")]
+    times.append("vllm:e2e_request_latency_seconds_sum")
+    spent = list(map(value, times))
+    tokens = value("vllm:iteration_tokens_total_sum")
     before = [value(name) for name in names]
     client.completions.create(model=MODEL, prompt="abc", **GREEDY)
-    assert [value(name) - old for name, old in zip(names, before, strict=True)] == [12, 1, 11, 1]
+    found = [value(name) - old for name, old in zip(names, before, strict=True)]
+    assert found == [12, 1, 11, 1, 1, 1, 1, 1]
+    until = time.monotonic() + 10  # a round is counted when it is over, after its answers
+    while value("vllm:iteration_tokens_total_sum") < tokens + 3 + 12:
+        assert time.monotonic() < until
+    queued, computed, whole = (value(x) - y for x, y in zip(times, spent, strict=True))
+    assert 0 < queued + computed <= whole
+    assert value("vllm:cache_config_info{") == 1
     assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
 
 

@@ -17,7 +17,7 @@ from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
 from tests.reopening import changing
 
-from .conftest import MODEL, OPTIONS, running
+from .conftest import MODEL, OPTIONS, Running, running
 
 TEXTS = "/v1/completions"
 PLAN = Plan(batch_size=2, context=200, kv=KVQuant(window=16), kv_placement=KVPlacement(0.5, 0.5))
@@ -43,6 +43,13 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def cache(served: Running) -> list[str]:
+    """What the server says of its KV cache."""
+    status, text, _ = served.ask("/metrics")
+    assert status == 200
+    return [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+
+
 def test_clients_wait_while_another_plan_is_opened(checkpoint: Path) -> None:
     numbers = range(1, 7)
     with running(checkpoint, MANY, replace(PLAN, adapt=False)) as served:
@@ -59,10 +66,11 @@ def test_clients_wait_while_another_plan_is_opened(checkpoint: Path) -> None:
         running(checkpoint, MANY, PLAN) as served,
         ThreadPoolExecutor(8) as pool,
     ):
+        caches = [cache(served)]
         asked = [pool.submit(served.ask, TEXTS, body(number)) for number in numbers[:5]]
         assert begun.wait(20)
         assert served.ask("/health")[0] == 200
-        assert served.ask("/metrics")[0] == 200
+        assert not cache(served)
         stats = served.ask("/stats")[1]
         assert (stats["state"], stats["kv_used"]) == ("reopening", 0)
         there = served.engine.in_flight
@@ -81,6 +89,9 @@ def test_clients_wait_while_another_plan_is_opened(checkpoint: Path) -> None:
         until(lambda: served.engine.in_flight == 0)
         assert served.ask("/stats")[1]["state"] == "ready"
         assert texts(served.ask(TEXTS, body(2))) == wanted[1]  # two answers, in a batch of one
+        caches.append(cache(served))
+        assert all(map(len, caches))
+        assert caches[0] != caches[1]
     assert opened == [PLAN, OTHER]
 
 
