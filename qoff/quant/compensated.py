@@ -11,6 +11,8 @@ those of neighbouring columns all the same, as every kernel here reads them. Wha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,23 +21,36 @@ from qoff.kernels.layout.packing import check_format, pack_codes, pack_scale_min
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import COMPACT
 
-from .matrix import Format
+from .matrix import Format, computed
 from .refined import refined
 from .solvers import compact, floats_of, mse
 
 # Of the mean of the diagonal of the Hessian: texts that it was not measured on lose least.
 DAMPING = 0.1
 _BLOCK = 128  # columns whose errors reach the columns behind them together
+_WIDE = 256  # columns whose moments with those behind them are one product
 _TRIES = 6  # each with ten times the damping
 _SHRINKS, _REFITS = (0.92, 0.84, 0.76), 2  # of ranges, which are fitted to codes later
 _CHUNK = 1 << 18  # weights whose range is chosen at a time
 
 
-def moments(x: Tensor) -> Tensor:
-    """The sum of x x^T over inputs x, float32 [M, K]: float32 [K, K], in half the products."""
-    from scipy.linalg import blas  # which machines that only compute may lack
+def moments(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """The sum of x x^T over inputs x, float32 [M, K]: float32 [K, K], where it is computed.
 
-    found = torch.from_numpy(blas.ssyrk(1.0, x.contiguous().numpy().T, lower=1).T)
+    device: where; None: on the GPU if there is one with room, else where the inputs are. A CPU
+    takes little more than half the products.
+    """
+    return computed(lambda place: _moments(x.to(place)), x.device, device, "moments")
+
+
+def _moments(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return x.T @ x
+    k = x.shape[1]
+    found = x.new_empty(k, k)
+    for start in range(0, k, _WIDE):
+        stop = min(start + _WIDE, k)
+        torch.mm(x[:, start:stop].T, x[:, start:], out=found[start:stop, start:])
     return found.triu_().add_(found.triu(1).T)
 
 
@@ -47,13 +62,28 @@ def compensated(
     *,
     scale_dtype: torch.dtype = torch.float16,
     name: str = "weight",
+    device: torch.device | None = None,
 ) -> QTensor:
     """Quantize a matrix [N, K] whose inputs x [K] have the second moments E[x x^T] `hessian`.
 
-    hessian: float32 [K, K], up to a factor. The result is in packing split32. Memory: two more
-    matrices [K, K] and five [N, K] in float32. Raises QuantizationError for NaN and infinity, for
-    groups that do not divide K, and for a range that `scale_dtype` cannot hold.
+    hessian: float32 [K, K], up to a factor. device: where it is computed; None: on the GPU if there
+    is one with room, else where the matrix is. The result is in packing split32, where the matrix
+    is. Memory: two more matrices [K, K] and five [N, K] in float32. Raises QuantizationError for
+    NaN and infinity, for groups that do not divide K, and for a range that `scale_dtype` cannot
+    hold.
     """
+
+    def compute(place: torch.device) -> QTensor:
+        return _compensated(w.to(place), hessian.to(place), form, scale_dtype, name)
+
+    found = computed(compute, w.device, device, name)
+    codes, scale_min = found.codes.to(w.device), found.scale_min.to(w.device)
+    return replace(found, codes=codes, scale_min=scale_min)
+
+
+def _compensated(
+    w: Tensor, hessian: Tensor, form: Format, scale_dtype: torch.dtype, name: str
+) -> QTensor:
     n, k = w.shape
     try:
         check_format((n, k), form.bits, form.group_size, "split32")
@@ -118,23 +148,20 @@ def _rounded(
 
     scale, minimum: float32 [N, G].
     """
+    if w.device.type == "cpu":
+        from qoff.kernels.cpu.linear.feedback import round_block  # numba, not always needed
+    else:
+        from qoff.kernels.reference.feedback import round_block
+
     n, k = w.shape
-    most = 2**form.bits - 1
-    places = order.tolist()
-    wide, low = scale.T.contiguous(), minimum.T.contiguous()
-    inverse = torch.where(wide == 0, 0, 1 / wide)
+    groups, wide, low = order // form.group_size, scale.T.contiguous(), minimum.T.contiguous()
     columns = w.T[order]  # [K, N]; rounded ones become their errors
-    codes = torch.empty(k, n, dtype=torch.uint8)
+    codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
     for start in reversed(range(0, k, _BLOCK)):
-        stop = min(start + _BLOCK, k)
-        block, within = columns[start:stop], feedback[start:stop, start:stop]
-        block.addmm_(feedback[stop:, start:stop].T, columns[stop:])
-        own = w.T[order[start:stop]]
-        for i in reversed(range(stop - start)):
-            place = places[start + i]
-            group = place // form.group_size
-            level = (block[i] - low[group]).mul_(inverse[group]).round_().clamp_(0, most)
-            codes[place] = level
-            torch.sub(own[i], level.mul_(wide[group]).add_(low[group]), out=block[i])
-            block[:i].addr_(within[i, :i], block[i])
+        at = slice(start, min(start + _BLOCK, k))
+        block, own = columns[at], columns[at].clone()
+        block.addmm_(feedback[at.stop :, at].T, columns[at.stop :])
+        codes[order[at]] = round_block(
+            block, own, feedback[at, at], wide, low, groups[at], 2**form.bits - 1
+        )
     return codes.T.contiguous()

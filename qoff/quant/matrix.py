@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ _CHUNK = 1 << 17  # weights solved at a time: temporaries of half a MiB stay in 
 _MAX_CHUNK = 1 << 19  # a dozen float32 temporaries of this many weights are below 32 MiB
 _GPU_CHUNK = 1 << 21  # below 128 MiB
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -137,17 +139,32 @@ def quantize(
         raise QuantizationError(
             f"{name}: only a matrix of floats can be quantized, not {w.dtype} {tuple(w.shape)}"
         )
-    place = device or _fastest(w.device)
-    while True:
-        try:
-            return _quantize(w, config, row_chunk, place)
-        except torch.OutOfMemoryError as error:
-            if w.is_cuda:
-                raise
-            logger.warning("%s: quantized on the CPU, as the GPU has no room: %s", name, error)
-            place = w.device
-        except (OpError, QuantizationError) as error:
-            raise QuantizationError(f"{name}: {error}") from error
+    try:
+        return computed(
+            lambda place: _quantize(w, config, row_chunk, place), w.device, device, name
+        )
+    except (OpError, QuantizationError) as error:
+        raise QuantizationError(f"{name}: {error}") from error
+
+
+def computed(
+    compute: Callable[[torch.device], Result],
+    home: torch.device,
+    device: torch.device | None,
+    name: str,
+) -> Result:
+    """What `compute` returns for `device`, or None: for a GPU if there is one, else for `home`.
+
+    home: of a matrix. Where a GPU has no room, a matrix that is not there is computed at home.
+    """
+    place = device or _fastest(home)
+    try:
+        return compute(place)
+    except torch.OutOfMemoryError as error:
+        if home.type == "cuda":
+            raise
+        logger.warning("%s: quantized on the CPU, as the GPU has no room: %s", name, error)
+    return compute(home)
 
 
 def _fastest(device: torch.device) -> torch.device:

@@ -32,51 +32,56 @@ def refined(
 
     w: float32 [N, K]. hessian: float32 [K, K], positive definite. order: int64 [K], of columns.
     """
-    from qoff.kernels.cpu.linear.descent import descend  # numba, which loading does not need
+    if w.device.type == "cpu":
+        from qoff.kernels.cpu.linear.descent import descend  # numba, which loading does not need
+    else:
+        from qoff.kernels.reference.descent import descend  # a row is no more than a thread's work
 
     n, k = w.shape
     levels, groups = codes.float(), scale.shape[1]
     if scale.dtype == COMPACT:
-        minimum = _moved(w, hessian, levels, scale, minimum, bits)
+        minimum, products = _moved(w, hessian, levels, scale, minimum, bits)
     else:
         rows = max(1, _PART // max(k, 4 * groups**2))
         parts = [slice(start, start + rows) for start in range(0, n, rows)]
         fitted = [_fitted(w[i], hessian, levels[i], scale[i], minimum[i]) for i in parts]
         scale, minimum = (torch.cat(x) for x in zip(*fitted, strict=True))
-    wide, low = floats_of((scale, minimum), bits)
-    error = torch.addcmul(low[..., None], levels.view(n, groups, -1), wide[..., None]).view(n, k)
-    descend(levels, error.sub_(w) @ hessian, wide, hessian, order, bits)
+        products = _error(w, levels, scale.float(), minimum.float()) @ hessian
+    descend(levels, products, floats_of((scale, minimum), bits)[0], hessian, order, bits)
     return levels.to(torch.uint8), scale, minimum
+
+
+def _error(w: Tensor, levels: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """What codes are off, [N, K]; scale and minimum in float32."""
+    grouped = levels.view(len(w), scale.shape[1], -1)
+    return torch.addcmul(minimum[..., None], grouped, scale[..., None]).view_as(w).sub_(w)
 
 
 def _moved(
     w: Tensor, hessian: Tensor, levels: Tensor, span: Tensor, zero: Tensor, bits: int
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Zero points of compact scales of less error, uint8 [N, G], for codes and spans as they are.
 
-    Minima without rounding are one linear system for all rows; a row keeps its own where rounded
-    ones are worse.
+    And e H for the errors e that are left, [N, K]. Minima without rounding are one linear system
+    for all rows; a row keeps its own where rounded ones are worse.
     """
     (n, k), groups = w.shape, span.shape[1]
-    size = k // groups
-
-    def error(zero: Tensor) -> tuple[Tensor, Tensor]:
-        scale, minimum = expanded(span, zero, bits)
-        grouped = levels.view(n, groups, size)
-        found = w - torch.addcmul(minimum[..., None], grouped, scale[..., None]).view(n, k)
-        products = found @ hessian
-        return products, (products * found).sum(1)
-
-    missing, before = error(zero)
-    curvature = hessian.view(groups, size, groups, size).sum((1, 3)).double()
-    curvature.diagonal().mul_(1 + _RIDGE)
-    factor, failed = torch.linalg.cholesky_ex(curvature)
-    if int(failed):
-        return zero
-    change = torch.cholesky_solve(missing.view(n, groups, size).sum(2).double().T, factor).T
     scale, minimum = expanded(span, zero, bits)
-    found = zero_for(minimum + change.float(), scale * 2.0**bits)
-    return torch.where((error(found)[1] < before)[:, None], found, zero)
+    products = _error(w, levels, scale, minimum) @ hessian
+    missing = products.view(n, groups, -1).sum(2)
+    across = hessian.view(groups, -1, k).sum(1)
+    curvature = across.view(groups, groups, -1).sum(2)
+    ridged = curvature.double()
+    ridged.diagonal().mul_(1 + _RIDGE)
+    factor, failed = torch.linalg.cholesky_ex(ridged)
+    if int(failed):
+        return zero, products
+    change = torch.cholesky_solve(missing.double().T, factor).T
+    found = zero_for(minimum - change.float(), scale * 2.0**bits)
+    moved = expanded(span, found, bits)[1] - minimum
+    gained = (moved * (2 * missing + moved @ curvature)).sum(1) < 0
+    moved *= gained[:, None]
+    return torch.where(gained[:, None], found, zero), products.addmm_(moved, across)
 
 
 def _fitted(
@@ -86,7 +91,7 @@ def _fitted(
     (n, k), count = w.shape, scale.shape[1]
     size = k // count
     grouped = levels.view(n, count, size)
-    system = torch.empty(n, 2 * count, 2 * count)
+    system = torch.empty(n, 2 * count, 2 * count, device=w.device)
     for i in range(count):
         across = slice(i * size, (i + 1) * size)
         product = (levels[:, across] @ hessian[across]).view(n, count, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch import Tensor
 from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import Format, quantize
+from qoff.quant import compensated as compensated_module
 from qoff.quant.compensated import DAMPING, compensated
 from qoff.quant.compensated import moments as second_moments
 
@@ -144,3 +147,28 @@ def test_codes_are_those_of_gptq_before_they_are_refined(monkeypatch: pytest.Mon
         nearest += int((error.abs()[:, None] <= others + 1e-6).all(1).sum())
         columns[:, i:] -= (error / factor[i, i])[:, None] * factor[i, i:]
     assert nearest >= 0.999 * w.numel()  # but for ties
+
+
+def test_everything_is_computed_on_the_device_of_the_matrix() -> None:
+    """What is created elsewhere would be on the meta device here, and mixed with others."""
+    w, moments, form = weights(48, 192), alike(192, 8), Format(4, 32)
+    for scales in (torch.float16, torch.uint8):
+        wanted = compensated(w, moments, form, scale_dtype=scales)
+        with torch.device("meta"):
+            found = compensated(w, moments, form, scale_dtype=scales, device=w.device)
+        assert torch.equal(found.codes, wanted.codes)
+        assert torch.equal(found.scale_min, wanted.scale_min)
+
+
+def test_a_gpu_without_room_leaves_a_matrix_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, moments, form = weights(16, 64), alike(64, 8), Format(4, 32)
+    wanted, own = compensated(w, moments, form), compensated_module._compensated
+
+    def full(w: Tensor, *operands: Any) -> Any:
+        if w.device.type == "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(w, *operands)
+
+    monkeypatch.setattr(compensated_module, "_compensated", full)
+    found = compensated(w, moments, form, device=torch.device("meta"))
+    assert torch.equal(found.codes, wanted.codes)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.scales import expanded
 from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
-from qoff.quant.refined import refined
+from qoff.quant.refined import _moved, refined
+from qoff.quant.solvers import compact
 from tests.quant.test_compensated import alike, output_error, weights
 
 Rounded = tuple[Tensor, Tensor, Tensor]  # codes, scale, minimum
@@ -67,3 +69,19 @@ def test_constant_groups_and_values_on_a_grid_stay() -> None:
     before = nearest(w, 4, 32, torch.float16)
     after = refined(w, alike(64, 4), *before, torch.arange(64), 4)
     assert torch.equal(values(*after), w)
+
+
+def test_zero_points_move_where_that_helps_and_products_follow() -> None:
+    w, moments = weights(24, 128), alike(128, 8)
+    scale, minimum = minmax_scale(w.view(24, 4, 32), 4, torch.float32)
+    span, zero = compact(w.view(24, 4, 32), 4, (scale, minimum))
+    levels = nearest_levels(w.view(24, 4, 32), *expanded(span, zero, 4), 4).view(24, 128)
+
+    def error(zero: Tensor) -> Tensor:
+        return values(levels, *expanded(span, zero, 4)) - w
+
+    found, products = _moved(w, moments, levels, span, zero, 4)
+    torch.testing.assert_close(products, error(found) @ moments, rtol=1e-3, atol=1e-4)
+    before, after = ((e @ moments * e).sum(1) for e in (error(zero), error(found)))
+    assert bool((after <= before * (1 + 1e-5)).all())
+    assert float(after.sum()) < 0.95 * float(before.sum())
