@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import FormatError, QoffError
+from qoff.errors import ArgumentError, FormatError, QoffError
 from qoff.eval.texts import CALIBRATION_TEXT, read_text
 from qoff.hf.load import local_source
-from qoff.models.convert.convert import convert
+from qoff.models.convert.convert import convert, modules_source
 from qoff.models.convert.loss import LossProbe
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
+from .options import ConversionOptions, named
 from .output import progress_bar
 
 TOKENS = 512  # of a text to calibrate on
+_PLANNED = ("bits", "group_size", "solver", "target_bits", "max_kl", "weight")
 _MUCH = 0.05  # nats a token
 _TEXTS = 24  # of which a third is for what formats lose, and the others for the solver
 logger = logging.getLogger(__name__)
@@ -65,6 +68,22 @@ class Target:
         return self.calibration or (CALIBRATION_TEXT if wants else None)
 
 
+def planned(
+    context: typer.Context, plan: Path, weights: ConversionOptions
+) -> tuple[ConversionOptions, float | None]:
+    """What a saved plan says of weights: these options, and `--target-bits`.
+
+    Raises ArgumentError for options that say it, too, FormatError for a plan that says nothing.
+    """
+    from qoff.plan.saved import read_weights
+
+    for option in named(context, _PLANNED).values():
+        raise ArgumentError(f"--plan has the bits of the weights; leave out {option}")
+    form = read_weights(plan)
+    said = replace(weights, bits=form.bits, group_size=form.group_size, solver=form.solver)
+    return said, form.target_bits
+
+
 def run(
     source: str,
     out: Path,
@@ -88,7 +107,7 @@ def run(
     text = target.text(quant)
     path = local_source(source, trust_remote_code)
     try:
-        ids = None if text is None else calibration_ids(path, text)
+        ids = None if text is None else calibration_ids(path, text, trust_remote_code)
     except FormatError as error:
         if target.given or not automatic:
             raise
@@ -97,7 +116,7 @@ def run(
     chosen: dict[str, Any] = {}
     if target.given and ids is not None:
         with progress_bar("measuring", quiet) as progress:
-            mix = _mixed(path, ids, quant, target, progress)
+            mix = _mixed(path, ids, quant, target, progress, trust_remote_code)
         quant = replace(quant, weights=mix.formats)
         count = Counter(str(form) for form in mix.formats.values())
         chosen = {
@@ -177,7 +196,7 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
     return found
 
 
-def calibration_ids(source: Path, file: Path) -> Tensor:
+def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -> Tensor:
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
     24 pieces spread over a long text; a shorter one has fewer. Raises QoffError for a
@@ -190,7 +209,7 @@ def calibration_ids(source: Path, file: Path) -> Tensor:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise QoffError(f"{file}: is not UTF-8 text ({error.reason})") from error
-    tokenizer = tokenizer_of(source)
+    tokenizer = tokenizer_of(source, trust_remote_code)
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     config = open_source(source).config()
     known = (config.get("text_config") or config).get("vocab_size")
@@ -223,14 +242,24 @@ def _mixed(
     quant: QuantConfig,
     target: Target,
     progress: Callable[[int, int], None],
+    trust_remote_code: bool,
 ) -> Any:
     """The `Mix` of formats that is chosen for a target, on some of the texts."""
+    from qoff.eval.mixing.by_modules import ModuleSensitivities
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
+    from qoff.eval.mixing.native import NativeSensitivities
     from qoff.eval.mixing.sensitivity import Sensitivities
     from qoff.models.convert.unconverted import Unconverted
 
-    model = Unconverted.of(open_source(source))
-    sensitivities = Sensitivities(model, ids[::3], quant, calibration=_for_solver(ids, quant))
+    opened, rest = open_source(source), _for_solver(ids, quant)
+    by_modules = modules_source(opened)
+    sensitivities: Sensitivities[Any] = (
+        NativeSensitivities(Unconverted.of(opened), ids[::3], quant, calibration=rest)
+        if by_modules is None
+        else ModuleSensitivities(
+            by_modules, ids[::3], quant, calibration=rest, trust_remote_code=trust_remote_code
+        )
+    )
     found = sensitivities.of(progress=progress)
     if target.bits is not None:
         return mixed_for_bits(sensitivities, found, target.bits)

@@ -56,6 +56,7 @@ def options(
 @app.command()
 @command
 def convert(
+    context: typer.Context,
     source: Annotated[
         str,
         Argument(
@@ -73,8 +74,12 @@ def convert(
         None, help="Choose each matrix's format for a size: bits a weight, like 4.5."
     ),
     max_kl: float | None = Option(None, help="Mix formats for a loss: nats a token like 0.02."),
+    plan: Annotated[
+        Path | None,
+        Option(exists=True, dir_okay=False, help="Bits as qoff plan --max-kl --save chose them."),
+    ] = None,
     calibration: Path | None = Option(
-        None, exists=True, dir_okay=False, help="Text for these two and for gptq."
+        None, exists=True, dir_okay=False, help="Text for --target-bits, --max-kl, gptq."
     ),
     for_: str = Option("any", "--for", help="Device to pack for: any or cpu."),
     requantize: bool = Option(
@@ -88,6 +93,8 @@ def convert(
     """Convert a model to a qoff checkpoint. Quantized weights keep their codes."""
     from . import convert as work
 
+    if plan is not None:
+        weights, target_bits = work.planned(context, plan, weights)
     target = work.Target(target_bits, max_kl, calibration)
     quant = weights.quant(head_bits=head_bits, weights=work.formats_of(weight or ()))
     found = work.run(

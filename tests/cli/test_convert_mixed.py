@@ -6,16 +6,22 @@ import json
 import random
 import shutil
 import string
+import sys
 from pathlib import Path
 
 import pytest
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.eval.texts import CALIBRATION_TEXT
+from qoff.plan import Plan
+from qoff.plan.forms import WeightForm
+from qoff.plan.saved import plan_text
 from qoff.quant import Format
 from tests.cli.test_cli import FAST, fail, succeed
+from tests.cli.test_trust import TOKENIZER
 from tests.tiny_models import save_model, save_tokenizer
 
+HAL = "hal.HalTokenizer"
 LONG = "".join(random.Random(0).choices(string.ascii_letters + " ", k=4000))
 
 
@@ -60,6 +66,34 @@ def test_formats_for_a_target(
         assert 5.2 < result["bits_per_weight"] <= 5.5
     else:
         assert 0 < result["loss"] <= 0.01
+
+
+def test_a_plan_says_which_bits(source: Path, text: Path, tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    plan.write_text(plan_text(Plan(), WeightForm(4, 32, "rtn", 5.5)))
+    options = ("--plan", plan, "--calibration", text, "--no-measure")
+    result = json.loads(succeed("convert", source, out, *options, "--json"))
+    assert 5.2 < result["bits_per_weight"] <= 5.5
+    assert result["solver"] == "rtn"
+    assert "leave out --bits" in fail("convert", source, tmp_path / "no", *options, "--bits", 8)
+    plan.write_text(plan_text(Plan()))
+    assert "qoff plan --max-kl" in fail("convert", source, tmp_path / "no", *options)
+
+
+def test_a_tokenizer_of_own_code_reads_the_text(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    model = shutil.copytree(source, tmp_path / "model")
+    (model / "hal.py").write_text(TOKENIZER.format(ran=str(tmp_path / "ran")))
+    file = model / "tokenizer_config.json"
+    code = {"tokenizer_class": "HalTokenizer", "auto_map": {"AutoTokenizer": [None, HAL]}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **code}))
+    options = ("--calibration", text, "--group-size", 32, "--no-measure", "--json")
+    printed = succeed("convert", model, tmp_path / "out", *options, "--trust-remote-code")
+    assert json.loads(printed)["solver"] == "gptq"
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_target_is_told_as_a_sentence(source: Path, text: Path, tmp_path: Path) -> None:

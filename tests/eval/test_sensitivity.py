@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, QuantizationError, UnsupportedModelError
+from qoff.eval.mixing import sensitivity
 from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
-from qoff.eval.mixing.sensitivity import Sensitivities, Sensitivity
+from qoff.eval.mixing.native import NativeSensitivities
+from qoff.eval.mixing.sensitivity import Sensitivity
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
@@ -27,22 +29,22 @@ def texts(count: int, tokens: int) -> Tensor:
     return torch.randint(3, VOCAB, (count, tokens), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt-neox"])
+@pytest.fixture(scope="module", params=["llama", "gpt-neox", "mixtral"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Sensitivities:
+) -> NativeSensitivities:
     path = tmp_path_factory.mktemp("sensitivity") / request.param
     save_model(path, request.param, hidden_size=128, intermediate_size=256)
-    return Sensitivities(Unconverted.of(open_source(path)), texts(8, 64), RTN)
+    return NativeSensitivities(Unconverted.of(open_source(path)), texts(8, 64), RTN)
 
 
 @pytest.fixture(scope="module")
-def found(model: Sensitivities) -> list[Sensitivity]:
+def found(model: NativeSensitivities) -> list[Sensitivity]:
     return model.of(FORMATS)
 
 
 def test_every_matrix_is_there_with_its_bytes(
-    model: Sensitivities, found: list[Sensitivity]
+    model: NativeSensitivities, found: list[Sensitivity]
 ) -> None:
     for one in found:
         for form, nbytes in one.nbytes.items():
@@ -61,7 +63,7 @@ def test_better_formats_lose_less(found: list[Sensitivity]) -> None:
 
 
 def test_estimates_are_of_the_size_of_measured_losses(
-    model: Sensitivities, found: list[Sensitivity]
+    model: NativeSensitivities, found: list[Sensitivity]
 ) -> None:
     nothing, form = model.measured({}), Format(4, 64)
     pairs = torch.tensor(
@@ -75,15 +77,15 @@ def test_estimates_are_of_the_size_of_measured_losses(
     assert 0.8 < sum(together) / sum(estimates) < 1.25
 
 
-def test_estimates_repeat(model: Sensitivities, found: list[Sensitivity]) -> None:
-    again = Sensitivities(Unconverted.of(model._source), texts(8, 64), RTN).of(FORMATS[:1])
+def test_estimates_repeat(model: NativeSensitivities, found: list[Sensitivity]) -> None:
+    again = NativeSensitivities(Unconverted.of(model._source), texts(8, 64), RTN).of(FORMATS[:1])
     for one, other in zip(found, again, strict=True):
         assert other.loss[FORMATS[0]] == pytest.approx(one.loss[FORMATS[0]], rel=1e-4)
 
 
 @pytest.mark.parametrize("bits", [4.125, 4.2, 4.45, 6.0, 8.25])
 def test_a_mix_keeps_within_its_bits(
-    model: Sensitivities, found: list[Sensitivity], bits: float
+    model: NativeSensitivities, found: list[Sensitivity], bits: float
 ) -> None:
     mix = mixed_for_bits(model, found, bits)
     assert mix.formats.keys() == {one.name for one in found}
@@ -95,13 +97,13 @@ def test_a_mix_keeps_within_its_bits(
 
 
 def test_a_mix_loses_less_than_one_format_of_its_size(
-    model: Sensitivities, found: list[Sensitivity]
+    model: NativeSensitivities, found: list[Sensitivity]
 ) -> None:
     mix = mixed_for_bits(model, found, 4.5)
     assert mix.loss <= model.measured({one.name: Format(4, 32) for one in found})
 
 
-def test_a_mix_keeps_within_its_loss(model: Sensitivities, found: list[Sensitivity]) -> None:
+def test_a_mix_keeps_within_its_loss(model: NativeSensitivities, found: list[Sensitivity]) -> None:
     coarse = mixed_for_bits(model, found, 4.125).loss
     sizes = []
     for part in (0.2, 0.5, 1.0):
@@ -112,19 +114,45 @@ def test_a_mix_keeps_within_its_loss(model: Sensitivities, found: list[Sensitivi
     assert sizes[0] < 8.25
 
 
-def test_what_cannot_be_had_is_refused(model: Sensitivities, found: list[Sensitivity]) -> None:
+def test_what_cannot_be_had_is_refused(
+    model: NativeSensitivities, found: list[Sensitivity]
+) -> None:
     with pytest.raises(ArgumentError, match=r"4.1 bits a weight are too few; .* take 4.125"):
         mixed_for_bits(model, found, 4.1)
     with pytest.raises(ArgumentError, match=r"1e-09 nats a token cannot be reached"):
         mixed_for_loss(model, found, 1e-9)
 
 
-def test_models_without_floats_or_with_experts_are_refused(
+def test_experts_of_a_layer_have_one_format(
+    model: NativeSensitivities, found: list[Sensitivity]
+) -> None:
+    experts = {one.name: one.weights for one in found if ".experts.*." in one.name}
+    spec = model._model.spec.experts
+    sizes = {} if spec is None else {"gate_up_proj": 2 * 256 * 128, "down_proj": 256 * 128}
+    assert experts == {
+        f"model.layers.{layer}.mlp.experts.*.{name}": size * (spec.count if spec else 0)
+        for layer in range(model.layers)
+        for name, size in sizes.items()
+    }
+
+
+def test_some_experts_stand_for_all(
+    model: NativeSensitivities, found: list[Sensitivity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model._model.spec.experts is None:
+        pytest.skip("has no experts")
+    monkeypatch.setattr(sensitivity, "_EXPERTS", 3)
+    for one, other in zip(found, model.of(FORMATS[:1]), strict=True):
+        assert other.loss[FORMATS[0]] == pytest.approx(one.loss[FORMATS[0]], rel=0.3)
+        assert other.nbytes[FORMATS[0]] == one.nbytes[FORMATS[0]]
+
+
+def test_models_without_floats_or_with_layers_that_need_more_are_refused(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = GGUFModel("llama").write(tmp_path / "model.gguf")
     with pytest.raises(QuantizationError, match="is quantized already"):
-        Sensitivities(Unconverted.of(open_source(file)), texts(1, 8))
-    mixtral = tiny_model(tmp_path_factory.getbasetemp(), "mixtral")
-    with pytest.raises(UnsupportedModelError, match="mixture of experts is given one format"):
-        Sensitivities(Unconverted.of(open_source(mixtral)), texts(1, 8))
+        NativeSensitivities(Unconverted.of(open_source(file)), texts(1, 8))
+    lending = tiny_model(tmp_path_factory.getbasetemp(), "gemma4-small")
+    with pytest.raises(UnsupportedModelError, match="given more than hidden states"):
+        NativeSensitivities(Unconverted.of(open_source(lending)), texts(1, 8))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,17 @@ import qoff
 from qoff.models.convert import loss
 from qoff.models.convert.convert import convert
 from qoff.models.convert.loss import LossProbe
+from qoff.models.convert.module_loss import ModuleLoss
 from qoff.quant import QuantConfig
 from tests.gguf_models import GGUFModel
+from tests.module_models import MODULES, module_source
 from tests.tiny_models import tiny_model
 
 IDS = torch.randint(0, 100, (70,), generator=torch.Generator().manual_seed(0))
 FOUR = QuantConfig(solver="rtn", group_size=32, head_bits=8)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox", "gpt2", "jamba", "vaultgemma"])
 def test_it_is_the_divergence_of_what_both_predict(
     family: str,
     tmp_path: Path,
@@ -30,7 +34,8 @@ def test_it_is_the_divergence_of_what_both_predict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loss, "_ROWS", 48)
-    source = tiny_model(tmp_path_factory.getbasetemp(), family)
+    base = tmp_path_factory.getbasetemp()
+    source = module_source(base, family) if family in MODULES else tiny_model(base, family)
     probe = LossProbe(IDS)
     out = convert(source, tmp_path / "out", quant=FOUR, probe=probe, for_cpu=True)
     truth = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -74,3 +79,12 @@ def test_codes_that_are_taken_over_lose_nothing(
     convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=eight, probe=probe)
     assert probe.loss is not None
     assert 0 < probe.loss.kl < 1e-4
+
+
+def test_nothing_is_measured_where_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SimpleNamespace(
+        units=2, weights=1, weights_of=lambda _: 0, vocabulary=1 << 20, positions=None
+    )
+    model.head, model.run = "head", lambda *_, **__: pytest.fail("it is run")
+    monkeypatch.setattr(loss, "free_memory", lambda: (len(IDS) << 24) - 2)  # half is for it
+    assert ModuleLoss.of(LossProbe(IDS), model) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from qoff.models.runtime import Runtime
 from qoff.quant import Format, QuantConfig, quantize
 from tests.models.gguf_model import Model as GGUFModel
 from tests.models.gguf_model import read_all
-from tests.module_models import module_source
+from tests.models.test_gguf_modules import written
+from tests.module_models import dequantized, module_source
 from tests.tiny_models import budgets, save_model, save_tokenizer, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
 
@@ -193,12 +195,42 @@ def test_codes_that_are_taken_over_only_become_wider(tmp_path: Path) -> None:
     assert torch.equal(again.dequantize(), wanted.dequantize())
 
 
-def test_models_of_transformers_modules_have_one_format(
+@torch.no_grad()
+def test_models_of_transformers_modules_have_formats_by_name(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     source = module_source(tmp_path_factory.getbasetemp(), "gpt2")
-    with pytest.raises(QuantizationError, match="leave `weights` out"):
-        convert(source, tmp_path / "out", quant=QuantConfig(weights={"*": Format(8, 64)}))
+    formats = {"*.c_attn.weight": Format(8, 64), "*.h.1.*.c_fc.weight": Format(6, 64)}
+    quant = QuantConfig(group_size=32, solver="rtn", weights=formats)
+    path = convert(source, tmp_path / "out", quant=quant, for_cpu=True)
+    for file in Checkpoint.open(path).layers:
+        for name, entry in file.weights.items():
+            if isinstance(entry, QuantEntry):
+                wanted = quant.chosen(name) or Format(4, 32)
+                assert (entry.bits, entry.group_size) == (wanted.bits, wanted.group_size)
+    ids = torch.arange(3, 40)[None]
+    model, _ = qoff.load(path, kv=None)
+    with closing(model):
+        assert_close(
+            model(ids).logits, dequantized(source, path)(ids).logits, tolerance=DECODER_LOGITS
+        )
+    for wrong, message in (("*.c_proj.weight", "do not divide the 80 columns"), ("*.q", "called")):
+        quant = QuantConfig(weights={wrong: Format(8, 64)})
+        with pytest.raises(QuantizationError, match=message):
+            convert(source, tmp_path / "wrong", quant=quant)
+
+
+def test_quantized_files_for_modules_lose_nothing_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.models.sources.gguf_modules.DENSE", ())  # all is quantized then
+    source = written("bloom", tmp_path / "m.gguf")
+    quant = QuantConfig(group_size=32, solver="rtn", weights={"*.0.*": Format(4, 32)})
+    with pytest.raises(QuantizationError, match="pass requantize=True"):
+        convert(source, tmp_path / "wrong", quant=quant)
+    again = convert(source, tmp_path / "again", quant=quant, requantize=True)
+    first = Checkpoint.open(again).layers[0].weights.values()
+    assert {entry.bits for entry in first if isinstance(entry, QuantEntry)} == {4}
 
 
 @pytest.mark.parametrize("wrong", [{"bits": 5}, {"group_size": 16}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -30,7 +31,7 @@ class Mix:
     loss: float
 
 
-def mixed_for_bits(model: Sensitivities, found: Sequence[Sensitivity], bits: float) -> Mix:
+def mixed_for_bits(model: Sensitivities[Any], found: Sequence[Sensitivity], bits: float) -> Mix:
     """Return the formats of least loss with at most so many bits a weight.
 
     If one format for all matrices also fits and measures better, that one is returned. found: of
@@ -53,7 +54,7 @@ def mixed_for_bits(model: Sensitivities, found: Sequence[Sensitivity], bits: flo
     return min(mix, alike, key=lambda x: x.loss)
 
 
-def mixed_for_loss(model: Sensitivities, found: Sequence[Sensitivity], most: float) -> Mix:
+def mixed_for_loss(model: Sensitivities[Any], found: Sequence[Sensitivity], most: float) -> Mix:
     """Return the smallest formats found whose measured loss is at most `most` nats a token.
 
     Estimates rank matrices; how far their sum is off, a measurement of the choice tells, by which
@@ -119,7 +120,7 @@ def _values(found: Sequence[Sensitivity], name: str) -> list[list[float]]:
     return [list(getattr(one, name).values()) for one in found]
 
 
-def _mix(model: Sensitivities, found: Sequence[Sensitivity], chosen: Sequence[int]) -> Mix:
+def _mix(model: Sensitivities[Any], found: Sequence[Sensitivity], chosen: Sequence[int]) -> Mix:
     formats = {one.name: list(one.nbytes)[i] for one, i in zip(found, chosen, strict=True)}
     nbytes = sum(one.nbytes[formats[one.name]] for one in found)
     bits = 8 * nbytes / sum(one.weights for one in found)

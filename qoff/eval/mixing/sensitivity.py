@@ -10,24 +10,24 @@ That takes one pass forward and one backward for all matrices and formats, a lay
 one layer in float32 in memory. What is left out is not 0 for all kinds of matrices: an error of a
 key is the same for all queries. So the estimates of each kind (QKV, output, up, down) are scaled to
 the true loss of all matrices of that kind together, one pass forward for each.
+
+The experts of a layer have one format: a matrix of each is one choice, estimated by those experts
+that read most of the text.
 """
 
 from __future__ import annotations
 
-import tempfile
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qoff.errors import QuantizationError, UnsupportedModelError
-from qoff.models.convert.builder import Builder
-from qoff.models.convert.calibration import Calibration
-from qoff.models.convert.layerwise import Layerwise
-from qoff.models.convert.unconverted import Unconverted
-from qoff.quant import Format, QTensor, QuantConfig
+from qoff.errors import QuantizationError
+from qoff.quant import Format, QTensor
 
 FORMATS = (
     Format(4, 128),
@@ -39,13 +39,18 @@ FORMATS = (
     Format(8, 128),
     Format(8, 64),
 )
-_Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
+_EXPERTS = 16  # of a layer that stand for all
+Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
 Progress = Callable[[int, int], None]  # layers done, layers in all
+Gradient = TypeVar("Gradient")  # by what comes out of a layer
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one matrix costs in each format that it can have: bytes, and nats a token."""
+    """What one matrix costs in each format that it can have: bytes, and nats a token.
+
+    name: a pattern of names (`fnmatch`) for the experts of a layer, which have one format.
+    """
 
     name: str
     weights: int
@@ -53,66 +58,11 @@ class Sensitivity:
     loss: Mapping[Format, float]
 
 
-class Sensitivities:
-    """Measures one model on texts, int64 [texts, tokens].
+class Sensitivities(ABC, Generic[Gradient]):
+    """Measures one model on texts. layers: how many there are; tokens: of the texts."""
 
-    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
-    calibration: texts, with which a solver that calibrates quantizes where the loss of a whole mix
-    is measured; single formats are compared without it.
-
-    Raises as `Layerwise` does, QuantizationError for weights that are quantized already, and
-    UnsupportedModelError for mixtures of experts and models with embeddings of layers.
-    """
-
-    def __init__(
-        self,
-        model: Unconverted,
-        ids: Tensor,
-        quant: QuantConfig | None = None,
-        seed: int = 0,
-        calibration: Tensor | None = None,
-    ) -> None:
-        if model.spec.experts is not None:
-            raise UnsupportedModelError(
-                f"{model.spec.model_type}: a mixture of experts is given one format; choose it by "
-                "bits and group size"
-            )
-        if model.spec.shared_kv or model.spec.per_layer is not None:
-            raise UnsupportedModelError(
-                f"{model.spec.model_type}: its layers are given more than hidden states, so none "
-                "can be looked at alone; choose its format by bits and group size"
-            )
-        self._model, self._calibration = model, calibration
-        self._source, self._units = model.source, model.units
-        self._quant = replace(quant or QuantConfig(), weights={})
-        self._floats = Builder(model.source, self._quant, requantize=True)
-        self._check_floats()
-        self._run = Layerwise(model.spec, ids)
-        self._random = torch.Generator().manual_seed(seed)
-        self._outer = {w.name: self._floats.floats(w) for w in self._units[-1][1]}
-        self._forward()
-
-    def _check_floats(self) -> None:
-        for prefix, weights in self._units[:-1]:
-            for weight in weights:
-                if weight.columns is not None and self._floats.format(prefix, weight)[1]:
-                    raise QuantizationError(
-                        f"{self._source.path}: {prefix}{weight.name} is quantized already, "
-                        "and its codes are taken over; choose formats for the model of which it "
-                        "was made"
-                    )
-
-    @torch.no_grad()
-    def _forward(self) -> None:
-        """Run the model as it is; hidden states before each layer go to a file without a name."""
-        hidden = self._run.embedded(lambda name, ids: self._outer[name][ids])
-        shape = (self._run.spec.num_layers, *hidden.shape)
-        with tempfile.TemporaryFile() as file:
-            self._states = np.memmap(file, np.float32, "w+", shape=shape)
-        for layer, before in enumerate(self._states):
-            before[:] = hidden.numpy()
-            hidden = self._run.run(layer, self._weights(layer), hidden)
-        self._final = hidden
+    layers: int
+    tokens: int
 
     def of(
         self, formats: Sequence[Format] = FORMATS, progress: Progress | None = None
@@ -123,14 +73,47 @@ class Sensitivities:
         QuantizationError where no group fits a matrix.
         """
         found: list[Sensitivity] = []
-        gradient, count = self._drawn_gradient(), len(self._states)
-        for done, layer in enumerate(reversed(range(count)), 1):
+        gradient = self._drawn_gradient()
+        for done, layer in enumerate(reversed(range(self.layers)), 1):
             weights = self._weights(layer)
             gradient, products = self._back(layer, weights, gradient)
             found = self._losses(layer, weights, products, formats) + found
             if progress is not None:
-                progress(done, count)
+                progress(done, self.layers)
         return self._scaled(found)
+
+    @abstractmethod
+    def measured(self, weights: Mapping[str, Format]) -> float:
+        """Return the true mean loss, nats a token, with formats by the names of matrices.
+
+        Embedding and head are quantized as they are stored, layers' other matrices are not.
+        """
+
+    @abstractmethod
+    def solved(self, weights: Mapping[str, Format]) -> float:
+        """The same with formats for all matrices of layers, calibrated on the texts for that."""
+
+    @abstractmethod
+    def _weights(self, layer: int) -> dict[str, Tensor]:
+        """Weights of a layer as floats."""
+
+    @abstractmethod
+    def _choices(self, layer: int) -> Mapping[str, Sequence[str]]:
+        """What of `_weights` has one format, by its name or pattern in full."""
+
+    @abstractmethod
+    def _quantized(self, matrix: Tensor, form: Format, name: str) -> QTensor:
+        """A matrix without calibration."""
+
+    @abstractmethod
+    def _drawn_gradient(self) -> Gradient:
+        """The gradient of the log-likelihood of drawn tokens by the final hidden states."""
+
+    @abstractmethod
+    def _back(
+        self, layer: int, weights: Mapping[str, Tensor], gradient: Gradient
+    ) -> tuple[Gradient, Mapping[str, Products]]:
+        """The gradient before a layer, and inputs and gradients of the outputs of its matrices."""
 
     def _scaled(self, found: Sequence[Sensitivity]) -> list[Sensitivity]:
         """Estimates whose sum over a kind of matrix, in its smallest formats, is what it loses."""
@@ -149,136 +132,67 @@ class Sensitivities:
         ]
 
     @torch.no_grad()
-    def measured(self, weights: Mapping[str, Format]) -> float:
-        """Return the true mean loss, nats a token, with formats by the names of matrices.
-
-        Embedding and head are quantized as they are stored, layers' other matrices are not.
-        """
-        builder = self._builder(weights)
-
-        def built(layer: int) -> dict[str, QTensor | Tensor]:
-            prefix, parts = self._units[layer]
-            return {
-                w.name: builder.build(prefix, w)
-                if builder.quant.chosen(prefix + w.name)
-                else self._floats.floats(w)
-                for w in parts
-            }
-
-        return self._lost(builder, built)
-
-    @torch.no_grad()
-    def solved(self, weights: Mapping[str, Format]) -> float:
-        """The same with formats for all matrices of layers, calibrated on the texts for that."""
-        if self._calibration is None:
-            return self.measured(weights)
-        builder = self._builder(weights)
-        calibration = Calibration(self._model, builder, self._calibration)
-
-        def built(layer: int) -> dict[str, QTensor | Tensor]:
-            prefix, _ = self._units[layer]
-            found = calibration.layer(layer)
-            return {name.removeprefix(prefix): weight for name, weight in found.items()}
-
-        return self._lost(builder, built)
-
-    def _builder(self, weights: Mapping[str, Format]) -> Builder:
-        return Builder(self._source, replace(self._quant, weights=weights), True)
-
-    def _lost(
-        self, builder: Builder, built: Callable[[int], Mapping[str, QTensor | Tensor]]
-    ) -> float:
-        """The loss with the weights of each layer that `built` returns, in order."""
-        stored = {w.name: builder.build("", w) for w in self._units[-1][1]}
-        outer = {n: w.dequantize() if isinstance(w, QTensor) else w for n, w in stored.items()}
-        hidden = self._run.embedded(lambda name, ids: outer[name][ids])
-        for layer in range(self._run.spec.num_layers):
-            hidden = self._run.run(layer, built(layer), hidden)
-        return self._divergence(hidden, outer)
-
-    def _weights(self, layer: int) -> dict[str, Tensor]:
-        return {w.name: self._floats.floats(w) for w in self._units[layer][1]}
-
-    def _drawn_gradient(self) -> Tensor:
-        """The gradient of the log-likelihood of drawn tokens by the final hidden states."""
-        out = []
-        for rows in self._final.split(self._run.logit_rows):
-            leaf = rows.detach().requires_grad_()
-            with torch.enable_grad():
-                likely = self._run.logits(self._outer, leaf).log_softmax(-1)
-                drawn = torch.multinomial(likely.detach().exp(), 1, generator=self._random)
-                out += torch.autograd.grad(likely.gather(1, drawn).sum(), leaf)
-        return torch.cat(out)
-
-    def _back(
-        self, layer: int, weights: Mapping[str, Tensor], gradient: Tensor
-    ) -> tuple[Tensor, dict[str, _Products]]:
-        """The gradient before a layer, and inputs and gradients of the outputs of its matrices."""
-        called = {id(w): name for name, w in weights.items()}
-        products: dict[str, _Products] = {}
-
-        def seen(matrix: object, x: Tensor, y: Tensor) -> None:
-            inputs = x.detach().clone()
-            into = products.setdefault(called[id(matrix)], [])
-            y.register_hook(lambda g: into.append((inputs, g)))
-
-        leaf = torch.from_numpy(self._states[layer].copy()).requires_grad_()
-        with torch.enable_grad(), torch.autograd.graph.allow_mutation_on_saved_tensors():
-            after = self._run.run(layer, weights, leaf, seen)
-            (back,) = torch.autograd.grad(after, leaf, gradient)
-        return back, products
-
-    @torch.no_grad()
     def _losses(
         self,
         layer: int,
         weights: Mapping[str, Tensor],
-        products: Mapping[str, _Products],
+        products: Mapping[str, Products],
         formats: Sequence[Format],
     ) -> list[Sensitivity]:
-        prefix, parts = self._units[layer]
         found = []
-        for weight in parts:
-            if weight.columns is None or weight.sensitive:
-                continue
-            fitting = [form for form in formats if weight.columns % form.group_size == 0]
-            name, matrix = prefix + weight.name, weights[weight.name]
-            if not fitting:
+        for name, alike in self._choices(layer).items():
+            rows = {one: sum(len(x) for x, _ in products.get(one, ())) for one in alike}
+            most = sorted(alike, key=rows.__getitem__, reverse=True)[:_EXPERTS]
+            share = sum(rows[one] for one in most) / max(1, sum(rows.values()))
+            (n, k), losses, sizes = weights[most[0]].shape, {}, {}
+            for form in (form for form in formats if k % form.group_size == 0):
+                total = 0.0
+                for one in most:
+                    q = self._quantized(weights[one], form, name)
+                    total += _squares(q.dequantize().sub_(weights[one]), products.get(one, ()))
+                losses[form] = total / (2 * self.tokens * (share or 1.0))
+                sizes[form] = q.nbytes * len(alike)
+            if not sizes:
                 raise QuantizationError(
                     f"{name}: no group size of {', '.join(map(str, formats))} divides its "
-                    f"{weight.columns} columns"
+                    f"{k} columns"
                 )
-            losses, sizes = {}, {}
-            for form in fitting:
-                q = self._floats.quantized(matrix, form, name)
-                losses[form] = _loss(q.dequantize().sub_(matrix), products[weight.name])
-                sizes[form] = q.nbytes
-            found.append(Sensitivity(name, matrix.numel(), sizes, losses))
+            if not any(rows.values()):  # code that looks into it tells nothing
+                widest = max(sizes, key=sizes.__getitem__)
+                losses, sizes = {widest: 0.0}, {widest: sizes[widest]}
+            found.append(Sensitivity(name, n * k * len(alike), sizes, losses))
         return found
 
-    def _divergence(self, found: Tensor, outer: Mapping[str, Tensor]) -> float:
-        """Mean KL divergence of the predictions from final hidden states and weights `outer`."""
-        total = 0.0
-        step = self._run.logit_rows
-        for a, b in zip(self._final.split(step), found.split(step), strict=True):
-            p = self._run.logits(self._outer, a).log_softmax(-1)
-            q = self._run.logits(outer, b).log_softmax(-1)
-            total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-        return total / len(found)
+
+def drawn(logits: Tensor, leaf: Tensor, random: torch.Generator) -> Tensor:
+    """The gradient by `leaf` of the log-likelihood of drawn tokens, summed over `logits` [R, V]."""
+    likely = logits.log_softmax(-1)
+    tokens = torch.multinomial(likely.detach().exp(), 1, generator=random)
+    return torch.autograd.grad(likely.gather(1, tokens).sum(), leaf)[0]
+
+
+def choices(names: Sequence[str]) -> dict[str, list[str]]:
+    """Full names of matrices by what has one format: the experts' of a layer by a pattern."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_EXPERT.sub(r"\1*", name), []).append(name)
+    return found
+
+
+_EXPERT = re.compile(r"(\.experts\.(?:\w+_proj\.)?)\d+")  # the expert's number, first or last
 
 
 def _kind(name: str) -> str:
     """What a matrix is called in every layer."""
-    return name.rpartition(".")[2]
+    return re.sub(r"\.\d+\.", ".", name, count=1)
 
 
-def _loss(error: Tensor, products: _Products) -> float:
-    """Half the mean square of the change of the log-likelihood, over tokens.
+def _squares(error: Tensor, products: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The sum over tokens of the squared change of the log-likelihood.
 
     error: of a matrix, [N, K].
     """
-    total, tokens = 0.0, 0
+    total = 0.0
     for x, gradient in products:
         total += float((x @ error.T).mul_(gradient).square_().sum(dtype=torch.float64))
-        tokens += len(x)
-    return total / (2 * tokens)
+    return total

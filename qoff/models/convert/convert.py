@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,14 @@ from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedMo
 from qoff.models.modules.configs import is_native
 from qoff.models.sources import (
     GGUFModulesSource,
+    ModulesSource,
     QuantizedSource,
     SafetensorsSource,
     Source,
     open_source,
     own_code,
 )
-from qoff.quant import QTensor, QuantConfig
+from qoff.quant import Format, QTensor, QuantConfig
 from qoff.quant.gguf_blocks import GROUP_SIZE
 from qoff.quant.matrix import CALIBRATED
 from qoff.system_memory import refusals, refused_tier
@@ -78,20 +79,14 @@ def convert(
         _check_calibration(quant, calibration)
         config = source.config()
         job: _NativeJob | ModulesJob
-        if isinstance(source, GGUFModulesSource) or (
-            isinstance(source, SafetensorsSource | QuantizedSource) and _by_modules(source, config)
-        ):
-            if quant.weights:
-                raise QuantizationError(
-                    f"{source.path}: "
-                    "runs through transformers' modules, whose matrices all have one "
-                    "format; leave `weights` out"
-                )
+        by_modules = modules_source(source)
+        if by_modules is not None:
             if isinstance(source, GGUFModulesSource) and source.quantized and not requantize:
-                quant = replace(quant, bits=8, head_bits=8, group_size=GROUP_SIZE)
-                quant, calibration = replace(quant, solver=quant.data_free), None
-            job = ModulesJob(source, config, quant, trust_remote_code, calibration)
+                quant, calibration = _kept(source, quant), None
+            trust = trust_remote_code
+            job = ModulesJob(by_modules, config, quant, trust, calibration, probe)
         else:
+            assert not isinstance(source, GGUFModulesSource)
             job = _NativeJob(source, quant, requantize, calibration, probe)
         files = {**source.files(), **(own_code(source_path) if trust_remote_code else {})}
         with CheckpointWriter(out, overwrite=overwrite, expected_bytes=job.expected) as writer:
@@ -171,15 +166,38 @@ class _NativeJob:
         return {**self._model.config, "quantization_config": self._builder.description()}
 
 
-def _by_modules(source: SafetensorsSource | QuantizedSource, config: Mapping[str, Any]) -> bool:
-    """Whether a model becomes a checkpoint for transformers' modules."""
-    native = is_native(config)
-    if not native and isinstance(source, QuantizedSource) and not source.as_floats:
+def modules_source(source: Source | GGUFModulesSource) -> ModulesSource | None:
+    """A source that becomes a checkpoint for transformers' modules; None for the native decoder.
+
+    Raises UnsupportedModelError for quantized weights that those are not read from.
+    """
+    if isinstance(source, GGUFModulesSource):
+        return source
+    if not isinstance(source, SafetensorsSource | QuantizedSource) or is_native(source.config()):
+        return None
+    if isinstance(source, QuantizedSource) and not source.as_floats:
         raise UnsupportedModelError(
             f"{source.path}: runs through transformers' modules, for which no quantized weights "
             "but 8-bit floats are read; convert the original model"
         )
-    return not native
+    return source
+
+
+def _kept(source: GGUFModulesSource, quant: QuantConfig) -> QuantConfig:
+    """What weights that are quantized already become: 8-bit codes, without calibration.
+
+    Raises QuantizationError for a format that was chosen by name and loses more.
+    """
+    own = Format(8, GROUP_SIZE)
+    for pattern, form in quant.weights.items():
+        if not form.holds(own):
+            raise QuantizationError(
+                f"{source.path}: its weights are quantized already and become {own}, which "
+                f"{pattern!r} asks to store in {form}; leave that out, convert the model that it "
+                "was made of, or pass requantize=True (--requantize)"
+            )
+    bits, group, solver = own.bits, own.group_size, quant.data_free
+    return replace(quant, bits=bits, head_bits=bits, group_size=group, solver=solver)
 
 
 def _check_calibration(quant: QuantConfig, calibration: Tensor | None) -> None:

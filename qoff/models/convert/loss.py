@@ -46,8 +46,8 @@ class LossProbe:
     """Measures the loss of one conversion. ids: int64 [n], a text, of which it takes the beginning.
 
     loss: once the conversion is done; None where nothing is quantized, for a text with tokens that
-    the model has not, where it would take minutes, or a layer in float32 much of the memory that is
-    free, and for models that run through transformers' modules.
+    the model has not, and where it would take minutes, or a layer in float32 much of the memory
+    that is free.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -60,17 +60,10 @@ class LossProbe:
         """Before the first layer is built."""
         matrices = [(at, w) for at, unit in model.units for w in unit if w.columns is not None]
         weights = sum(w.rows * (w.columns or 0) for _, w in matrices if w.name != PER_LAYER)
-        tokens = min(_MOST, max(_FEWEST, int(_PRODUCTS / weights)))
-        ids = self._ids[: min(tokens, model.spec.position_limit or tokens)]
-        imported = all(builder.format(at, w)[1] for at, w in matrices)
         layer = max(sum(_floats(w) for w in unit) for at, unit in model.units if at)
-        held, free = layer + 2 * max(_floats(w) for at, w in matrices if at), free_memory()
-        if (
-            imported
-            or int(ids.max()) >= model.spec.vocab_size
-            or len(ids) * weights > _MANY_PRODUCTS
-            or (free is not None and held > free // 2)
-        ):
+        held = layer + 2 * max(_floats(w) for at, w in matrices if at)
+        ids = self.sample(weights, model.spec.vocab_size, model.spec.position_limit, held)
+        if ids is None or all(builder.format(at, w)[1] for at, w in matrices):
             return
         self._run, self._run_written = (Layerwise(model.spec, ids[None]) for _ in range(2))
         self._builder, self._units = builder, model.units
@@ -89,6 +82,29 @@ class LossProbe:
 
         self._own = self._run.embedded(rows)
         self._written = self._run_written.embedded(written)
+
+    def sample(
+        self, weights: int, vocabulary: int, limit: int | None, held: int, held_each: int = 0
+    ) -> Tensor | None:
+        """The beginning of the text that a model of so many weights is run on; None: on none.
+
+        limit: its positions. held: bytes that measuring takes beside the conversion, and more for
+        each token.
+        """
+        tokens = min(_MOST, max(_FEWEST, int(_PRODUCTS / weights)))
+        ids, free = self._ids[: min(tokens, limit or tokens)], free_memory()
+        if (
+            int(ids.max()) >= vocabulary
+            or len(ids) * weights > _MANY_PRODUCTS
+            or (free is not None and held + held_each * len(ids) > free // 2)
+        ):
+            return None
+        return ids
+
+    def done(self, divergence: Tensor) -> None:
+        """What each prediction lost, [tokens], is known."""
+        error = float(divergence.std()) / math.sqrt(len(divergence))
+        self.loss = Loss(float(divergence.mean()), error, len(divergence))
 
     @torch.no_grad()
     def layer(self, index: int, built: Mapping[str, QTensor | Tensor]) -> None:
@@ -110,15 +126,13 @@ class LossProbe:
         vectors = {name: x for name, x in built.items() if isinstance(x, Tensor)}
         name = EMBEDDING if self._run.spec.tie_word_embeddings else LM_HEAD
         head = next(w for w in self._units[-1][1] if w.name == name)
-        divergence = _Divergence(len(self._own))
+        divergence = Divergence(len(self._own))
         for own, written in self._heads(head, built[name]):
             divergence.add(
                 self._run.logits({**vectors, name: own}, self._own),
                 self._run.logits({**vectors, name: written}, self._written),
             )
-        found = divergence.result()
-        error = float(found.std()) / math.sqrt(len(found))
-        self.loss = Loss(float(found.mean()), error, len(found))
+        self.done(divergence.result())
 
     def _heads(self, head: Weight, built: QTensor | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of the head, the source's and those written, some at a time."""
@@ -134,7 +148,7 @@ def _floats(weight: Weight) -> int:
     return 4 * weight.rows * (weight.columns or 1)
 
 
-class _Divergence:
+class Divergence:
     """KL(p || q) of rows of logits that come some columns at a time."""
 
     def __init__(self, rows: int) -> None:

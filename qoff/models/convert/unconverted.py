@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -57,12 +57,17 @@ class Unconverted:
         """Raise QuantizationError for a pattern that is that of no matrix's name."""
         units = self.units
         names = [prefix + w.name for prefix, unit in units for w in unit if w.columns is not None]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise QuantizationError(
-                    f"{self.source.path}: no matrix is called {pattern!r}; names are like "
-                    f"{names[0]!r} and {names[-1]!r}, and * stands for any part of one"
-                )
+        check_patterns(self.source.path, names, patterns)
+
+
+def check_patterns(path: object, names: Sequence[str], patterns: Iterable[str]) -> None:
+    """Raise QuantizationError for a pattern that is that of no matrix in a model at `path`."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise QuantizationError(
+                f"{path}: no matrix is called {pattern!r}; names are like "
+                f"{names[0]!r} and {names[-1]!r}, and * stands for any part of one"
+            )
 
 
 def _shape_of(source: Source, name: str) -> tuple[int, ...] | None:

@@ -1,0 +1,121 @@
+"""A source's tensors as transformers' loader renames and joins them, a layer at a time.
+
+It joins the matrices of experts, for example, into one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.errors import FormatError, QuantizationError
+from qoff.models.modules.configs import DTYPE
+from qoff.models.modules.structure import Structure, UnitWeight
+from qoff.models.sources import ModulesSource
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A tensor of the source as transformers' loader wants it: `[...]` reads it."""
+
+    source: ModulesSource
+    name: str
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        return self.source.whole(self.name)
+
+
+class ModuleTensors:
+    """Reads the tensors of `source` for a model, `structure`, that has no weights."""
+
+    def __init__(self, source: ModulesSource, structure: Structure) -> None:
+        self._source, self._structure = source, structure
+        self._units = self._units_of_sources()
+
+    def _units_of_sources(self) -> dict[int | None, list[str]]:
+        """The source's tensors by the layer that they belong to; None: outside of layers."""
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        model, mapping = self._structure.model, self._mapping()
+        converters = [x for x in mapping if isinstance(x, WeightConverter)]
+        renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
+        state = model.state_dict()
+        found: dict[int | None, list[str]] = {}
+        self._targets: dict[str, str] = {}  # from the names of modules to the source's
+        for name in self._source.names():
+            target, _ = rename_source_key(
+                name, renamings, converters, model.base_model_prefix, state
+            )
+            if target not in state and name in state:
+                target = name
+            self._targets[target] = name
+            found.setdefault(self._structure.unit_of(target), []).append(name)
+        return found
+
+    def _mapping(self) -> list[Any]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return list(get_model_conversion_mapping(self._structure.model))
+
+    def load(self, unit: int | None, places: list[UnitWeight]) -> dict[str, Tensor]:
+        """Tensors of a unit by their names in the model, float32 where they are floats."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        structure, empty = self._structure, {place.name: place.tensor for place in places}
+        state = {name: _Later(self._source, name) for name in self._units.get(unit, [])}
+        config = LoadStateDictConfig(weight_mapping=self._mapping(), dtype=DTYPE)
+        with _without_progress_bars():
+            info, _ = convert_and_load_state_dict_in_model(structure.model, state, config)
+        if info.mismatched_keys or info.conversion_errors:
+            what = sorted(map(str, (*info.mismatched_keys, *info.conversion_errors)))[0]
+            raise FormatError(
+                f"{self._source.path}: {what}: not what its config.json asks for; they are not of "
+                "one model"
+            )
+        loaded = {}
+        for place in places:
+            value = place.tensor.detach()
+            place.put(empty[place.name])
+            if value.is_meta and place is structure.embedding and structure.head is None:
+                value = structure.outputs.weight.detach()  # the source has the head alone
+            if value.is_meta:
+                raise FormatError(
+                    f"{self._source.path}: no tensor {place.name}, which its config.json asks for; "
+                    "the model is incomplete, get it again"
+                )
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise QuantizationError(f"{place.name}: holds NaN or infinity; get the model again")
+            loaded[place.name] = value
+        return loaded
+
+    def has_other_head(self) -> bool:
+        """Whether the source has a head that differs from the embedding it should be tied to."""
+        structure = self._structure
+        named = structure.model.named_modules()
+        path = next(name for name, module in named if module is structure.outputs)
+        head = self._targets.get(f"{path}.weight")
+        table = self._targets.get(structure.embedding.name)
+        if head is None or table is None:
+            return False
+        return not torch.equal(self._source.whole(head), self._source.whole(table))
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers' loader shows a bar each time, which would be one a layer."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,188 @@
+"""A model for transformers' modules that is to be converted: what is in it, and how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.errors import ConversionError, QuantizationError
+from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
+from qoff.models.modules.configs import build, language_alone, read_config
+from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
+from qoff.models.sources import ModulesSource
+from qoff.quant import Format, QTensor, QuantConfig, quantize
+from qoff.quant.matrix import ROUTER_BITS
+
+from .layerwise import check_ids
+from .module_run import ModuleRun, Seen
+from .module_tensors import ModuleTensors
+from .unconverted import check_patterns
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class UnconvertedModules:
+    """A source in units, of layers and the last one of what is outside of them, and their formats.
+
+    Linear layers and experts of decoder layers, embedding and head are matrices, where the group
+    divides their columns; all else stays as it is. config: of the model. weights: how many it has.
+    group_size: of matrices of layers without a chosen format, by default that of quant. Raises as
+    `convert` does.
+    """
+
+    def __init__(
+        self,
+        source: ModulesSource,
+        config: Mapping[str, Any],
+        quant: QuantConfig,
+        trust_remote_code: bool,
+        group_size: int | None = None,
+    ) -> None:
+        self._source, self.quant = source, quant
+        self._group = group_size or quant.group_size
+        self.config = language_alone(config)
+        self._trust = trust_remote_code
+        self._open()
+        if self._structure.head is None and self._tensors.has_other_head():
+            self.config["tie_word_embeddings"] = False  # as transformers decides, too
+            self._open()
+        self.units = len(self._structure.layers) + 1
+        names = [matrix.name for unit in range(self.units) for matrix in self.matrices(unit)]
+        check_patterns(source.path, names, quant.weights)
+        self.weights = sum(x.numel() for x in self._structure.model.parameters())
+
+    def read(self, unit: int) -> tuple[dict[str, Tensor], list[tuple[Matrix, Tensor]]]:
+        """What stays as it is, and matrices with the weights that they are in."""
+        places = self._places(unit)
+        loaded = self._tensors.load(None if unit + 1 == self.units else unit, places)
+        floats, matrices = {}, []
+        for place in places:
+            found = self._matrices(place)
+            matrices += [(matrix, loaded[place.name]) for matrix in found]
+            if not found:
+                name = self._structure.stored_as(place)
+                floats[name] = _as_narrow_as_exact(loaded[place.name])
+        return floats, matrices
+
+    def floats(self, unit: int) -> dict[str, Tensor]:
+        """A unit as the source has it, by the names of the checkpoint, matrices in float32."""
+        floats, matrices = self.read(unit)
+        return {**floats, **{matrix.name: matrix.of(weight) for matrix, weight in matrices}}
+
+    def matrices(self, unit: int) -> list[Matrix]:
+        """What is quantized of a unit."""
+        return [matrix for place in self._places(unit) for matrix in self._matrices(place)]
+
+    def quantized(self, matrix: Matrix, values: Tensor) -> QTensor:
+        """Values of a matrix, or of some rows of it, [N, K], as they are stored."""
+        quant, form = self.quant, self.form(matrix)
+        return quantize(
+            values,
+            form.bits,
+            form.group_size,
+            quant.data_free,
+            quant.packing,
+            quant.scale_dtype,
+            name=matrix.name,
+        )
+
+    def run(
+        self, batches: Sequence[Tensor], seen: Seen | None = None, written: bool = False
+    ) -> ModuleRun:
+        """What takes texts, int64 [texts, tokens] each, through the layers; see `ModuleRun`.
+
+        written: embeddings are as they are stored. Raises ArgumentError for what are no tokens.
+        """
+        structure = self._structure
+        quantized = [{m.name for m in self.matrices(unit)} for unit in range(self.units - 1)]
+        tables = [table for table in structure.tables if table is not structure.head]
+        outer = self._tensors.load(None, [*structure.outer(), *tables])
+        for ids in batches:
+            check_ids(ids, len(outer[structure.embedding.name]))
+        used = torch.cat([ids.flatten() for ids in batches]).unique()
+        rows = []
+        for table in tables:
+            found = outer.pop(table.name)[used]
+            for matrix in self._matrices(table) if written else ():
+                found = self.quantized(matrix, found).dequantize()
+            rows.append(found)
+        of_ids = [lambda x, of=of: of[torch.searchsorted(used, x)] for of in rows]
+        return ModuleRun(self._described(), outer, of_ids, quantized, batches, seen)
+
+    @property
+    def head(self) -> str:
+        """What the matrix of the head is called in the last unit."""
+        return EMBEDDING if self._structure.head is None else LM_HEAD
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._structure.outputs.weight.shape[0])
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a text may have."""
+        config = self._structure.model.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", None)
+
+    def weights_of(self, unit: int) -> int:
+        """Numbers in a unit."""
+        return sum(place.tensor.numel() for place in self._places(unit))
+
+    def _open(self) -> None:
+        self._structure = self._described()
+        self._tensors = ModuleTensors(self._source, self._structure)
+
+    def _described(self) -> Structure:
+        """The model without weights."""
+        source, tensors = self._source, len(self._source.names())
+        full = read_config(self.config, source.path, self._trust, tensors=tensors)
+        return Structure.of(build(full, self._trust))
+
+    def _places(self, unit: int) -> list[UnitWeight]:
+        structure = self._structure
+        if unit + 1 < self.units:
+            return structure.layer(unit)
+        return [*structure.outer(), *structure.tables]
+
+    def _matrices(self, place: UnitWeight) -> list[Matrix]:
+        """The matrices that a weight is stored as; none: it stays as it is."""
+        structure = self._structure
+        if place in structure.tables:
+            rows, columns = place.tensor.shape
+            found = [Matrix(structure.stored_as(place), (rows, columns))]
+        elif structure.unit_of(place.name) is None:
+            return []
+        else:
+            found = matrices_of(place, 1)
+        unfit = [x for x in found if x.shape[1] % self.form(x).group_size]
+        if not unfit:
+            return found
+        for matrix in found:
+            if self.quant.chosen(matrix.name):
+                raise QuantizationError(
+                    f"{matrix.name}: {self.form(unfit[0])} do not divide the {matrix.shape[1]} "
+                    "columns of this matrix, or of one that is stored with it"
+                )
+        return []
+
+    def form(self, matrix: Matrix) -> Format:
+        quant = self.quant
+        if chosen := quant.chosen(matrix.name):
+            return chosen
+        if matrix.name in (EMBEDDING, LM_HEAD, PER_LAYER):
+            return Format(quant.head_bits, quant.group_size)
+        return Format(ROUTER_BITS if matrix.routes else quant.bits, self._group)
+
+
+def _as_narrow_as_exact(value: Tensor) -> Tensor:
+    """A float32 tensor in the 16-bit type that holds it exactly, if one does."""
+    if value.dtype == torch.bool:
+        raise ConversionError("buffers of bools cannot be stored in a checkpoint")
+    for dtype in _NARROW if value.is_floating_point() else ():
+        narrow = value.to(dtype)
+        if torch.equal(narrow.to(value.dtype), value):
+            return narrow.contiguous()
+    return value.contiguous()
