@@ -9,8 +9,6 @@ with others changes by half within seconds, and fastest steps are of other momen
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -23,11 +21,16 @@ from bench.sampling import interleaved, timed
 from qoff.kernels.cpu.optim.scratch import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.memory.arena import map_pages
+from qoff.train.factored import FactoredMoments, count, runs
+from qoff.train.layout import FlatUnit
+from qoff.train.optimizers import Adafactor
 
 _ADAM = Rule("adam", 1e-3, 0.9, 0.999, keep=1 - 1e-5, root=1.1, eps=1e-8)
 _LOOP = "memory, "
 _WIDE, _CODED = "qoff, fp32", "qoff, bf16 gradients, 8-bit moments"
 _TORCH, _DEEPSPEED = "torch AdamW(fused=True), fp32", "DeepSpeedCPUAdam, fp32"
+_FACTORED, _TORCH_FACTORED = "qoff, Adafactor, fp32", "torch Adafactor, fp32"
+_WIDTH = 4096  # of Adafactor's matrix
 
 
 def _floats(n: int, value: float) -> Tensor:
@@ -53,6 +56,8 @@ def contestants(n: int) -> dict[str, tuple[float, Callable[[], object]]]:
     their_step = _deepspeed(theirs, first, second)
     if their_step is not None:
         peers[_DEEPSPEED] = (28.0, their_step)
+    matrix = torch.nn.Parameter(_floats(n, 1e-3).view(-1, _WIDTH))
+    matrix.grad = grad.view(-1, _WIDTH)
     return peers | {
         f"{_LOOP}a += b": (12, lambda: first.add_(second)),
         f"{_LOOP}a *= c": (8, lambda: grad.mul_(1.0)),
@@ -70,17 +75,31 @@ def contestants(n: int) -> dict[str, tuple[float, Callable[[], object]]]:
         ),
         "qoff, Lion, fp32": (20, lambda: update(_LION, weights, grad, Moments(first))),
         "qoff, SGD, fp32": (20, lambda: update(_SGD, weights, grad, Moments(first))),
+        _TORCH_FACTORED: (20, torch.optim.Adafactor([matrix]).step),
+        _FACTORED: (20, _factored_step(weights, grad)),
     }
+
+
+def _factored_step(weights: Tensor, grad: Tensor) -> Callable[[], None]:
+    """A step of Adafactor, which goes through gradients three times, on one matrix."""
+    unit = FlatUnit("weights", {"weight": torch.nn.Parameter(weights.view(-1, _WIDTH))})
+    parts, shapes = list(runs(unit)), list(unit.shapes.values())
+    moments = FactoredMoments(shapes, torch.zeros(count(shapes)))
+    moments.begin(parts, weights)
+    rule = Adafactor().rule(1, 1e-4, 1.0)
+
+    def step() -> None:
+        moments.prepare(rule, lambda: [(parts, grad)])
+        for run in parts:
+            moments.step(rule, run, weights[run.start : run.stop], grad, None)
+
+    return step
 
 
 def _deepspeed(p: Tensor, first: Tensor, second: Tensor) -> Callable[[], object] | None:
     """A step of DeepSpeed's CPUAdam on a parameter and moments; None where it is not installed."""
-    packages = native.deepspeed_packages()
-    if packages is None:
+    if not native.use_deepspeed():
         return None
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["PATH"] += f"{os.pathsep}{packages / 'bin'}"  # ninja
-    sys.path.append(str(packages))
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
     optimizer = DeepSpeedCPUAdam([p], adamw_mode=True)
@@ -126,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     peers = [_TORCH, *([_DEEPSPEED] if _DEEPSPEED in found else [])]
     report.bars += [
         *(Bar(f"fp32 AdamW over {peer}", 1.0, over(_WIDE, peer)) for peer in peers),
+        Bar(f"Adafactor over {_TORCH_FACTORED}", 1.0, over(_FACTORED, _TORCH_FACTORED)),
         Bar("fp32 AdamW over the bandwidth", 0.8, shares[_WIDE]),
         *(
             Bar(f"bf16 gradients and 8-bit moments over {peer}", 1.7, over(_CODED, peer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,6 +72,9 @@ def finetune(
     save_every: int = Option(100, min=1, help="Steps between two checkpoints."),
     tensorboard: Path | None = Option(None, help="Folder for curves that TensorBoard shows."),
     plot: Path | None = Option(None, help="Draw the losses as FILE.svg and FILE.png."),
+    packed: Path | None = Option(
+        None, help="With --full: write the result there, too, in 4 bits, as qoff convert does."
+    ),
     strict: bool = Option(False, "--strict", help="End at the first line that is broken."),
     overwrite: bool = Option(False, "--overwrite", help="Begin anew, whatever OUTPUT has."),
 ) -> None:
@@ -82,9 +86,9 @@ def finetune(
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
     from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
+    from qoff.train import data as lines
     from qoff.train import finetune as work
     from qoff.train import offload
-    from qoff.train.data import Encoder, examples, packed
     from qoff.train.gpu_link import device_for
     from qoff.train.logs import writer_class
     from qoff.train.room import Room, room_of
@@ -94,6 +98,8 @@ def finetune(
     chosen = None if lora is None else work.Lora.parse(lora)
     where = device_for(device)
     work.check_place(output, overwrite)
+    if packed is not None:
+        _check_packed(packed, output, full, overwrite)
     if tensorboard is not None:
         writer_class()  # before a model is loaded
     if plot is not None:
@@ -111,7 +117,8 @@ def finetune(
             print(f"{data}: line {number}: {reason}", file=sys.stderr)
 
     with ChatRenderer() as renderer:
-        found = packed(examples(data, Encoder(tokenizer, renderer), report), sequence)
+        texts = lines.examples(data, lines.Encoder(tokenizer, renderer), report)
+        found = lines.packed(texts, sequence)
     if broken:
         print(f"{data}: broken lines left out: {broken:,}", file=sys.stderr)
     if not found.rows:
@@ -176,6 +183,52 @@ def finetune(
     run.export(tokenizer)
     what = "all weights" if full else "the adapter"
     typer.echo(f"{output}: {what} after {run.steps:,} steps")
+    if packed is not None:
+        del training, run
+        _convert(output, packed)
+
+
+def _check_packed(folder: Path, output: Path, full: bool, overwrite: bool) -> None:
+    """Raise ArgumentError where no model can be written, before any time is spent."""
+    from qoff.hf.load import is_checkpoint
+    from qoff.train.finetune import has_run
+
+    if not full:
+        raise ArgumentError("--packed is for --full: an adapter serves beside the packed model")
+    place = output.resolve()
+    if folder.resolve() in (place, *place.parents):
+        raise ArgumentError(f"--packed {folder} has the output in it; choose a folder of its own")
+    if not folder.exists():
+        return
+    if not (folder.is_dir() and is_checkpoint(folder)):
+        raise ArgumentError(f"{folder} is there, and no qoff checkpoint; choose another --packed")
+    if not overwrite and not has_run(output):
+        raise ArgumentError(
+            f"{folder} is there, and no result of this run; choose another --packed, or --overwrite"
+        )
+
+
+def _convert(model: Path, out: Path) -> None:
+    """As `qoff convert` does with its defaults; a checkpoint that is there is replaced."""
+    from qoff.quant import QuantConfig
+    from qoff.units import format_size
+
+    from . import convert as work
+
+    gc.collect()  # the model that was trained
+    found = work.run(
+        str(model),
+        out,
+        work.Target(),
+        QuantConfig(solver="gptq", head_bits=6),
+        for_="any",
+        trust_remote_code=False,
+        quiet=False,
+        measured=False,
+        automatic=True,
+        overwrite=True,
+    )
+    typer.echo(f"{out}: {found['layers']} layers, {format_size(found['bytes'])}")
 
 
 def _draw(path: Path, log: Path) -> None:

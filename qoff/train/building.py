@@ -12,11 +12,12 @@ from qoff.memory.arena import PAGE, Arena, map_pages, round_up
 from qoff.memory.io.copy_stream import CopyStream
 
 from . import factored, stays, tiled
-from . import tiles as tiles_module
 from .activations import Activations
 from .boundaries import STAGES, STAGES_WITHOUT_COLUMN, Boundaries
+from .cuts import whole_shapes
 from .delayed import Delayed, NextWeights
 from .embedding import by_rows
+from .factored import FactoredMoments, FactoredPart
 from .frozen import FrozenWeights
 from .generators import Generators
 from .gpu_link import BUFFERS as STAGING_BUFFERS
@@ -25,12 +26,15 @@ from .gradients import Gradients
 from .head import FusedHead
 from .held import HeldUnits, OuterWeights
 from .homes import Home, Homes, Link
-from .placement import Placement, Sizes
+from .placement import Placement
+from .sizes import Sizes
 from .slots import SLOTS, WeightSlots
 from .step import Engine, Parts
 from .stepping import Stepping
 from .swaps import Swaps
-from .tiles import TileHomes, Tiles
+from .tile_steps import TileSteps
+from .tiles import SLOTS as TILE_SLOTS
+from .tiles import STEPPED, SUMS, TileHomes, TileMemory, Tiles
 from .updates import BUFFERS, Updater
 
 
@@ -50,7 +54,7 @@ def engine_of(
     """
     units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
     rows = placement.device
-    copies = 2 if sizes.delayed else 1
+    copies = sizes.copies
     device = torch.device("cpu") if streams is None else streams[0].device
     near = homes.device if streams is None else homes.host  # where units are stepped
     of_near = placement.device if streams is None else placement.host
@@ -87,7 +91,10 @@ def engine_of(
         for times in range(2)
     )
     inputs = [
-        [homes.home("inputs of units", sizes.hidden, i in placement.inputs) for _ in batches]
+        [
+            homes.home("inputs of units", sizes.hidden, i in placement.inputs, i in placement.near)
+            for _ in batches
+        ]
         for i in range(count + (not column))
     ]
     gradients = (
@@ -106,12 +113,9 @@ def engine_of(
     ]
     of_tiles, states_of_tiles = _homes_of_tiles(homes, sizes, placement)
     own = [near.alloc(round_up(4 * n, PAGE), "moments by rows and columns") for n in sizes.factored]
-    moments = [
-        factored.FactoredMoments(unit, memory.view(torch.float32))
-        for unit, memory in zip(units, own, strict=False)
-    ]
     all_states = [*states, *states_of_tiles]
-    updater = Updater(homes, sizes.forms, all_states, on_way, moments or [None] * len(all_states))
+    moments = _parts_of_moments(sizes, own) if own else [None] * len(all_states)
+    updater = Updater(homes, sizes.forms, all_states, on_way, moments)
     outer_home = Home("weights outside of layers", len(outer), outer)
     held_outer = OuterWeights(units[-1], outer_here, outer_home, link)
     for i, unit in enumerate(units):
@@ -128,13 +132,17 @@ def engine_of(
     units[-1].bind(held_outer.flat)
     if streams is not None:
         stays.move(model, homes)
-    tiles = Tiles(
-        homes,
-        sizes.tiles,
-        of_tiles,
-        memory("tiles of weights", tiles_module.SLOTS),
-        memory("tiles of gradients", tiles_module.BUFFERS),
+    more = STEPPED if streams is None else 0  # parts of the device's
+    slots_of_tiles = memory("tiles of weights", TILE_SLOTS + more)
+    sums_of_tiles = memory("tiles of gradients", SUMS + more)
+    stepped_tiles, landed_tiles = slots_of_tiles[TILE_SLOTS:], sums_of_tiles[SUMS:]
+    if streams is not None:
+        stepped_tiles = memory("tiles of weights", STEPPED, near)
+        landed_tiles = memory("tiles of gradients", STEPPED, near)
+    of_disk = TileMemory(
+        slots_of_tiles[:TILE_SLOTS], sums_of_tiles[:SUMS], stepped_tiles, landed_tiles
     )
+    tiles = Tiles(homes, link, sizes.tiles, of_tiles, of_disk, device)
     tiled.replace(tiles)
     for j, tile in enumerate(sizes.tiles):
         updater.begin(len(units) + j, tile.unit, tiles.fill(j))
@@ -155,12 +163,13 @@ def engine_of(
     if streams is not None:
         stepped = WeightSlots(homes, weights, slots[:SLOTS])
     held = HeldUnits(units, served, stepped, frozen, held_outer)
-    saved, delayed = [*stay, *chain.from_iterable(all_states), *(x.weights for x in of_tiles)], None
+    saved, delayed = [*stay, *chain.from_iterable(all_states)], None
+    of_tile_steps = TileSteps(tiles, updater, len(units))
     if gradients is not None and sizes.delayed:
         saved += [*gradients, Home("gradients", len(outer_grads[1]), outer_grads[1])]
         after = NextWeights(homes, held.weights, later, slots[SLOTS:])
         waits = outer_grads[1][: 4 * units[-1].count].view(torch.float32)
-        delayed = Delayed(held, sums, updater, after, waits)
+        delayed = Delayed(held, sums, updater, after, waits, tiles, of_tile_steps)
     by_rows(model, sums.sum_of)
     logits = memory("logits", 1)
     none = torch.empty(0, dtype=torch.uint8, device=device)
@@ -173,12 +182,31 @@ def engine_of(
         Activations(kept[0], lambda i: not frozen.has(i) and i not in tiles.layers, swaps),
         sums,
         updater,
-        Stepping(held, sums, updater, delayed, tiles),
+        Stepping(held, sums, updater, delayed, tiles, of_tile_steps),
         saved,
         device,
         Generators(device),
     )
     return Engine(parts, layers)
+
+
+def _parts_of_moments(sizes: Sizes, memory: Sequence[Tensor]) -> list[FactoredPart | None]:
+    """What of moments by rows and columns units are stepped with, and tiles, by their matrix."""
+    whole = whole_shapes(sizes.tiles)
+    shapes = [*(unit.shapes.values() for unit in sizes.units), *([x] for x in whole.values())]
+    pairs = zip(shapes, memory, strict=True)
+    moments = [FactoredMoments(x, place.view(torch.float32)) for x, place in pairs]
+    count = len(sizes.units)
+    parts = [
+        FactoredPart(one, list(factored.runs(unit)))
+        for one, unit in zip(moments, sizes.units, strict=False)
+    ]
+    of_matrix = dict(zip(whole, moments[count:], strict=True))
+    of_tiles = [
+        FactoredPart(of_matrix[tile.name], list(factored.runs(tile.unit, tile.rows.start)), False)
+        for tile in sizes.tiles
+    ]
+    return [*parts, *of_tiles]
 
 
 def _homes_of_tiles(
@@ -195,6 +223,7 @@ def _homes_of_tiles(
                 homes.home("weights", unit.nbytes, j in weights),
                 homes.home("gradients", dtype.itemsize * unit.count, j in gradients),
                 dtype,
+                homes.home("weights", unit.nbytes, j in weights) if sizes.delayed else None,
             )
         )
         states.append([homes.home("states", n, j in in_memory) for n in form.of_pieces(unit)])

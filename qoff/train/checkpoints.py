@@ -77,10 +77,12 @@ def kind_of_run(
     delayed: bool,
     tiles: Sequence[FlatUnit],
     gradient: torch.dtype,
+    sums: Sequence[torch.dtype] = (),
 ) -> dict[str, Any]:
     """What a run and its checkpoint have in common: what learns, and the form of states.
 
-    gradient: what those of layers are; they are in the checkpoint where updates are delayed.
+    gradient: what those of layers are, sums: of each tile; they are in the checkpoint where updates
+    are delayed.
     """
     weights = [
         [name, str(unit.dtype).removeprefix("torch."), list(shape)]
@@ -98,6 +100,8 @@ def kind_of_run(
     }
     if delayed:
         found["gradients"] = str(gradient).removeprefix("torch.")
+        if sums:
+            found["gradients of tiles"] = [str(x).removeprefix("torch.") for x in sums]
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from .activations import shared_out
 from .forecast import PHASES, StepForecast, forecast, layer_costs
 from .placement import PARTS, TILES, Placement, columns, fitted, placed, placed_with
 from .planned import Planned
+from .sizes import Sizes
 from .swaps import STAGES, Place
 
 _PARTS = 8  # of the memory that activations could take: so many bounds are tried
@@ -157,13 +158,13 @@ class TrainingPlan:
 
 def training_plan(job: Planned, machine: MachineProfile) -> TrainingPlan:
     """The fastest of some plans that fit. Raises BudgetError with the bytes that are missing."""
-    sizes, apart = job.sizes, machine.on_gpu
+    apart = machine.on_gpu
     if job.loaded:
         _check(
             HOST if apart else DEVICE, {"the model, while it is taken apart": job.loaded}, machine
         )
     if apart:
-        least = placed(sizes, None, 0, True, apart)
+        least = _least(job, machine)
         _check(DEVICE, {**least.device, **_beside(job)}, machine)
         _check(HOST, least.host, machine)
     return min(_plans(job, machine), key=lambda plan: plan.step.seconds)
@@ -233,10 +234,13 @@ def _placement(
     both, is too small.
     """
     sizes, usable = job.sizes, machine.usable
-    if machine.on_gpu:
-        bounds = usable[DEVICE], usable[HOST]
-        return job, *bounds, placed(sizes, None, usable[HOST], True, apart=True)
     left = usable[DEVICE] - sum(_beside(job).values()) - activations
+    if machine.on_gpu and job.frozen is not None:
+        bounds = usable[DEVICE], usable[HOST]
+        return job, *bounds, _beside_packed(job, machine, activations)
+    if machine.on_gpu:
+        sizes, found = fitted(sizes, _cut(job), left, usable[HOST], True, apart=True)
+        return replace(job, sizes=sizes), left, usable[HOST], found
     every, least = placed(sizes, None, None, False), placed(sizes, None, 0, True)
     if sum(every.totals) <= left:
         return job, None, None, every
@@ -249,21 +253,44 @@ def _placement(
         bound = left - found.totals[0]  # the more is in memory, the less is on its way
     if best is not None:
         return job, None, *best
-    beside = {**_beside(job), "activations": activations}
-    try:
-        _, least = fitted(sizes, job.cut, left, 0, True)
-    except BudgetError:
-        if not (sizes.factored or sizes.delayed):
-            sizes = job.cut(TILES[-1], PARTS[-1])
-        _check(
-            DEVICE,
-            {**placed_with(columns(sizes)[-1], sizes, None, 0, True).device, **beside},
-            machine,
-        )
-        raise
+    least = _least(job, machine, activations)
+    _check(DEVICE, {**least.device, **_beside(job), "activations": activations}, machine)
     device = least.totals[0]
-    sizes, found = fitted(sizes, job.cut, device, left - device, True)
+    sizes, found = fitted(sizes, _cut(job), device, left - device, True)
     return replace(job, sizes=sizes), device, left - device, found
+
+
+def _beside_packed(job: Planned, machine: MachineProfile, activations: int) -> Placement:
+    """On a GPU, with hidden states there if these fit, as `room_of`: packed layers take the rest.
+
+    Raises BudgetError.
+    """
+    for column in columns(job.sizes):
+        found = placed_with(column, job.sizes, None, machine.usable[HOST], True, apart=True)
+        wanted = {**found.device, **_beside(job), "activations": activations}
+        if sum(wanted.values()) <= machine.usable[DEVICE]:
+            break
+    _check(DEVICE, wanted, machine)
+    return found
+
+
+def _least(job: Planned, machine: MachineProfile, activations: int = 0) -> Placement:
+    """With nothing in host memory that may be on disk, in tiles if it has to be.
+
+    The smallest there is, where even that does not fit.
+    """
+    left = machine.usable[DEVICE] - sum(_beside(job).values()) - activations
+    apart = machine.on_gpu
+    try:
+        return fitted(job.sizes, _cut(job), left, 0, True, apart)[1]
+    except BudgetError:
+        sizes = _cut(job)(TILES[-1], PARTS[-1])
+        return placed_with(columns(sizes)[-1], sizes, None, 0, True, apart)
+
+
+def _cut(job: Planned) -> Callable[[int, str], Sizes]:
+    """As `job.cut`, of the sizes that a job has now."""
+    return lambda most, part: replace(job.cut(most, part), swaps=job.sizes.swaps)
 
 
 def _beside(job: Planned) -> dict[str, int]:

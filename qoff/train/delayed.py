@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from .held import HeldUnits
 from .homes import Home, Homes
 from .optimizers import Optimizer
 from .slots import WeightSlots
+from .tile_steps import TileSteps
+from .tiles import Tiles
 from .updates import Updater
 
 
@@ -67,7 +70,8 @@ class Delayed:
     """Keeps the gradients of a step, and steps all units by them during the next one.
 
     outer: memory for gradients of what is outside of layers; its weights are stepped at the end, as
-    a step uses them from its begin to its end. pending: what waits, from `keep` to `begin`.
+    a step uses them from its begin to its end. Tiles lie twice, as layers do. pending: what waits,
+    from `keep` to `begin`.
     """
 
     def __init__(
@@ -77,11 +81,14 @@ class Delayed:
         updater: Updater,
         weights: NextWeights,
         outer: Tensor,
+        tiles: Tiles,
+        of_tiles: TileSteps,
     ) -> None:
         self.pending: Pending | None = None
         self._held, self._gradients, self._updater = held, gradients, updater
         self._weights, self._outer = weights, outer
-        self._running: dict[int, Future[None]] = {}
+        self._tiles, self._of_tiles = tiles, of_tiles
+        self._running: dict[int, list[Future[None]]] = {}
         self._last: partial[Future[None]] | None = None
 
     @property
@@ -98,11 +105,13 @@ class Delayed:
         self.pending, last = None, len(units) - 1
         order = list(reversed(range(last)))
         self._weights.begin(order)
+        self._running[last] = self._of_tiles.submit(last, rule)
         for i in order:
-            self._running[i] = self._updater.submit(
+            update = self._updater.submit(
                 i, units[i], rule, partial(self._flat, i), partial(self._gradients.take, i),
                 partial(self._done, i),
             )  # fmt: skip
+            self._running[i] = [update, *self._of_tiles.submit(i, rule)]
         self._last = partial(
             self._updater.submit, last, units[last], rule, lambda: self._held.outer.stepped,
             lambda: self._outer, lambda: None,
@@ -111,17 +120,17 @@ class Delayed:
 
     def wait(self, i: int) -> None:
         """Wait until a unit is stepped: its gradients may be made anew. Raises what went wrong."""
-        if i in self._running:
-            self._running[i].result()
+        for update in self._running.get(i, ()):
+            update.result()
 
     def finish(self) -> None:
         """Wait until all units are stepped, and compute with their new weights from now on."""
         assert self._last is not None
         try:
-            self._running[-1] = self._last()
-            for update in self._running.values():
+            for update in (*chain.from_iterable(self._running.values()), self._last()):
                 update.result()
             self._weights.turn()
+            self._tiles.turn()
             self._held.outer.arrive()
         finally:
             self._updater.wait()
@@ -134,6 +143,7 @@ class Delayed:
     def keep(self, step: int, scale: float) -> None:
         """The gradients of a step are complete: they wait from now on. Raises DiskWriteError."""
         self._gradients.settle()
+        self._tiles.keep()
         self._outer.copy_(self._gradients.take_outer())
         self.pending = Pending(step, scale)
 

@@ -46,11 +46,15 @@ class EmbeddingRows:
 
     def add_flat(self, flat: Tensor, given: Tensor) -> None:
         """Sum gradients [n, K], float32, of the rows of ids [n]."""
-        total = self._sum_of(self._module.weight)
-        if total.is_cuda:  # where `index_add_` sums in any order
-            total.index_put_((flat,), given, accumulate=True)
-        else:
-            total.index_add_(0, flat, given)
+        add_rows(self._sum_of(self._module.weight), flat, given)
+
+
+def add_rows(total: Tensor, at: Tensor, given: Tensor) -> None:
+    """Add rows [n, K] to those of `total` at [n], of which some may be the same."""
+    if total.is_cuda:  # where `index_add_` sums in any order
+        total.index_put_((at,), given, accumulate=True)
+    else:
+        total.index_add_(0, at, given)
 
 
 class _Rows(torch.autograd.Function):

@@ -21,6 +21,7 @@ from qoff.hf.load import is_checkpoint
 from . import checkpoints, logs
 from .data import Sequences
 from .logs import Told
+from .needs import GRADIENTS
 from .optimizers import Adafactor, AdamW, Lion, Optimizer
 from .schedules import Schedule
 from .training import Training
@@ -146,10 +147,15 @@ def steps_of(data: Sequences, epochs: float, micro_batches: int) -> int:
     return math.ceil(math.ceil(epochs * len(data.rows)) / micro_batches)
 
 
+def has_run(out: Path) -> bool:
+    """Whether a folder has a run that goes on."""
+    return checkpoints.exists(out / _CHECKPOINT)
+
+
 def check_place(out: Path, overwrite: bool) -> None:
     """Raise ArgumentError where a folder has other things than a run."""
     others = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
-    mine = checkpoints.exists(out / _CHECKPOINT) or set(others) <= {_LOG, _CHECKPOINT}
+    mine = has_run(out) or set(others) <= {_LOG, _CHECKPOINT}
     if not overwrite and (not mine or out.is_file()):
         raise ArgumentError(f"{out} is there, and no run of qoff; choose another, or --overwrite")
 
@@ -176,7 +182,11 @@ class Run:
         """
         self._training, self._data, self._recipe, self._out = training, data, recipe, out
         self._held_out = held_out
-        self._same = {**asdict(recipe), "data": data.digest}
+        self._same = {
+            **asdict(recipe),
+            "gradients": training.kept_as(recipe.gradients),
+            "data": data.digest,
+        }
         self.checkpoint, self.log = out / _CHECKPOINT, out / _LOG
         self.saved: int | None = None
         if checkpoints.exists(self.checkpoint) and not overwrite:
@@ -268,6 +278,8 @@ class Run:
         found = self._training.resume(self.checkpoint)
         theirs = found if isinstance(found, dict) else {}
         theirs = {**_UNNAMED, "gradients": self._recipe.gradients, **theirs}
+        if theirs["gradients"] in GRADIENTS:  # older runs have "auto"
+            theirs["gradients"] = self._training.kept_as(theirs["gradients"])
         for name, value in self._same.items():
             if theirs.get(name) != value:
                 raise ArgumentError(

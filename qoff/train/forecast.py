@@ -97,6 +97,8 @@ def forecast(
     region = round_up(job.hidden, PAGE)
     again_too, column = set(again), bool(placement.device["hidden states"])
     for i, m in ((i, m) for i in range(count) for m in range(batches)):
+        if i in placement.near:
+            continue
         near = i in placement.inputs
         if (i, m) in again_too or not column:
             moves.out(near, _FORWARD, region)
@@ -151,23 +153,23 @@ class _Moves:
         for link in (_READ, _WRITE):
             self.add(link, phase, sum(pieces), len(pieces))
 
-    def over(self, link: int, phase: int, nbytes: float) -> None:
+    def over(self, link: int, phase: int, nbytes: float, times: int = 1) -> None:
         """Between host memory and a device of its own."""
         if self._machine.on_gpu:
-            self.add(link, phase, nbytes)
+            self.add(link, phase, times * nbytes, times)
 
-    def disk(self, link: int, phase: int, nbytes: float) -> None:
+    def disk(self, link: int, phase: int, nbytes: float, times: int = 1) -> None:
         """Between the disk and the device."""
-        self.add(link, phase, nbytes)
-        self.over(_IN if link == _READ else _OUT, phase, nbytes)
+        self.add(link, phase, times * nbytes, times)
+        self.over(_IN if link == _READ else _OUT, phase, nbytes, times)
 
-    def out(self, near: bool, phase: int, nbytes: float) -> None:
+    def out(self, near: bool, phase: int, nbytes: float, times: int = 1) -> None:
         """From the device to host memory, if that is near enough, or to disk."""
-        self.over(_OUT, phase, nbytes) if near else self.disk(_WRITE, phase, nbytes)
+        self.over(_OUT, phase, nbytes, times) if near else self.disk(_WRITE, phase, nbytes, times)
 
-    def back(self, near: bool, phase: int, nbytes: float) -> None:
+    def back(self, near: bool, phase: int, nbytes: float, times: int = 1) -> None:
         """The same, the other way."""
-        self.over(_IN, phase, nbytes) if near else self.disk(_READ, phase, nbytes)
+        self.over(_IN, phase, nbytes, times) if near else self.disk(_READ, phase, nbytes, times)
 
     def busy(self) -> Array:
         """Seconds, [PHASES, RESOURCES], with those that moving takes from the CPU."""
@@ -224,17 +226,17 @@ def _tiles(job: Planned, placement: Placement, moves: _Moves) -> None:
         grad = round_up(sizes.summed_in(tile).itemsize * tile.unit.count, PAGE)
         if not states:
             moves.both_ways(update, form.of_pieces(tile.unit))
+        reads = tile.reads(job.layers, pieces)
+        for phase, times in zip((_FORWARD, _BACKWARD), reads, strict=True):
+            moves.back(weights, phase, nbytes, times * batches)
+        added = tile.sums(job.layers, pieces) * batches
+        moves.out(gradients, _BACKWARD, grad, added)
+        moves.back(gradients, _BACKWARD, grad, added - 1)
         if not weights:
-            reads = tile.reads(job.layers, pieces)
-            for phase, times in zip((_FORWARD, _BACKWARD), reads, strict=True):
-                moves.add(_READ, phase, times * batches * nbytes, times * batches)
             moves.both_ways(update, [nbytes])
         if not gradients:
-            moves.add(
-                _WRITE, _BACKWARD, (added := tile.sums(job.layers, pieces) * batches) * grad, added
-            )
-            moves.add(_READ, _BACKWARD, (added - 1) * grad, added - 1)
-            moves.add(_READ, update, grad)
+            times = 3 if sizes.factored else 1  # means, size, step
+            moves.add(_READ, update, times * grad, times)
 
 
 def _frozen(job: Planned, in_host: int, moves: _Moves) -> None:

@@ -67,7 +67,9 @@ class GpuLink:
         self._writers = Workers(_THREADS, "qoff-train-down")
 
     def here(self, home: Home) -> Tensor | None:
-        """None: no home is where the GPU computes, but for one of nothing."""
+        """None but for a home that is near, or one of nothing."""
+        if home.near:
+            return home.memory
         return None if home.nbytes else torch.empty(0, dtype=torch.uint8, device=self._up.device)
 
     def read(self, home: Home, into: Tensor) -> Arrival:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +77,15 @@ class Gradients:
         self._squares: list[Tensor] = []
         self._summed: dict[int, Tensor] = {}  # memory of units that are open
         self._taken: dict[int, Tensor] = {}  # memory of units that are stepped
+        add = WeakMethod(self._add)  # torch's hooks are no cycle that Python would find
+
+        def hook(p: Tensor) -> None:
+            found = add()
+            if found is not None:
+                found(p)
+
         for p in chain.from_iterable(unit.parameters.values() for unit in units):
-            p.register_post_accumulate_grad_hook(self._add)
+            p.register_post_accumulate_grad_hook(hook)
 
     @property
     def outer(self) -> Tensor:

@@ -22,12 +22,16 @@ from qoff.memory.io.spill import SpillFile
 
 @dataclass(frozen=True)
 class Home:
-    """Memory of the host, or a place in the spill file. what: is counted by this name."""
+    """Memory of the host, or a place in the spill file. what: is counted by this name.
+
+    near: the memory is that of a GPU which computes.
+    """
 
     what: str
     nbytes: int
     memory: Tensor | None
     offset: int = 0
+    near: bool = False
 
 
 class Read(Protocol):
@@ -100,9 +104,11 @@ class Homes:
         """Call this before all else is closed."""
         self._resources.callback(one)
 
-    def home(self, what: str, nbytes: int, in_memory: bool) -> Home:
-        """A new home of whole pages."""
+    def home(self, what: str, nbytes: int, in_memory: bool, near: bool = False) -> Home:
+        """A new home of whole pages: on the device, if that is near, in host memory, or on disk."""
         size = round_up(nbytes, PAGE)
+        if near:
+            return Home(what, size, self.device.alloc(size, what), near=True)
         if in_memory:
             return Home(what, size, self.host.alloc(size, what))
         assert self._next + size <= self._disk

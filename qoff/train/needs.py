@@ -12,14 +12,14 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.hf.dispatch.units import others, units_of
 
 from . import factored, stays
+from .cuts import Tile, cut, whole_shapes
 from .head import FusedHead
 from .layout import FlatUnit, StateForm
 from .loss_scale import uses_float16
 from .optimizers import Optimizer
 from .passes import StoppingLayer
-from .placement import Sizes
+from .sizes import Sizes
 from .tiled import tileable
-from .tiles import Tile, cut
 
 _CPU = torch.device("cpu")
 GRADIENTS = "auto", "float32", "bfloat16"  # auto: bfloat16 where layers' weights are
@@ -51,13 +51,15 @@ def needs_of(
         stays.check(model, device)
     layers, units, tiles = _units(model, packed is None, most, part)
     head = FusedHead(model)
+    counts = list[int]()
     if optimizer.factored:
-        for unit in units:
+        for unit in (*units, *(tile.unit for tile in tiles)):
             unit.pieces = [(run.start, run.stop) for run in factored.runs(unit)]
+        shapes = [[shape] for shape in whole_shapes(tiles).values()]
+        counts = [factored.count(x) for x in (*(u.shapes.values() for u in units), *shapes)]
     forms = [StateForm.of(x, optimizer) for x in (*units, *(tile.unit for tile in tiles))]
     width = int(model.config.get_text_config(decoder=True).hidden_size)
     rows = {m: tile.count for tile in reversed(tiles) for m in tile.modules}
-    counts = [factored.count(unit) for unit in units] if optimizer.factored else []
     sizes = Sizes(
         units,
         forms,
@@ -69,13 +71,13 @@ def needs_of(
         delayed,
         tiles,
         0 if packed else stays.nbytes_of(model),
-        _kept_as(gradients, (*units[:-1], *(tile.unit for tile in tiles))),
+        kept_as(gradients, (*units[:-1], *(tile.unit for tile in tiles))),
         swaps,
     )
     return layers, head, sizes
 
 
-def _kept_as(name: str, units: Iterable[FlatUnit]) -> torch.dtype:
+def kept_as(name: str, units: Iterable[FlatUnit]) -> torch.dtype:
     """What gradients of layers are kept as. Raises ArgumentError for a name that is none."""
     if name not in GRADIENTS:
         raise ArgumentError(f"gradients are {name!r}; use {', '.join(GRADIENTS)}")

@@ -22,7 +22,8 @@ from .gpu_link import device_for, streams_of
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer
-from .placement import Sizes, fitted
+from .placement import fitted
+from .sizes import Sizes
 from .training import Training
 
 
@@ -53,7 +54,8 @@ def offload(
 
     device_memory bounds what a step works with: slots of weights, gradients, states and hidden
     states on their way, and weights outside of layers. Where it is too small, linear layers in
-    layers, or embedding and head, or all of these are cut into tiles of rows, 64 MiB to 1.
+    layers, or embedding and head, or all of these are cut into tiles of rows, 64 MiB to 1. What a
+    GPU has left of it takes inputs of layers.
     host_memory bounds what is kept between: weights, states, the layers' inputs. Both in bytes or
     like "8GiB"; None: no bound. What goes beyond host_memory is in a file without a name in the
     folder `disk`. What torch computes with inside of one layer and in the loss, for one
@@ -69,7 +71,7 @@ def offload(
     device: computes, "cpu" or a GPU, like "cuda". On a GPU device_memory is of its memory, where
     what does not learn, and does not stream, has to be. Weights, gradients and layers' inputs are
     copied from pinned host memory and back beside what it computes, and weights are stepped by the
-    CPU. Tiles are for the CPU alone.
+    CPU.
 
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.

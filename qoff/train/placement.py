@@ -7,19 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE, round_up
 
 from . import gpu_link
 from .boundaries import STAGES, STAGES_WITHOUT_COLUMN
-from .gradients import Dtypes
-from .layout import FlatUnit, StateForm
+from .sizes import Sizes
 from .slots import SLOTS
-from .tiles import BUFFERS as TILE_GRADIENTS
 from .tiles import SLOTS as TILE_SLOTS
-from .tiles import Tile
+from .tiles import STEPPED, SUMS
 from .updates import BUFFERS
 
 TILES = tuple(1 << n for n in range(26, 19, -1))  # bytes of tiles, where units are too large
@@ -28,57 +24,11 @@ _GRADIENTS = 2  # of units at once: one is made while another is used
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The units of a run, decoder layers first and what is outside of them last, and its batches.
-
-    hidden: bytes of the hidden states of a micro-batch, at most. logits: bytes of those that are
-    there at once, where head and loss are fused. clips: gradients of all units are
-    kept until their norm is known. factored: elements of each unit's moments by rows and columns.
-    delayed: gradients are kept until the next step, and weights lie twice. tiles: of linear layers
-    that are larger than the device; their forms are behind those of the units. frozen: bytes that
-    do not learn, nor stream, and have to be on a GPU. gradient: what layers' gradients are kept as.
-    swaps: activations may go to disk.
-    """
-
-    units: Sequence[FlatUnit]
-    forms: Sequence[StateForm]
-    micro_batches: int
-    hidden: int
-    logits: int
-    clips: bool
-    factored: Sequence[int] = ()
-    delayed: bool = False
-    tiles: Sequence[Tile] = ()
-    frozen: int = 0
-    gradient: torch.dtype = torch.float32
-    swaps: bool = False
-
-    @property
-    def gradients(self) -> Dtypes:
-        """Those of one micro-batch are no sum; those of more are rounded once."""
-        several = self.micro_batches > 1
-        return Dtypes(torch.float32 if several else self.gradient, self.gradient)
-
-    def summed_in(self, tile: Tile) -> torch.dtype:
-        """What the gradients of a tile are: outside of layers several modules may add to them."""
-        return self.gradients.sums if tile.layer < len(self.units) - 1 else torch.float32
-
-    @property
-    def stepped(self) -> list[FlatUnit]:
-        """What has states, in the order of the forms."""
-        return [*self.units, *(tile.unit for tile in self.tiles)]
-
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients of all units have homes."""
-        return self.clips or self.delayed
-
-
-@dataclass(frozen=True)
 class Placement:
     """Units whose weights, inputs, gradients and states are in host memory, by number.
 
     device, host, disk: bytes by purpose. tiles: those whose weights, gradients, states are there.
+    near: units whose inputs are on the device, a GPU.
     """
 
     weights: frozenset[int]
@@ -89,6 +39,7 @@ class Placement:
     host: dict[str, int]
     disk: dict[str, int]
     tiles: tuple[frozenset[int], ...] = ()
+    near: frozenset[int] = frozenset()
 
     @property
     def totals(self) -> tuple[int, int, int]:
@@ -113,7 +64,8 @@ def placed(
 
     apart: the device is a GPU with memory of its own, so all that is in host memory moves, and
     weights are stepped there, where gradients come to. What it needs there at least may be more
-    than host_memory. Raises BudgetError with the bytes wanted, ArgumentError where something goes
+    than host_memory. What is left of device_memory, if that is bounded, takes inputs of units.
+    Raises BudgetError with the bytes wanted, ArgumentError where something goes
     to disk and there is none.
     """
     *others, last = columns(sizes)
@@ -135,20 +87,12 @@ def fitted(
 
     cut: gives the sizes with matrices of more bytes cut into tiles of so many, in one of PARTS.
     """
-    reasons = {
-        "a GPU computes": apart,
-        "updates are delayed, which keeps weights twice": sizes.delayed,
-        "Adafactor's means are of whole rows and columns": bool(sizes.factored),
-    }
-    against = next((why for why, holds in reasons.items() if holds), None)
-    tiles = iter(() if against else product(PARTS, TILES))
+    tiles = iter(product(PARTS, TILES))
     while True:
         try:
             return sizes, placed(sizes, device_memory, host_memory, disk, apart)
-        except BudgetError as error:  # of the device
+        except BudgetError:  # of the device
             part, most = next(tiles, (None, 0))
-            if against is not None:
-                raise BudgetError(f"{error}; there are no tiles where {against}") from error
             if part is None:
                 raise
             sizes = cut(most, part)
@@ -168,75 +112,26 @@ def placed_with(
     apart: bool = False,
 ) -> Placement:
     """As `placed`. column: whether hidden states of all micro-batches at work are on the device."""
-    units, layers = sizes.units, len(sizes.units) - 1
-    region = round_up(sizes.hidden, PAGE)
-    tiles = [tile.unit for tile in sizes.tiles]
-    pieces = [form.of_pieces(u) for form, u in zip(sizes.forms, sizes.stepped, strict=True)]
-    copies = 2 if sizes.delayed else 1
-    dtypes = sizes.gradients
-    summed, kept_as = dtypes.sums.itemsize, dtypes.kept.itemsize
-    wanted = {
-        "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],
-        "inputs of units": [region * sizes.micro_batches] * (layers + (not column)),
-        "gradients": [_whole(kept_as * u.count) * sizes.keeps for u in units[:-1]],
-        "states": [sum(each) for each in pieces[: len(units)]],
-        "weights in tiles": [_whole(tile.nbytes) for tile in tiles],
-        "gradients of tiles": [
-            _whole(sizes.summed_in(tile).itemsize * tile.unit.count) for tile in sizes.tiles
-        ],
-        "states of tiles": [sum(each) for each in pieces[len(units) :]],
-    }
-    piece = max(nbytes for each in pieces for nbytes in each)
-    on_way = BUFFERS * piece
-    largest = max(_whole(kept_as * unit.count) for unit in units[:-1])
-    at_work = max(_whole(summed * unit.count) for unit in units[:-1])
-    outer = units[-1]
-    moments = sum(_whole(4 * n) for n in sizes.factored)
-    slots = SLOTS * max(wanted["weights"])
-    longest = max(region, *(max(wanted[what]) for what in ("weights", "gradients")))
-    always, if_parked = dict[str, int](), dict[str, int]()
-    if apart:
-        always = {
-            "weights outside of layers": _whole(outer.nbytes),
-            "their gradients": copies * _whole(4 * outer.count),
-            "gradients on their way": _GRADIENTS * largest,
-            "moments by rows and columns": moments,
-        }
-        if_parked = {
-            "slots of weights": slots,
-            "states on their way": on_way,
-        }
-        staging = gpu_link.BUFFERS * min(gpu_link.STAGING, longest)
-        (always if sizes.swaps else if_parked)["staging buffers"] = staging
-    left = None if host_memory is None else host_memory - sum(always.values())
-    kept, host = _filled(wanted, left)
-    if left is not None and host != {what: sum(each) for what, each in wanted.items()}:
-        kept, host = _filled(wanted, left - sum(if_parked.values()))
+    wanted = _wanted(column, sizes)
+    near = frozenset[int]()
+    inputs = wanted["inputs of units"]
+    if apart and column and device_memory is not None:
+        left = device_memory - sum(_on_device(column, sizes, wanted, apart, _always).values())
+        count = min(len(inputs), max(0, left) // inputs[0])
+        near = frozenset(range(len(inputs) - count, len(inputs)))
+    on_device = sum(inputs[i] for i in near)
+    for i in near:
+        inputs[i] = 0
+    always, if_parked = _in_host(sizes, wanted) if apart else ({}, {})
+    left_of_host = None if host_memory is None else host_memory - sum(always.values())
+    kept, host = _filled(wanted, left_of_host)
+    if left_of_host is not None and host != {what: sum(each) for what, each in wanted.items()}:
+        kept, host = _filled(wanted, left_of_host - sum(n for _, n in if_parked.values()))
     parked = {what: sum(each) - host[what] for what, each in wanted.items()}
-    elsewhere = apart or not sizes.keeps or bool(parked["gradients"])  # than at home
-    spills = bool(parked["states"] + parked["states of tiles"])
-    stages = STAGES if column else STAGES_WITHOUT_COLUMN
-    if apart:
-        if_parked["slots of weights"] *= bool(parked["weights"])
-        if_parked["states on their way"] *= spills
-        if not any(parked.values()):
-            if_parked.pop("staging buffers", None)
-    host |= always | if_parked
-    device = {
-        "weights outside of layers": _whole(outer.nbytes),
-        "their gradients": (1 if apart else copies) * _whole(4 * outer.count),
-        "weights that do not learn": sizes.frozen * apart,
-        "slots of weights": slots // copies if apart else slots * bool(parked["weights"]),
-        "gradients at work": at_work if dtypes.rounds else _GRADIENTS * at_work * elsewhere,
-        "gradients on their way": largest * (dtypes.rounds and elsewhere),
-        "moments by rows and columns": moments * (not apart),
-        "states on their way": on_way * spills * (not apart),
-        "tiles of weights": _at_once(TILE_SLOTS, wanted, parked, "weights in tiles"),
-        "tiles of gradients": _at_once(TILE_GRADIENTS, wanted, parked, "gradients of tiles"),
-        "hidden states": region * sizes.micro_batches * column,
-        "logits": _whole(sizes.logits),
-        "inputs on their way": stages * region * (apart or bool(parked["inputs of units"])),
-    }
+    host |= always
+    host |= {what: n * any(parked[x] for x in of) for what, (of, n) in if_parked.items()}
+    device = _on_device(column, sizes, wanted, apart, lambda what: apart or bool(parked[what]))
+    device["inputs of units"] = on_device
     total, to_disk = sum(device.values()), sum(parked.values())
     if device_memory is not None and total > device_memory:
         raise BudgetError(
@@ -249,8 +144,121 @@ def placed_with(
             f"{_listed(parked)} go to disk, {to_disk:,} bytes; say where with disk=, or raise "
             f"host_memory to {to_disk + sum(host.values()):,}"
         )
-    weights, inputs, gradients, states, *of_tiles = kept.values()
-    return Placement(weights, inputs, gradients, states, device, host, parked, tuple(of_tiles))
+    weights, of_inputs, gradients, states, *of_tiles = kept.values()
+    inner = frozenset(i for i in of_inputs if i not in near)
+    return Placement(weights, inner, gradients, states, device, host, parked, tuple(of_tiles), near)
+
+
+def _wanted(column: bool, sizes: Sizes) -> dict[str, list[int]]:
+    """Bytes that have homes, by purpose, of each unit or tile, what moves most for them first."""
+    units, copies = sizes.units, sizes.copies
+    region = round_up(sizes.hidden, PAGE)
+    pieces = [sum(f.of_pieces(u)) for f, u in zip(sizes.forms, sizes.stepped, strict=True)]
+    kept_as = sizes.gradients.kept.itemsize
+    return {
+        "weights": [copies * _whole(unit.nbytes) for unit in units[:-1]],
+        "inputs of units": [region * sizes.micro_batches] * (len(units) - column),
+        "gradients": [_whole(kept_as * u.count) * sizes.keeps for u in units[:-1]],
+        "states": pieces[: len(units)],
+        "weights in tiles": [copies * _whole(tile.unit.nbytes) for tile in sizes.tiles],
+        "gradients of tiles": _sums(sizes),
+        "states of tiles": pieces[len(units) :],
+    }
+
+
+def _on_device(
+    column: bool,
+    sizes: Sizes,
+    wanted: Mapping[str, Sequence[int]],
+    apart: bool,
+    moves: Callable[[str], bool],
+) -> dict[str, int]:
+    """Bytes of what a step works with. moves: whether any of a purpose does not lie there."""
+    region, outer, dtypes = round_up(sizes.hidden, PAGE), sizes.units[-1], sizes.gradients
+    at_work = max(_whole(dtypes.sums.itemsize * unit.count) for unit in sizes.units[:-1])
+    elsewhere = apart or not sizes.keeps or moves("gradients")  # than at home
+    slots = SLOTS * max(wanted["weights"])
+    spills = moves("states") or moves("states of tiles")
+    stages = STAGES if column else STAGES_WITHOUT_COLUMN
+    tile, total = _tile(sizes), max(_sums(sizes), default=0)
+    stepped = 0 if apart else STEPPED
+    return {
+        "weights outside of layers": _whole(outer.nbytes),
+        "their gradients": (1 if apart else sizes.copies) * _whole(4 * outer.count),
+        "weights that do not learn": sizes.frozen * apart,
+        "slots of weights": slots // sizes.copies if apart else slots * moves("weights"),
+        "gradients at work": at_work if dtypes.rounds else _GRADIENTS * at_work * elsewhere,
+        "gradients on their way": _largest(sizes) * (dtypes.rounds and elsewhere),
+        "moments by rows and columns": _moments(sizes) * (not apart),
+        "states on their way": _states_on_way(sizes) * spills * (not apart),
+        "tiles of weights": (TILE_SLOTS + stepped) * tile * moves("weights in tiles"),
+        "tiles of gradients": (SUMS + stepped) * total * moves("gradients of tiles"),
+        "hidden states": region * sizes.micro_batches * column,
+        "logits": _whole(sizes.logits),
+        "inputs on their way": stages * region * moves("inputs of units"),
+    }
+
+
+def _in_host(
+    sizes: Sizes, wanted: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, int], dict[str, tuple[Sequence[str], int]]]:
+    """Bytes of host memory beside a GPU that are there for what is stepped, and for the disk.
+
+    The second: those that are where any of some purposes is on disk.
+    """
+    outer, tile, total = sizes.units[-1], _tile(sizes), max(_sums(sizes), default=0)
+    longest = max(
+        round_up(sizes.hidden, PAGE),
+        *(max(wanted[what]) for what in ("weights", "gradients")),
+        tile,
+        total,
+    )
+    staging = gpu_link.BUFFERS * min(gpu_link.STAGING, longest)
+    always = {
+        "weights outside of layers": _whole(outer.nbytes),
+        "their gradients": sizes.copies * _whole(4 * outer.count),
+        "gradients on their way": _GRADIENTS * _largest(sizes),
+        "moments by rows and columns": _moments(sizes),
+    }
+    if_parked: dict[str, tuple[Sequence[str], int]] = {
+        "slots of weights": (("weights",), SLOTS * max(wanted["weights"])),
+        "states on their way": (("states", "states of tiles"), _states_on_way(sizes)),
+        "tiles of weights": (("weights in tiles",), STEPPED * tile),
+        "tiles of gradients": (("gradients of tiles",), STEPPED * total),
+    }
+    if sizes.swaps:
+        always["staging buffers"] = staging
+    else:
+        if_parked["staging buffers"] = tuple(wanted), staging
+    return always, if_parked
+
+
+def _sums(sizes: Sizes) -> list[int]:
+    """Bytes of each tile's gradients."""
+    return [_whole(sizes.summed_in(tile).itemsize * tile.unit.count) for tile in sizes.tiles]
+
+
+def _tile(sizes: Sizes) -> int:
+    """Bytes of the largest tile's weights."""
+    return max((_whole(tile.unit.nbytes) for tile in sizes.tiles), default=0)
+
+
+def _largest(sizes: Sizes) -> int:
+    """Bytes of the largest layer's gradients as they are kept."""
+    return max(_whole(sizes.gradients.kept.itemsize * u.count) for u in sizes.units[:-1])
+
+
+def _moments(sizes: Sizes) -> int:
+    return sum(_whole(4 * n) for n in sizes.factored)
+
+
+def _states_on_way(sizes: Sizes) -> int:
+    pairs = zip(sizes.forms, sizes.stepped, strict=True)
+    return BUFFERS * max(nbytes for form, unit in pairs for nbytes in form.of_pieces(unit))
+
+
+def _always(_: str) -> bool:
+    return True
 
 
 def _filled(
@@ -267,11 +275,6 @@ def _filled(
         kept[what] = frozenset(chosen)
         host[what] = sum(each[i] for i in chosen)
     return kept, host
-
-
-def _at_once(count: int, wanted: dict[str, list[int]], parked: dict[str, int], what: str) -> int:
-    """Bytes of `count` of the largest, where some are on disk."""
-    return count * max(wanted[what]) if parked[what] else 0
 
 
 def _whole(nbytes: int) -> int:

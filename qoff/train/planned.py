@@ -28,7 +28,7 @@ from .homes import Homes
 from .needs import needs_of
 from .optimizers import Optimizer
 from .passes import StoppingLayer, TrainingPass, stop_of
-from .placement import Sizes
+from .sizes import Sizes
 from .swaps import Swaps
 
 

@@ -12,6 +12,7 @@ from qoff.budgets import resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.hf.plugin.streaming import frozen_of
+from qoff.memory.arena import PAGE, round_up
 from qoff.plan.sizes import ModelSizes
 from qoff.system_memory import free_memory
 
@@ -25,7 +26,7 @@ _SAVED = 16  # times the hidden states, by a layer whose costs depend on what it
 
 @dataclass(frozen=True)
 class Room:
-    """options: of `from_pretrained`. device_memory: of `offload`; None: as it was asked for."""
+    """options: of `from_pretrained`. device_memory: of `offload`; None, where a CPU computes."""
 
     options: dict[str, Any]
     device_memory: int | None = None
@@ -47,10 +48,10 @@ def room_of(
     On a CPU layers stream from their files. On a GPU they lie there, in host memory and in files,
     as far as bounds allow beside the training: its arenas, as `offload` counts them, activations
     that are kept, and twice what a layer saves, in float32. Hidden states of all micro-batches are
-    on the GPU only where packed layers then still fit. device_memory, host_memory: bytes of
-    all; None: nine tenths of what is free. dtype: that a GPU computes in. activation_disk: as
-    of `offload`, whose copies pass through buffers in host memory. Raises BudgetError where
-    a GPU has not enough for embedding, head and slots.
+    on the GPU only where packed layers then still fit, inputs of layers where all of these do.
+    device_memory, host_memory: bytes of all; None: nine tenths of what is free. dtype: that a GPU
+    computes in. activation_disk: as of `offload`, whose copies pass through buffers in host memory.
+    Raises BudgetError where a GPU has not enough for embedding, head and slots.
     """
     checkpoint = Checkpoint.open(path)
     if device.type == "cpu":
@@ -93,4 +94,9 @@ def room_of(
         )
     room = {device.index or 0: device_memory - training, "cpu": max(0, host_memory - in_host)}
     computes = resolve_dtype(dtype, checkpoint.config, device)
-    return Room({"device_map": "auto", "max_memory": room, "dtype": computes}, most)
+    options = {"device_map": "auto", "max_memory": room, "dtype": computes}
+    if most is None:
+        left = -missing - sum(job.frozen.layers)  # for inputs of layers
+        inputs = recipe.micro_batches * round_up(job.sizes.hidden, PAGE)  # of one
+        most = arenas + max(left, inputs - 1)
+    return Room(options, most)

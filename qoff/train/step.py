@@ -30,7 +30,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works with. states: homes of all that is kept, beside the layers' weights.
+    """What a step works with. states: homes of all that is kept beside weights of layers and tiles.
 
     device: that computes.
     """
@@ -50,7 +50,7 @@ class Parts:
     @property
     def kept(self) -> list[Home]:
         """Homes of all weights and states, and of gradients that wait."""
-        return [*self.held.weights.places, *self.states]
+        return [*self.held.weights.places, *self.states, *self.steps.tiles.kept]
 
 
 class Engine:
@@ -150,6 +150,8 @@ class Engine:
         losses: list[Tensor] = []
         for i in range(last + 1):
             self.parts.held.hold(i)
+            if i == last:
+                self.parts.steps.ready(last + 1)
             for m, one in enumerate(passes):
                 y, whole = self._compute(i, m, len(passes))
                 if i < last:

@@ -11,6 +11,7 @@ from .delayed import Delayed
 from .gradients import Gradients
 from .held import HeldUnits
 from .optimizers import FactoredRule, Optimizer
+from .tile_steps import TileSteps
 from .tiles import Tiles
 from .updates import Updater
 
@@ -28,8 +29,10 @@ class Stepping:
         updater: Updater,
         delayed: Delayed | None,
         tiles: Tiles,
+        of_tiles: TileSteps,
     ) -> None:
         self.changing, self.delayed, self.tiles = False, delayed, tiles
+        self._of_tiles = of_tiles
         self._held, self._gradients, self._updater = held, gradients, updater
         self._done: list[Future[None]] = []
 
@@ -43,7 +46,7 @@ class Stepping:
             self.changing = self.delayed.begin(optimizer)
 
     def ready(self, i: int) -> None:
-        """Wait until the gradients of a unit may be made."""
+        """Wait until the gradients of a unit may be made: the last's, before any loss is."""
         if self.delayed is not None:
             self.delayed.wait(i)
 
@@ -59,21 +62,7 @@ class Stepping:
         self._done.append(
             self._updater.submit(i, held.units[i], rule, weights, partial(gradients.take, i), after)
         )
-        self._tiles_of(i, rule)
-
-    def _tiles_of(self, i: int, rule: Rule | FactoredRule) -> None:
-        tiles = self.tiles
-        for j in tiles.layers.get(i, ()):
-            self._done.append(
-                self._updater.submit(
-                    len(self._held.units) + j,
-                    tiles.tiles[j].unit,
-                    rule,
-                    partial(tiles.to_step, j),
-                    partial(tiles.gradients, j),
-                    partial(tiles.stepped, j),
-                )
-            )
+        self._done += self._of_tiles.submit(i, rule)
 
     def all_units(self, rule: Rule | FactoredRule) -> None:
         """Step all layers by the gradients that are kept; their weights come once more."""
@@ -100,7 +89,7 @@ class Stepping:
             self._gradients.take_outer,
             _nothing,
         )
-        self._tiles_of(last, rule)
+        self._done += self._of_tiles.submit(last, rule)
         for update in (*self._done, outer):
             update.result()
         held.stepped.settle()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .embedding import EmbeddingRows
+from .embedding import EmbeddingRows, add_rows
 from .gradients import add_into
 from .tiles import Tiles
 
@@ -60,7 +60,7 @@ class TiledEmbedding(EmbeddingRows):
     def rows(self, ids: Tensor) -> Tensor:
         """Their values. Raises IndexError, DiskReadError."""
         flat, count = ids.reshape(-1), self._module.num_embeddings
-        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < count:
+        if not bool(((flat >= 0) & (flat < count)).all()):
             raise IndexError(f"token ids are not all from 0 to {count - 1}")
         found = flat.new_empty(len(flat), self._module.embedding_dim, dtype=self._dtype)
         with closing(self._tiles.weights(self._numbers)) as parts:
@@ -75,7 +75,7 @@ class TiledEmbedding(EmbeddingRows):
             with self._tiles.gradient(j) as (total, begun):
                 if not begun:
                     total.zero_()
-                total.index_add_(0, at, given[here].to(total.dtype))
+                add_rows(total, at, given[here].to(total.dtype))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -125,7 +125,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,), linear = ctx.saved_tensors, ctx.linear
-        of_x = torch.zeros(x.shape)
+        of_x = torch.zeros(x.shape, device=x.device)
         with closing(linear.tiles.weights(linear.numbers)) as parts:
             for j, (rows, w) in zip(linear.numbers, parts, strict=True):
                 part = grad[:, rows]
@@ -159,7 +159,7 @@ def loss_of_tiles(
             found.copy_(x @ w.t())
         return found if bias is None else found.add_(bias[rows])
 
-    largest = torch.full((len(x), 1), -torch.inf)
+    largest = torch.full((len(x), 1), -torch.inf, device=x.device)
     sums, picked = torch.zeros_like(largest), torch.zeros_like(largest)
     with closing(tiles.weights(numbers)) as parts:
         for rows, w in parts:
@@ -174,7 +174,7 @@ def loss_of_tiles(
     loss = (whole - picked).sum() * factor
     if not learns:
         return loss, None
-    of_x = torch.zeros(x.shape)
+    of_x = torch.zeros(x.shape, device=x.device)
     with closing(tiles.weights(numbers)) as parts:
         for j, (rows, w) in zip(numbers, parts, strict=True):
             given = logits_of(rows, w).sub_(whole).exp_().mul_(factor)

@@ -3,129 +3,81 @@
 Memory-centric tiling, as in ZeRO-Infinity (arXiv 2104.07857). A tile has weights, gradients and
 states of its own, in host memory or on disk. It is read when its rows are multiplied by: forward,
 forward again and backward, for each micro-batch. Gradients are summed where they lie, so those of
-several micro-batches are float32.
+several micro-batches are float32; on a GPU, sums come there and go back.
 """
 
 from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .gradients import add_into, square
-from .homes import Home, Homes
-from .layout import FlatUnit
+from .cuts import Tile
+from .gradients import add_into, squares
+from .homes import Home, Homes, Link, Read
 
-SLOTS = 3  # of weights: one is multiplied by, one is read, one is stepped
-BUFFERS = 3  # of gradients: one is made, one is written, one is used for a step
-
-
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """Rows of a linear layer or an embedding, or of both.
-
-    layer: the one that it is in; how many there are for what is outside of them. modules: whose
-    weight has the rows. unit: its only parameter is theirs.
-    """
-
-    layer: int
-    modules: tuple[nn.Module, ...]
-    name: str
-    rows: slice
-    unit: FlatUnit
-
-    @property
-    def count(self) -> int:
-        """Of its rows."""
-        return int(self.rows.stop - self.rows.start)
-
-    def reads(self, layers: int, pieces: int) -> tuple[int, int]:
-        """How often its weights are read for a micro-batch, forward and backward.
-
-        In a layer once, and backward once more as that is computed again; those of a head twice for
-        the loss and its gradients, of each piece of tokens, of an embedding once.
-        """
-        if self.layer < layers:
-            return 1, 2
-        return sum(2 * pieces if isinstance(m, nn.Linear) else 1 for m in self.modules), 0
-
-    def sums(self, layers: int, pieces: int) -> int:
-        """How often a micro-batch adds to its gradient."""
-        if self.layer < layers:
-            return 1
-        return sum(pieces if isinstance(m, nn.Linear) else 1 for m in self.modules)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The whole matrix, which has no memory while it is in tiles."""
-        found: Any = self.modules[0].weight
-        return found
-
-
-def cut(
-    layer: int,
-    own: Mapping[str, nn.Parameter],
-    users: Mapping[int, tuple[nn.Module, ...]],
-    most: int,
-) -> tuple[dict[str, nn.Parameter], list[Tile]]:
-    """Parameters of a layer that stay whole, and tiles of up to `most` bytes, or a row, of others.
-
-    users: modules whose forward may be replaced, by the identity of their weight; of all that have
-    it.
-    """
-    whole, tiles = dict[str, nn.Parameter](), list[Tile]()
-    for name, p in own.items():
-        modules = users.get(id(p))
-        if modules is None or p.nbytes <= most:
-            whole[name] = p
-            continue
-        rows = max(1, most // p[0].nbytes)
-        for start in range(0, len(p), rows):
-            part = nn.Parameter(p.data[start : start + rows])
-            found = slice(start, start + len(part))
-            unit = FlatUnit(f"{name}[{start}:{found.stop}]", {name: part})
-            tiles.append(Tile(layer, modules, name, found, unit))
-    return whole, tiles
+SLOTS = 2  # of weights to multiply by: one is, one is read
+SUMS = 2  # of gradients: one is made, one is written
+STEPPED = 1  # whose weights and gradients are on their way to a step
 
 
 @dataclass(frozen=True)
 class TileHomes:
-    """Where a tile's weights and gradients lie, and what gradients are."""
+    """Where a tile's weights and gradients lie, and what gradients are.
+
+    later: where weights are made while the present ones are computed with, if updates are delayed.
+    """
 
     weights: Home
     gradients: Home
     dtype: torch.dtype
+    later: Home | None = None
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """For tiles that do not lie where they are used; of each none, where all do.
+
+    weights: SLOTS to multiply by. sums: SUMS of gradients. stepped, landed: STEPPED of weights and
+    of gradients, where they are stepped: on a GPU, in host memory.
+    """
+
+    weights: Sequence[Tensor] = ()
+    sums: Sequence[Tensor] = ()
+    stepped: Sequence[Tensor] = ()
+    landed: Sequence[Tensor] = ()
 
 
 class Tiles:
     """Brings tiles to who multiplies by them, and keeps sums of their gradients.
 
-    slots, buffers: memory for tiles of weights and gradients on disk, SLOTS and BUFFERS of each, or
-    none where all are in host memory. numbers: of the tiles of a module.
+    link: between homes and what computes. numbers: of the tiles of a module.
     """
 
     def __init__(
         self,
         homes: Homes,
+        link: Link,
         tiles: Sequence[Tile],
         places: Sequence[TileHomes],
-        slots: Sequence[Tensor],
-        buffers: Sequence[Tensor],
+        memory: TileMemory,
+        device: torch.device,
     ) -> None:
-        self._homes, self.tiles, self.places = homes, list(tiles), list(places)
-        self._slots, self._stepping = list(slots[: SLOTS - 1]), list(slots[SLOTS - 1 :])
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for buffer in buffers:
-            self._free.put(buffer)
+        """device: computes."""
+        self._homes, self._link, self._device = homes, link, device
+        self.tiles, self.places = list(tiles), list(places)
+        self._present = [place.weights for place in places]
+        self._later = [place.later for place in places if place.later is not None]
+        self._slots, self._stepped = memory.weights, memory.stepped
+        self._free, self._landed = (_queue(x) for x in (memory.sums, memory.landed))
         self._writes: dict[int, Future[None]] = {}
-        self._squares: dict[int, float] = {}  # of tiles that have gradients in this step
+        self._squares: dict[int, list[Tensor]] = {}  # of tiles that have gradients in this step
         self._taken: dict[int, Tensor] = {}
         self.layers: dict[int, list[int]] = {}
         self.numbers: dict[nn.Module, list[int]] = {}
@@ -133,6 +85,12 @@ class Tiles:
             self.layers.setdefault(tile.layer, []).append(j)
             for module in tile.modules:
                 self.numbers.setdefault(module, []).append(j)
+
+    @property
+    def kept(self) -> list[Home]:
+        """Homes of weights, and of gradients where they wait for the next step."""
+        waiting = [place.gradients for place in self.places] if self._later else []
+        return [*self._present, *waiting]
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
@@ -143,7 +101,7 @@ class Tiles:
 
         To be closed: else a read may be on its way to a slot that others use by then.
         """
-        ahead: Future[None] | None = None
+        ahead: Read | None = None
         try:
             for at, j in enumerate(numbers):
                 read, ahead = ahead, None
@@ -162,26 +120,25 @@ class Tiles:
     def gradient(self, j: int) -> Iterator[tuple[Tensor, bool]]:
         """Where the gradient of a tile is summed, [rows, K], and whether it has a sum."""
         home, begun = self.places[j].gradients, j in self._squares
-        memory = home.memory
-        if memory is None:
-            write = self._writes.pop(j, None)
-            memory = self._free.get()
-            try:
-                if write is not None:
-                    write.result()
-                if begun:
-                    self._homes.read(home, memory[: home.nbytes]).result()
-                yield self._sum(j, memory), begun
-            except BaseException:
-                self._free.put(memory)
-                raise
-            self._squares[j] = square(self._sum(j, memory))
-            self._writes[j] = self._homes.write(
-                home, memory[: home.nbytes], lambda: self._free.put(memory)
-            )
-        else:
+        memory = self._link.here(home)
+        if memory is not None:
             yield self._sum(j, memory), begun
-            self._squares[j] = square(self._sum(j, memory))
+            self._squares[j] = squares(self._sum(j, memory))
+            return
+        write = self._writes.pop(j, None)
+        memory = self._free.get()
+        source = memory[: home.nbytes]
+        try:
+            if write is not None:
+                write.result()
+            if begun:
+                self._link.read(home, source).result()
+            yield self._sum(j, memory), begun
+            self._squares[j] = squares(self._sum(j, memory))
+        except BaseException:
+            self._free.put(memory)
+            raise
+        self._writes[j] = self._link.write(home, source, lambda: self._free.put(memory))
 
     def add(self, j: int, of_y: Tensor, x: Tensor) -> None:
         """Add the gradient of a tile, of what it was given [M, K], and that of what it gave."""
@@ -196,57 +153,76 @@ class Tiles:
     @property
     def squares(self) -> float:
         """The sum of the squares of all gradients."""
-        return math.fsum(self._squares.values())
+        return math.fsum(float(x) for parts in self._squares.values() for x in parts)
+
+    def keep(self) -> None:
+        """Have all gradients wait at home for the next step. Raises DiskWriteError."""
+        for j in range(len(self.tiles)):
+            if j not in self._squares:
+                with self.gradient(j) as (total, _):
+                    total.zero_()
+        for write in self._writes.values():
+            write.result()
 
     def fill(self, j: int) -> Tensor:
         """Move a tile's weights to their home, and take them from its layer; returns them, flat."""
-        tile, home = self.tiles[j], self.places[j].weights
-        memory = self._stepping[0] if home.memory is None else home.memory
+        tile, home = self.tiles[j], self._present[j]
+        memory = self._stepped[0] if home.memory is None else home.memory
         flat = tile.unit.flat(memory).zero_()
         weight = tile.weight
         self._matrix(j, memory).copy_(weight.data[tile.rows])
         if home.memory is None:
-            self._homes.write(home, memory[: home.nbytes], lambda: None).result()
+            self._homes.write(home, memory[: home.nbytes], _nothing).result()
+        tile.unit.on(self._device)
         tile.unit.bind(None)
         if tile.rows.stop == len(weight):
-            weight.data = _NAN.to(flat.dtype).expand(weight.shape)
+            nothing = torch.full((), float("nan"), dtype=flat.dtype, device=self._device)
+            weight.data = nothing.expand(weight.shape)
         return flat
 
     def to_step(self, j: int) -> Tensor:
         """A tile's weights, flat, in the thread that steps it. Raises DiskReadError."""
-        home = self.places[j].weights
-        if home.memory is not None:
-            return self.tiles[j].unit.flat(home.memory)
-        memory = self._stepping[0]
-        self._homes.read(home, memory[: home.nbytes]).result()
-        return self.tiles[j].unit.flat(memory)
+        memory = self._present[j].memory
+        later = self._later[j].memory if self._later else None
+        if later is not None and memory is not None:
+            memory = later.copy_(memory)
+        return self.tiles[j].unit.flat(self._from_disk(j) if memory is None else memory)
 
     def gradients(self, j: int) -> Tensor:
-        """A tile's gradients, flat, until `stepped`; in the same thread."""
+        """A tile's gradients, flat, until `give_back`; in the same thread. Raises DiskReadError."""
         unit, home = self.tiles[j].unit, self.places[j].gradients
-        memory = home.memory
+        write = self._writes.pop(j, None)
+        if write is not None:
+            write.result()
+        memory, found = home.memory, bool(self._later) or j in self._squares
         if memory is None:
-            write = self._writes.pop(j, None)
-            if write is not None:
-                write.result()
-            self._taken[j] = memory = self._free.get()
-            if j in self._squares:
+            self._taken[j] = memory = self._landed.get()
+            if found:
                 self._homes.read(home, memory[: home.nbytes]).result()
         flat = self._flat(j, memory)
-        if j not in self._squares:
+        if not found:
             flat.zero_()
         for gap in unit.gaps(flat):
             gap.zero_()
         return flat
 
+    def give_back(self, j: int) -> None:
+        """The memory of a tile's gradients is free."""
+        buffer = self._taken.pop(j, None)
+        if buffer is not None:
+            self._landed.put(buffer)
+
     def stepped(self, j: int) -> None:
         """A tile is stepped: write it. Raises DiskWriteError."""
-        buffer, home = self._taken.pop(j, None), self.places[j].weights
-        if buffer is not None:
-            self._free.put(buffer)
+        self.give_back(j)
+        home = self._later[j] if self._later else self._present[j]
         if home.memory is None:
-            source = self._stepping[0][: home.nbytes]
-            self._homes.write(home, source, lambda: None).result()
+            self._homes.write(home, self._stepped[0][: home.nbytes], _nothing).result()
+
+    def turn(self) -> None:
+        """The weights that were made later are the present ones."""
+        if self._later:
+            self._present, self._later = self._later, self._present
 
     def end(self) -> None:
         """Wait for what is being written, however the step has ended."""
@@ -255,26 +231,30 @@ class Tiles:
         self._writes.clear()
 
     def of_layer(self, layer: int) -> dict[str, Tensor]:
-        """Copies of the whole weights of a layer that lie in tiles, by name."""
+        """Copies of the whole weights of a layer that lie in tiles, by name; outside of steps."""
         found: dict[str, Tensor] = {}
         for j in self.layers.get(layer, ()):
-            tile = self.tiles[j]
+            tile, memory = self.tiles[j], self._present[j].memory
             weight = tile.weight
             if tile.name not in found:
                 found[tile.name] = torch.empty(weight.shape, dtype=weight.dtype)
-            with closing(self.weights([j])) as parts:
-                for rows, x in parts:
-                    found[tile.name][rows] = x
+            rows = self._matrix(j, self._from_disk(j) if memory is None else memory)
+            found[tile.name][tile.rows] = rows
         return found
 
-    def _read(self, j: int, at: int) -> Future[None] | None:
-        home = self.places[j].weights
-        if home.memory is not None:
+    def _from_disk(self, j: int) -> Tensor:
+        memory, home = self._stepped[0], self._present[j]
+        self._homes.read(home, memory[: home.nbytes]).result()
+        return memory
+
+    def _read(self, j: int, at: int) -> Read | None:
+        home = self._present[j]
+        if self._link.here(home) is not None:
             return None
-        return self._homes.read(home, self._at(j, at)[: home.nbytes])
+        return self._link.read(home, self._at(j, at)[: home.nbytes])
 
     def _at(self, j: int, at: int) -> Tensor:
-        memory = self.places[j].weights.memory
+        memory = self._link.here(self._present[j])
         return self._slots[at % len(self._slots)] if memory is None else memory
 
     def _matrix(self, j: int, memory: Tensor) -> Tensor:
@@ -290,4 +270,12 @@ class Tiles:
         return memory[: dtype.itemsize * self.tiles[j].unit.count].view(dtype)
 
 
-_NAN = torch.full((), float("nan"))
+def _queue(buffers: Sequence[Tensor]) -> queue.SimpleQueue[Tensor]:
+    found: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    for buffer in buffers:
+        found.put(buffer)
+    return found
+
+
+def _nothing() -> None:
+    pass

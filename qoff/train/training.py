@@ -19,6 +19,7 @@ from .checkpoints import Progress, kind_of_run, opened, restore, save
 from .exports import replacing, save_model
 from .homes import Homes
 from .loss_scale import LossScale, uses_float16
+from .needs import kept_as
 from .optimizers import Optimizer
 from .placement import Placement
 from .step import Batch, Engine
@@ -148,6 +149,12 @@ class Training:
             parts.activations.peak,
         )
 
+    def kept_as(self, gradients: str) -> str:
+        """What gradients of this model's layers are kept as where `offload` is told `gradients`."""
+        parts = self._engine.parts
+        units = (*parts.held.units[:-1], *(tile.unit for tile in parts.steps.tiles.tiles))
+        return str(kept_as(gradients, units)).removeprefix("torch.")
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all weights that learn, by name.
 
@@ -235,8 +242,9 @@ class Training:
     def _kind_of_run(self) -> dict[str, Any]:
         parts = self._engine.parts
         tiles = [tile.unit for tile in parts.steps.tiles.tiles]
+        sums = [place.dtype for place in parts.steps.tiles.places]
         late, gradient = parts.steps.delayed is not None, parts.gradients.dtypes.kept
-        return kind_of_run(parts.held.units, self.optimizer, late, tiles, gradient)
+        return kind_of_run(parts.held.units, self.optimizer, late, tiles, gradient, sums)
 
     def _check_whole(self) -> None:
         if self._engine.parts.steps.changing:

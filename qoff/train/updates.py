@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.memory.io.workers import Workers
 
-from .factored import FactoredMoments
+from .factored import FactoredPart, Run
 from .homes import Home, Homes
 from .layout import FlatUnit, StateForm
 from .optimizers import FactoredRule
@@ -25,7 +25,7 @@ class Updater:
     """Steps units one after another; the states of those on disk pass through a few buffers.
 
     states: by unit, the home of each piece. buffers: each as large as the largest piece. factored:
-    by unit, moments that stay in memory, if there are any.
+    by unit, its part of moments that stay in memory, if there are any.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Updater:
         forms: Sequence[StateForm],
         states: Sequence[Sequence[Home]],
         buffers: Sequence[Tensor],
-        factored: Sequence[FactoredMoments | None],
+        factored: Sequence[FactoredPart | None],
     ) -> None:
         self._factored = factored
         self._homes, self._forms, self._states = homes, forms, states
@@ -48,7 +48,7 @@ class Updater:
         """Write the states of a unit before the first step. weights: flat."""
         factored = self._factored[i]
         if factored is not None:
-            factored.begin(weights)
+            factored.moments.begin(factored.runs, weights)
         for (start, stop), home in zip(unit.pieces, self._states[i], strict=True):
             buffer = self._free.get() if home.memory is None else home.memory
             self._forms[i].begin(buffer, weights[start:stop])
@@ -76,6 +76,32 @@ class Updater:
             finally:
                 then()
 
+        self._last = self._worker.submit(work)
+        return self._last
+
+    def prepare(
+        self,
+        numbers: Sequence[int],
+        rule: FactoredRule,
+        grad: Callable[[int], Tensor],
+        give_back: Callable[[int], None],
+    ) -> Future[None]:
+        """Before units of one matrix are stepped: its means, of the gradients of all of them.
+
+        grad: of each, flat, until `give_back`; both are called in the worker's thread, two times.
+        """
+        found = [self._factored[i] for i in numbers]
+
+        def parts() -> Iterator[tuple[Sequence[Run], Tensor]]:
+            for i, part in zip(numbers, found, strict=True):
+                assert part is not None
+                try:
+                    yield part.runs, grad(i)
+                finally:
+                    give_back(i)
+
+        assert found[0] is not None
+        work = partial(found[0].moments.prepare, rule, parts)
         self._last = self._worker.submit(work)
         return self._last
 
@@ -134,12 +160,12 @@ class Updater:
             assert isinstance(rule, FactoredRule)
             assert factored is not None
             wide = own if master is None else master
-            factored.step(rule, factored.runs[at], wide, grad)
-            if master is not None:
-                own.copy_(master)
+            copy = None if master is None else own
+            factored.moments.step(rule, factored.runs[at], wide, grad, copy)
 
         if factored is None:
             return dense
         assert isinstance(rule, FactoredRule)
-        factored.prepare(rule, grad)
+        if factored.alone:
+            factored.moments.prepare(rule, lambda: [(factored.runs, grad)])
         return by_rows

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from qoff.checkpoint import Checkpoint
 from qoff.cli.main import app
 from qoff.train import Training
 from tests.tiny_models import tiny_checkpoint, tiny_model
@@ -67,8 +68,12 @@ def test_all_weights_learn_and_load_in_transformers(
     out = tmp_path / "out"
     options = ["--full", "-o", out, *QUICK, "--lr", 1e-2, "--max-norm", 1, "--steps", 8]
     options += ["--plot", tmp_path / "losses"]
-    said = succeed(model, data, *options, "--host-memory", 0, "--disk", tmp_path / "disk")
+    packed = tmp_path / "packed"
+    said = succeed(
+        model, data, *options, "--host-memory", 0, "--disk", tmp_path / "disk", "--packed", packed
+    )
     assert "all weights after 8 steps" in said.stdout
+    assert f"{packed}: {len(Checkpoint.open(packed).layers)} layers" in said.stdout
     rows = log(out)
     assert [row["step"] for row in rows] == [str(i) for i in range(1, 9)]
     assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
@@ -87,8 +92,13 @@ def test_all_weights_learn_and_load_in_transformers(
     begun = json.loads(header.read_text())
     del begun["position"]["optimizer"], begun["position"]["gradients"]  # as of an older version
     header.write_text(json.dumps(begun))
-    again = succeed(model, data, *options)  # nothing is left to do, wherever it lies
+    again = succeed(model, data, *options, "--packed", packed)  # nothing is left, wherever it lies
     assert "goes on after step 8" in again.output
+    begun["position"]["gradients"] = "auto"  # float32, of this model; as of an older version
+    header.write_text(json.dumps(begun))
+    succeed(model, data, *options, "--gradients", "float32")
+    other = run(model, data, *options, "--gradients", "bfloat16")
+    assert "its gradients is float32, here bfloat16" in other.output
 
 
 def test_a_run_that_was_ended_goes_on_bit_for_bit(
@@ -256,6 +266,10 @@ def test_what_cannot_be_is_refused(
         ([model, bad, *full], "bad.jsonl has no example that something is learned from"),
         ([model, data, "--full", "-o", model], "is there, and no run of qoff"),
         ([model, data, *full, "--host-memory", 0], "go to disk"),
+        ([model, data, *full, "--packed", model], "is there, and no qoff checkpoint; choose"),
+        ([model, data, *full, "--packed", tmp_path], "has the output in it; choose a folder of"),
+        ([model, data, *full, "--packed", checkpoint], "is there, and no result of this run"),
+        ([model, data, "-o", out, "--lora", "r=4", "--packed", out], "--packed is for --full"),
     ):
         result = run(*arguments)
         assert result.exit_code == 1, arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
+from qoff.kernels.cpu.jit.pool import Pool
+from qoff.kernels.cpu.optim import rows
 from qoff.kernels.cpu.optim.scratch import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.kernels.reference.optim import dequantized
@@ -182,3 +185,67 @@ def test_other_operands_are_refused(change: dict[str, Any], message: str) -> Non
     given = {"master": torch.zeros(16), "grad": torch.zeros(16), "moments": moments(16, True)}
     with pytest.raises(OpError, match=message):
         update(adam_rule(1), **{**given, **change})
+
+
+def _updates(g: Tensor, of_rows: Tensor, of_columns: Tensor, most: float) -> Tensor:
+    return g.double() * (of_rows.double()[:, None] * of_columns.double()).clamp(max=most)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (7, 4096), (1100, 32)])
+def test_passes_over_rows_are_those_of_wider_numbers(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    n, k = shape
+    g = _wide_range(n * k).view(n, k).to(dtype)
+    near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+    of_rows, of_columns = rows.squares(g, 0.5)
+    square = (g.double() / 2).square()
+    torch.testing.assert_close(of_rows, square.sum(1).float(), **near)
+    torch.testing.assert_close(of_columns, square.sum(0).float(), **near)
+    a, b = torch.rand(n) + 0.1, torch.rand(k) + 0.1
+    a[0] = math.inf
+    wanted = _updates(g, a, b, 4.0)
+    size = rows.size(g, a, b, 4.0)
+    torch.testing.assert_close(size, wanted.square().sum(1).float(), **near)
+    before = torch.randn(n, k)
+    found = []
+    for threads in (1, 3):
+        pool, w, copy = Pool(threads), before.clone(), torch.empty(n, k, dtype=torch.bfloat16)
+        try:
+            after = rows.step(w, g, a, b, 4.0, 0.9, 0.1, copy, pool)
+        finally:
+            pool.close()
+        assert torch.equal(copy, w.bfloat16())
+        torch.testing.assert_close(w, (before.double() * 0.9 - 0.1 * wanted).float(), **near)
+        torch.testing.assert_close(after, w.double().square().sum(1).float(), **near)
+        found.append((w, after))
+    assert all(map(torch.equal, *found))
+
+
+def test_passes_over_rows_do_not_ask_what_dtype_torch_makes() -> None:
+    g = torch.randn(7, 32)
+    wanted = rows.squares(g, 1.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = rows.squares(g, 1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_rows_that_are_no_vectors_are_refused() -> None:
+    for g in (
+        torch.zeros(3, 8),
+        torch.zeros(16),
+        torch.zeros(16, 32).t(),
+        torch.zeros(3, 16).half(),
+    ):
+        with pytest.raises(OpError, match=r"contiguous float32 or bfloat16 \[N, K\]"):
+            rows.squares(g, 1.0)
+    g, a, b = torch.zeros(3, 16), torch.ones(3), torch.ones(16)
+    with pytest.raises(OpError, match="of_rows must be"):
+        rows.size(g, b, a, 1.0)
+    with pytest.raises(OpError, match=r"copy must be bfloat16 or float16 \[3, 16\]"):
+        rows.step(g, g, a, b, 1.0, 1.0, 0.0, torch.zeros(3, 16))

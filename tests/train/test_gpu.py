@@ -25,7 +25,7 @@ from tests.tiny_models import tiny_checkpoint
 
 from .gpu import LateStream, on_meta, simulated
 from .test_planned import job_of
-from .test_training import LR, OPTIMIZERS, TOKENS, batch, model_of
+from .test_training import LAYERS, LR, OPTIMIZERS, TOKENS, batch, model_of
 
 MANY = 5  # layers, of which three are in slots
 PLACES = ["host", "host and disk", "disk"]
@@ -110,6 +110,23 @@ def test_hidden_states_of_many_micro_batches_lie_in_host_memory(
             8 * 4096,
             0,
         )
+
+
+def test_inputs_of_layers_take_what_a_gpu_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(model_of("llama"), PLACES[0], tmp_path)
+    simulated(monkeypatch)
+    whole = run(model_of("llama"), "host", tmp_path)
+    least = sum(whole[2].placement.device.values())
+    moved = "inputs of units to the GPU"
+    every = whole[2].stats.moved[moved]
+    for near in (0, 2, LAYERS):
+        room = least + near * 2 * 4096 + 4096
+        found = run(model_of("llama"), "host", tmp_path, device_memory=room)
+        assert_same(found, wanted)
+        assert found[2].placement.near == frozenset(range(LAYERS - near, LAYERS))
+        assert found[2].stats.moved.get(moved, 0) == every * (LAYERS - near) // LAYERS
 
 
 @pytest.mark.parametrize("count", [1, 3])

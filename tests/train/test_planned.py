@@ -163,21 +163,31 @@ def test_a_plan_fits_and_is_what_the_trainer_takes(memory: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("clips", "part", "name"),
-    [(False, "layers", "llama"), (True, "all", "llama"), (False, "all", "tied")],
+    ("clips", "part", "name", "rule"),
+    [
+        (False, "layers", "llama", train.AdamW(lr=LR)),
+        (True, "all", "llama", train.AdamW(lr=LR)),
+        (False, "all", "tied", train.AdamW(lr=LR)),
+        (False, "all", "tied", train.Adafactor(lr=LR)),
+    ],
 )
 def test_what_a_machine_is_too_small_for_is_planned_in_tiles(
-    clips: bool, part: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: bool,
+    part: str,
+    name: str,
+    rule: train.Optimizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placement, "TILES", (TILE,))
     monkeypatch.setattr(placement, "PARTS", (part,))
-    job = job_of(name, train.AdamW(lr=LR), clips=clips)
+    job = job_of(name, rule, clips=clips)
     whole = sum(placed(job.sizes, None, 0, True).device.values()) + sum(_beside(job).values())
     found = training_plan(job, with_disk(Link(1.0), device=whole - 1))  # a byte a second
     assert found.job.learned == job.learned
     training = train.offload(
         model_of(name),
-        train.AdamW(lr=LR),
+        rule,
         tokens=TOKENS,
         micro_batches=2,
         device_memory=found.options()["--device-memory"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -221,6 +223,17 @@ def test_arenas_are_what_the_placement_counts(tmp_path: Path) -> None:
         training.step([batch(0)])
         device, host, _ = training.placement.totals
         assert (training.stats.device_peak, training.stats.host_peak) == (device, host)
+
+
+def test_memory_is_free_when_nobody_has_the_training(tmp_path: Path) -> None:
+    training = offloaded(model_of("llama"), PLACES[0], tmp_path, max_norm=1.0)
+    training.step(batches_of(0))
+    homes = weakref.ref(training._homes)
+    memory = weakref.ref(training._engine.parts.held.weights.places[0].memory)
+    del training
+    gc.collect()
+    assert homes() is None
+    assert memory() is None
 
 
 def test_dropout_is_the_same_in_backward(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def adam_block(args, numbers, common, scales, start, scratch, spare):
     for i in range(0, BLOCK, 16):
         _ask(master, grad, narrow, first, second, i)
         p = simd.load_f32(master + 4 * i)
-        g = lanes.load_bf16(grad + 2 * i) if narrow else simd.load_f32(grad + 4 * i)
+        g = simd.load_bf16(grad + 2 * i) if narrow else simd.load_f32(grad + 4 * i)
         m = simd.mul_add(lanes.load_first(first + i), m_scale, g)
         v_root = simd.mul(lanes.load_second(second + i), v_scale)
         v = simd.mul_add(v_root, v_root, simd.mul(g, g))

@@ -54,11 +54,10 @@ def sign(b, x):
     return b.select(b.fcmp_ordered("!=", x, const_f32(0.0)), one, x)
 
 
-@vector_intrinsic(f32x16, _i64)
-def load_bf16(b, address):
-    """16 bfloat16 numbers, widened."""
-    words = b.zext(load(b, address, 0, _V_I16), V_I32)
-    return b.bitcast(b.shl(words, const_i32(16)), V_F32)
+@vector_intrinsic(f32x16, f32x16, f32x16)
+def smaller(b, x, y):
+    """The smaller of two; x if either is NaN."""
+    return b.select(b.fcmp_unordered("<", x, y), x, y)
 
 
 @vector_intrinsic(types.void, _i64, f32x16)

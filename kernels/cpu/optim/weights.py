@@ -87,7 +87,7 @@ def flags(args):
 @inlined
 def gradient(numbers, grad, narrow, decays, at, weight):
     """16 gradients, scaled, and with a share of the weights."""
-    g = lanes.load_bf16(grad + 2 * at) if narrow else simd.load_f32(grad + 4 * at)
+    g = simd.load_bf16(grad + 2 * at) if narrow else simd.load_f32(grad + 4 * at)
     g = simd.mul(g, numbers[0])
     return simd.mul_add(numbers[1], weight, g) if decays else g
 
