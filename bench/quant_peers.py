@@ -40,7 +40,7 @@ from qoff.checkpoint.layout import QuantEntry
 from qoff.cli.convert import calibration_ids
 from qoff.errors import QoffError
 from qoff.eval.mixing.mixing import mixed_for_bits
-from qoff.eval.mixing.sensitivity import Sensitivities
+from qoff.eval.mixing.native import NativeSensitivities
 from qoff.eval.perplexity.metrics import Scores, summarize
 from qoff.eval.perplexity.models import open_float, stored_reference, tokenizer_of
 from qoff.eval.perplexity.records import Records
@@ -109,7 +109,7 @@ def mixed(inputs: Inputs, bits: float) -> Weights:
     """What a conversion with `--target-bits` stores; losses are measured on a third of the text."""
     quant, measured = QuantConfig(solver="gptq"), torch.arange(len(inputs.ids)) % 3 == 0
     model, solver = Unconverted.of(open_source(inputs.source)), inputs.ids[~measured]
-    found = Sensitivities(model, inputs.ids[measured], quant, calibration=solver)
+    found = NativeSensitivities(model, inputs.ids[measured], quant, calibration=solver)
     formats = mixed_for_bits(found, found.of(), bits).formats
     return ours(replace(inputs, ids=solver), replace(quant, weights=formats))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import cpu_matmul, disk_stream
+from bench import conversion, cpu_matmul, disk_stream
 from bench.bandwidth import ReadBandwidth, read_all, read_pieces
 from bench.greedy import generate as native_generate
 from bench.harness import Bar, Report
@@ -22,7 +22,7 @@ from qoff.errors import QoffError
 from qoff.measure.machine import machine, versions
 from qoff.measure.samples import Samples
 from qoff.models.runtime import Runtime
-from tests.tiny_models import tiny_checkpoint
+from tests.tiny_models import tiny_checkpoint, tiny_model
 
 TINY_SHAPE = TINYLLAMA | {
     "hidden_size": 128,
@@ -139,3 +139,12 @@ def test_accelerate_has_all_weights_on_disk(tmp_path: Path) -> None:
     assert peer.nbytes == sum(2 * p.numel() for p in peer._model.parameters())
     peer.drop_page_cache()
     assert peer.token() > 0
+
+
+def test_a_conversion_is_timed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    source = tiny_model(tmp_path_factory.getbasetemp(), "llama")
+    options = ["--options", "--solver rtn --no-measure --group-size 32"]
+    conversion.main(["--model", str(source), "--out", str(tmp_path / "x.json"), *options])
+    measured = json.loads((tmp_path / "x.json").read_text())["measured"]
+    assert measured.keys() == {"seconds", "bytes"}
+    assert measured["bytes"] > 0
