@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -68,17 +69,48 @@ class RawRead:
         self.reader = DiskReader()
 
     def __call__(self) -> float:
-        start = time.perf_counter()
+        start = perf_counter()
         pending = [self._submit(0)]
         for i in range(1, len(self._pieces)):
             pending.append(self._submit(i))
             pending.pop(0).result()  # then its buffer is free for the piece after this
         pending.pop().result()
-        return sum(size for _, _, size in self._pieces) / (time.perf_counter() - start)
+        return sum(size for _, _, size in self._pieces) / (perf_counter() - start)
 
     def _submit(self, i: int) -> Any:
         path, start, size = self._pieces[i]
         return self.reader.submit(path, start, self._buffers[i % 2][:size])
+
+
+class Shared(NamedTuple):
+    """What is left while all cores read memory and a disk is read: parts of the rates alone."""
+
+    cores: float
+    disk: float
+
+    def seconds(self, computing: float, reading: float) -> float:
+        """The least time for both, of their times alone: one beside the other as long as it pays.
+
+        As if the computation did nothing but read memory.
+        """
+        both = min(computing / self.cores, reading / self.disk)
+        beside = both + (computing - both * self.cores) + (reading - both * self.disk)
+        return min(computing + reading, beside)
+
+
+def shared(raw: RawRead, buffer: torch.Tensor, alone: float) -> Shared:
+    """Read memory on all cores while `raw` goes on. alone: its rate. buffer: as `read_all` has it.
+
+    A part is at most 1.
+    """
+    free = statistics.median(timed(lambda: read_all(buffer))() for _ in range(3))
+    with ThreadPoolExecutor(1) as thread:
+        reading, start, count = thread.submit(lambda: [raw() for _ in range(4)]), perf_counter(), 0
+        while not reading.done():
+            read_all(buffer)
+            count += 1
+        cores = count * free / (perf_counter() - start)
+        return Shared(min(1.0, cores), min(1.0, statistics.median(reading.result()) / alone))
 
 
 def copy_rate(device: torch.device | str = "cpu", nbytes: int = 256 << 20) -> float:
@@ -89,11 +121,11 @@ def copy_rate(device: torch.device | str = "cpu", nbytes: int = 256 << 20) -> fl
     seconds = []
     with torch_threads(1):
         for _ in range(8 if on_gpu else 3):
-            start = time.perf_counter()
+            start = perf_counter()
             dest.copy_(source, non_blocking=True)
             if on_gpu:
                 torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(perf_counter() - start)
     return nbytes / statistics.median(seconds)
 
 

@@ -4,7 +4,9 @@ The demo model, and with `--large` a random one of 1.1B parameters: decode round
 weights, KV cache or hidden states are moved. The bound of a round is the longest of its computation
 (the round of the same batches with everything resident), the bytes it reads from disk at the rate
 of O_DIRECT reads alone, and its copies at the rate of a copy alone, all in the same turn: plans go
-on for a few rounds each, one after another.
+on for a few rounds each, one after another. On a CPU, cores that read memory and a disk that writes
+to it take from each other: the second bound is of both at the rates that they have together, as if
+the computation did nothing but read memory.
 `--device cuda` measures the same on a GPU, whose copies are those from pinned memory.
 """
 
@@ -22,7 +24,7 @@ from typing import Any, Self
 
 import torch
 
-from bench.bandwidth import RawRead, copy_rate
+from bench.bandwidth import RawRead, ReadBandwidth, Shared, copy_rate, shared
 from bench.demo import fetch_checkpoint
 from bench.harness import Report, arguments
 from bench.plot import draw
@@ -160,9 +162,11 @@ def measure(
             case()  # compiles, and compares each file with its checksum
             case.begin()
         found: dict[str, list[RoundStats]] = {label: [] for label in cases}
-        disk, copies = [], []
+        buffer = ReadBandwidth(64 << 20).buffer if device == "cpu" else None
+        disk, copies, left = [], [], []
         for _ in range(turns):
             disk.append(raw())
+            left.append(None if buffer is None else shared(raw, buffer, disk[-1]))
             copies.append(copy_rate(device))
             for label, case in cases.items():
                 found[label].append(case.turn(ROUNDS))
@@ -180,7 +184,22 @@ def measure(
             }
             for one, seconds, read, copied in zip(stats, compute, disk, copies, strict=True)
         ]
-        _row(result, name, label, stats, memory[label], bounds)
+        together = [
+            max(turn["host"], max(turn.values()) if one is None else _both(one, turn))
+            for one, turn in zip(left, bounds, strict=True)
+        ]
+        _row(result, name, label, stats, memory[label], bounds, together)
+    if buffer is not None:
+        parts = zip(*(one for one in left if one is not None), strict=True)
+        cores, read = (statistics.median(part) for part in parts)
+        result.notes.append(
+            f"{name}: beside each other cores that read memory keep {cores:.2f} of their rate, "
+            f"the disk {read:.2f} of its"
+        )
+
+
+def _both(left: Shared, turn: dict[str, float]) -> float:
+    return left.seconds(turn["compute"], turn["disk"])
 
 
 def _row(
@@ -190,14 +209,16 @@ def _row(
     stats: list[RoundStats],
     memory: int,
     bounds: list[dict[str, float]],
+    together: list[float],
 ) -> None:
-    """bounds: of each turn, the seconds of a round by what may limit it."""
+    """bounds: of each turn, the seconds of a round by what may limit it. together: by all."""
     seconds = Samples(tuple(r.seconds for r in stats))
     one = stats[0]
     needs = {link: statistics.median(turn[link] for turn in bounds) for link in bounds[0]}
     limit = max(needs, key=lambda link: needs[link])
     bound = statistics.median(max(turn.values()) for turn in bounds)
     reached = [max(turn.values()) / r.seconds for turn, r in zip(bounds, stats, strict=True)]
+    of_both = [both / r.seconds for both, r in zip(together, stats, strict=True)]
     tokens = one.generated
     waits = [statistics.median(getattr(r, f"{w}_wait_s") for r in stats) for w in _WAITS]
     result.rows.append(
@@ -211,6 +232,7 @@ def _row(
             f"{sum(waits) / seconds.median:.0%}",
             f"{tokens / bound:.1f} ({limit})",
             f"{statistics.median(reached):.2f}",
+            f"{statistics.median(of_both):.2f}",
         )
     )
     result.measured[f"{name}: {label}"] = {
@@ -224,6 +246,7 @@ def _row(
         "bound_s": bound,
         "limit": limit,
         "of_the_bound": reached,
+        "of_both_together": of_both,
     }
     result.ratios[f"{name}: {label}, of the bound"] = statistics.median(reached)
 
@@ -247,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         {"quick": args.quick, "large": args.large, "device": args.device},
         "decode rounds of the block schedule; of bound: part of what bytes or computation allow",
         ("plan", "device", "tokens/s", "spread", "disk MB/token", "host MB/token", "waiting",
-         "bound", "of bound"),
+         "bound", "of bound", "together"),
     )  # fmt: skip
     work = Work(2, 2, 128, 10) if args.quick else Work(16, 2, 256, 80)
     turns, on_cpu = 1 if args.quick else 12, args.device == "cpu"

@@ -1,6 +1,6 @@
 """Whether the planner is right: each measure alone with `--only`, or all of them.
 
-links: link-bound rounds over simulated links. rounds: real plans on two models, each predicted with
+links: rounds that a simulated disk bounds. rounds: real plans on two models, each predicted with
 constants fitted on the other. regret: the chosen plan beside random ones that were run. grid:
 beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
 takes more. tokenizers: what made-up ones keep. flexgen: its published figures by its own model, and

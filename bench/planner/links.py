@@ -1,6 +1,6 @@
-"""Link-bound rounds: real weights and threads, over links that sleep for as long as bytes take.
+"""Link-bound rounds: real weights and threads, over a disk that sleeps for as long as bytes take.
 
-The rate of a link is known then, so what is left is the model's: how work overlaps, and what the
+The rate of the link is known then, so what is left is the model's: how work overlaps, and what the
 seams take.
 """
 
@@ -48,18 +48,12 @@ class SleepingLink:
         return count
 
 
-def behind(disk: float, copies: float) -> tuple[Instrumentation, MachineProfile]:
-    """Hooks that slow links down to these rates, and the machine that has such links."""
+def behind(disk: float) -> tuple[Instrumentation, MachineProfile]:
+    """Hooks that slow the disk down to this rate, and the machine that has such a disk."""
     folder = Path(os.environ.get("TMPDIR", "/tmp"))
     profile = assumed_profile(torch.device("cpu"), folder)
-    hooks = replace(PLAIN, preadv=SleepingLink(disk).preadv, on_copy=SleepingLink(copies).take)
-    return hooks, replace(
-        profile,
-        disk_read=Link(disk),
-        to_device=Link(copies),
-        from_device=Link(copies),
-        notes=(),
-    )
+    hooks = replace(PLAIN, preadv=SleepingLink(disk).preadv)
+    return hooks, replace(profile, disk_read=Link(disk), notes=())
 
 
 def measure(quick: bool) -> Report:
@@ -67,16 +61,16 @@ def measure(quick: bool) -> Report:
     result = Report(
         "planner-links",
         {"quick": quick},
-        "decode rounds over links that sleep",
+        "decode rounds over a disk that sleeps",
         ("plan", "measured ms", "cost model ms", "error", "virtual time ms", "error", "limit"),
     )
-    disk, copies = (400e6, 400e6) if quick else (100e6, 100e6)
+    disk = 400e6 if quick else 100e6
     work, path = Work(2, 2, 128, 8), fetch_checkpoint()
     errors = {"cost model": 0.0, "virtual time": 0.0}
     for label, plan in plans(path, work, "cpu").items():
         if label == RESIDENT:
             continue
-        hooks, machine = behind(disk, copies)
+        hooks, machine = behind(disk)
         with Case(path, work, plan, "cpu", hooks) as case:
             case()
             took = case().seconds

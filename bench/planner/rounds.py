@@ -1,31 +1,33 @@
 """What the planner predicts, beside what was measured: decode rounds of `bench.offload`'s plans.
 
-The machine is measured between rounds in which every plan runs in turn. A prediction is of
-the plan as it is, with the exact bytes that its weights and KV cache have on each tier: with the
-profile as it was measured, and with factors for disk, copies and CPU that are fitted on the plans
-of the other model. The order of the plans counts as much as the error: Kendall's tau between
-predicted and measured seconds.
+All plans of both models take turns of a few rounds, and the machine is measured between turns. A
+prediction is of the plan as it is, with the exact bytes that its weights and KV cache have on each
+tier: with the medians of what was measured, and with factors for disk, copies and CPU that are
+fitted on the plans of the other model. The order of the plans counts as much as the error:
+Kendall's tau between predicted and measured seconds, of the pairs of plans that the turns tell
+apart.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
-from scipy.stats import kendalltau
 
 from bench.demo import fetch_checkpoint
 from bench.harness import Bar, Report
-from bench.offload import Case, Work, plans
+from bench.offload import ROUNDS, Case, Work, plans
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM
@@ -35,11 +37,13 @@ from qoff.measure.profile import measured_profile
 from qoff.plan.certify import Certified, Certifier, choices_of
 from qoff.plan.cost import CostModel
 from qoff.plan.phase import RESOURCES, round_seconds
-from qoff.plan.profile import Link, MachineProfile
+from qoff.plan.profile import MachineProfile, typical
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 _ERROR, _TAU = 0.15, 0.8  # wanted
+_BETWEEN = 4  # turns from one measurement of the machine to the next
+_SAMPLES, _OUTSIDE = 2000, 0.05  # draws of turns; the part of them that is left out
 
 
 def predicted(llm: LLM, machine: MachineProfile, work: Work) -> Certified:
@@ -56,51 +60,64 @@ def predicted(llm: LLM, machine: MachineProfile, work: Work) -> Certified:
 
 @dataclass(frozen=True)
 class Measured:
-    """Decode rounds of a model's plans: seconds of each run, and what is predicted."""
+    """Decode rounds of a model's plans: seconds of each turn, and what is predicted."""
 
     seconds: Mapping[str, list[float]]
     found: Mapping[str, Certified]
     refused: list[str]
+    machine: MachineProfile
 
     def median(self, label: str) -> float:
         return statistics.median(self.seconds[label])
 
 
-def measured(path: Path, work: Work, rounds: int) -> Measured:
-    """Run all plans of a model in turn, so many times each."""
-    folder, profiles = Path(tempfile.gettempdir()), list[MachineProfile]()
-    refused = list[str]()
-    with ExitStack() as stack:
-        cases: dict[str, Case] = {}
+class _Running:
+    """All plans of a model, which are in the middle of the same answers."""
+
+    def __init__(self, path: Path, work: Work, own: ExitStack) -> None:
+        self.path, self._work = path, work
+        self._cases: dict[str, Case] = {}
+        self._refused = list[str]()
+        self.profiles = list[MachineProfile]()
         for label, plan in plans(path, work, "cpu").items():
             try:
-                cases[label] = stack.enter_context(Case(path, work, plan, "cpu"))
+                self._cases[label] = own.enter_context(Case(path, work, plan, "cpu"))
             except BudgetError as refusal:
-                refused.append(f"{label}: refused: {refusal}")
-        for case in cases.values():
-            case()  # compiles, and compares each file with its checksum
-        seconds: dict[str, list[float]] = {label: [] for label in cases}
-        for number in range(rounds):
-            if number % 2 == 0:  # disks are faster in some minutes than in others
-                device = torch.device("cpu")
-                profiles.append(measured_profile(device, Checkpoint.open(path).path, folder))
-            for label, case in cases.items():
-                seconds[label].append(case().seconds)
-        machine = typical(profiles)
-        found = {label: predicted(case.llm, machine, work) for label, case in cases.items()}
-    return Measured(seconds, found, refused)
+                self._refused.append(f"{label}: refused: {refusal}")
+        for case in self._cases.values():
+            case.begin()  # compares each file with its checksum
+        self._seconds: dict[str, list[float]] = {label: [] for label in self._cases}
+
+    def measure_machine(self) -> None:
+        """By this model's files."""
+        folder, there = Path(tempfile.gettempdir()), Checkpoint.open(self.path).path
+        self.profiles.append(measured_profile(torch.device("cpu"), there, folder))
+
+    def turn(self) -> None:
+        for label, case in self._cases.items():
+            self._seconds[label].append(case.turn(ROUNDS).seconds)
+
+    def measured(self, there: MachineProfile) -> Measured:
+        """there: what was measured of the machine; how fast it reads is of this model's files."""
+        machine = replace(there, disk_read=typical(self.profiles).disk_read)
+        found = {
+            label: predicted(case.llm, machine, self._work) for label, case in self._cases.items()
+        }
+        return Measured(self._seconds, found, self._refused, machine)
 
 
-def typical(profiles: Sequence[MachineProfile]) -> MachineProfile:
-    """The last one, with the medians of what links reached in all."""
-    links = ("disk_read", "disk_write", "to_device", "from_device")
-
-    def middle(name: str) -> Link:
-        values = [vars(getattr(one, name)) for one in profiles]
-        return Link(**{key: statistics.median(v[key] for v in values) for key in values[0]})
-
-    found: dict[str, Any] = {name: middle(name) for name in links}
-    return replace(profiles[-1], **found)
+def measured(works: Mapping[str, tuple[Path, Work]], turns: int) -> dict[str, Measured]:
+    """Run all plans of each model in turn, so many times each."""
+    with ExitStack() as own:
+        running = {name: _Running(path, work, own) for name, (path, work) in works.items()}
+        for number in range(turns):
+            for one in running.values():
+                if number % _BETWEEN == 0:  # disks are faster in some minutes than in others
+                    one.measure_machine()
+            for one in running.values():
+                one.turn()
+        there = typical([profile for one in running.values() for profile in one.profiles])
+        return {name: one.measured(there) for name, one in running.items()}
 
 
 class Factors:
@@ -130,10 +147,41 @@ class Factors:
         return cls(tuple(np.exp(minimize(error, np.zeros(3), method="Nelder-Mead").x)))
 
 
+class Order(NamedTuple):
+    """How well predictions order plans.
+
+    tau: of the pairs that measurements tell apart, more in the predicted order than not, by all of
+    these; a pair that is predicted to be alike is neither. ties: other pairs, of `pairs`.
+    """
+
+    tau: float
+    ties: int
+    pairs: int
+
+
+def order(seconds: Mapping[str, Sequence[float]], said: Mapping[str, float]) -> Order:
+    """seconds: of each plan by turns, which all plans had together.
+
+    Measurements tell a pair apart where 95 % of resampled turns have their medians in one order.
+    """
+    took = np.array([seconds[label] for label in said])
+    draws = np.random.default_rng(0).integers(took.shape[1], size=(_SAMPLES, took.shape[1]))
+    medians = np.median(took[:, draws], axis=2)
+    guess, total, apart = list(said.values()), 0.0, 0
+    pairs = list(combinations(range(len(guess)), 2))
+    for i, j in pairs:
+        low, high = np.quantile(medians[i] - medians[j], [_OUTSIDE / 2, 1 - _OUTSIDE / 2])
+        if low <= 0 <= high:
+            continue
+        apart += 1
+        total += float(np.sign(low) * np.sign(guess[i] - guess[j]))
+    return Order(total / max(1, apart), len(pairs) - apart, len(pairs))
+
+
 def add(result: Report, name: str, runs: Measured, how: str, said: Mapping[str, float]) -> None:
     """The errors of predictions, and how well they order the plans."""
     took = {label: runs.median(label) for label in said}
-    tau = float(kendalltau(list(took.values()), list(said.values())).statistic)
+    found = order(runs.seconds, said)
     error = statistics.median(abs(said[label] / took[label] - 1) for label in took)
     result.rows += [
         (f"{name}: {label}", how, f"{s * 1e3:.1f}", f"{said[label] * 1e3:.1f}",
@@ -144,34 +192,32 @@ def add(result: Report, name: str, runs: Measured, how: str, said: Mapping[str, 
         label: {"measured_s": runs.seconds[label], "predicted_s": said[label]} for label in took
     }
     result.ratios[f"{name}, {how}: median error"] = error
-    result.ratios[f"{name}, {how}: Kendall's tau"] = tau
+    result.ratios[f"{name}, {how}: Kendall's tau"] = found.tau
     if how != "profile":
         result.bars.append(Bar(f"{name}, {how}: 1 - median error", 1 - _ERROR, 1 - error))
-        result.bars.append(Bar(f"{name}, {how}: Kendall's tau", _TAU, tau))
+        result.bars.append(Bar(f"{name}, {how}: Kendall's tau", _TAU, found.tau))
 
 
-def measure(quick: bool, turns: int = 5) -> Report:
+def measure(quick: bool, turns: int = 12) -> Report:
     """Both models, and each predicted with what was fitted on the other."""
     turns = 1 if quick else turns
     folder = Path(tempfile.mkdtemp(prefix="qoff-planner-"))
     try:
         write_random_checkpoint(folder / "qoff", SMALL if quick else TINYLLAMA)
-        works = works_of(quick)
         paths = fetch_checkpoint(), folder / "qoff"
-        runs = {
-            name: measured(path, work, turns)
-            for path, (name, work) in zip(paths, works.items(), strict=True)
-        }
+        works = works_of(quick, turns).items()
+        runs = measured({n: (p, w) for p, (n, w) in zip(paths, works, strict=True)}, turns)
     finally:
         shutil.rmtree(folder)
     return compared(runs, {"quick": quick, "turns": turns})
 
 
-def works_of(quick: bool) -> dict[str, Work]:
-    """What the plans of each model do."""
+def works_of(quick: bool, turns: int) -> dict[str, Work]:
+    """What the plans of each model do; answers are as long as all turns take."""
+    new = 8 + ROUNDS * turns  # a batch begins to decode before others have read
     return {
-        "135M": Work(2, 2, 128, 8) if quick else Work(2, 2, 256, 12),
-        "1.1B random": Work(2, 2, 64, 4) if quick else Work(2, 2, 128, 6),
+        "135M": Work(2, 2, 128 if quick else 256, new),
+        "1.1B random": Work(2, 2, 64 if quick else 128, new),
     }
 
 
@@ -192,8 +238,12 @@ def compared(runs: dict[str, Measured], settings: dict[str, Any]) -> Report:
         add(result, name, one, how, {x: cross.seconds(f) for x, f in one.found.items()})
         timed = {x: f.simulated.decode.seconds for x, f in one.found.items() if f.simulated}
         add(result, name, one, "virtual time", timed)
+        result.measured[f"{name}, machine"] = json.loads(one.machine.text())
+        result.measured[f"{name}, busy"] = {x: dict(f.decode.busy) for x, f in one.found.items()}
         disk, copies, cpu = fitted[name].values
         result.notes.append(
             f"{name}: seconds by the profile's: disk {disk:.2f}, copies {copies:.2f}, CPU {cpu:.2f}"
         )
+        ties, pairs = order(one.seconds, timed)[1:]
+        result.notes.append(f"{name}: {ties} of {pairs} pairs of plans are not told apart")
     return result

@@ -21,7 +21,8 @@ def test_every_plan_is_measured_and_predicted(
 ) -> None:
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
     monkeypatch.setattr(rounds, "measured_profile", lambda *_: machine())
-    runs = rounds.measured(path, rounds.Work(2, 2, 128, 8), 1)
+    work = rounds.works_of(True, 1)["135M"]
+    runs = rounds.measured({"tiny": (path, work)}, 1)["tiny"]
     assert len(runs.found) + len(runs.refused) == 10
     busy = {label: one.decode.busy for label, one in runs.found.items()}
     half = busy["50% of the weights"]["disk read"]
@@ -56,6 +57,21 @@ def test_candidates_fit_and_are_different() -> None:
     drawn = Candidates(sizes(), there, work, Plan(context=work.context)).drawn(5, seed=0)
     assert len({repr(one.plan) for one in drawn}) == 5
     assert all(sum(one.bytes_by_tier()["device"].values()) <= 8 * MIB for one in drawn)
+
+
+def test_plans_that_the_turns_do_not_tell_apart_have_no_order() -> None:
+    seconds = {"a": [1.0, 1.1, 1.0], "b": [1.1, 1.0, 1.1], "c": [3.0, 2.0, 3.0], "d": [4.0] * 3}
+    assert rounds.order(seconds, {"a": 2.0, "b": 1.0, "c": 3.0, "d": 4.0}) == (1.0, 1, 6)
+    found = rounds.order(seconds, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 3.0})  # c and d alike
+    assert found.tau == pytest.approx(4 / 5)
+    assert rounds.order(seconds, {"a": 4.0, "b": 4.0, "c": 2.0, "d": 1.0}).tau == -1.0
+
+
+def test_slow_plans_go_no_further_and_the_first_always_does() -> None:
+    took = [9.0, 5.0, 1.0, 1.05, 1.06, 1.07, 1.08, 2.0, 3.0, 4.0]
+    found = regret.race([lambda s=s: s for s in took], 3)  # type: ignore[misc]
+    assert [len(seconds) for seconds in found] == [3, 1, 3, 3, 3, 3, 3, 1, 1, 1]
+    assert all(set(seconds) == {s} for seconds, s in zip(found, took, strict=True))
 
 
 def test_regret_is_of_the_first_plan() -> None:
