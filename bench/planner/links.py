@@ -28,23 +28,28 @@ _WITHIN = 0.05
 
 
 class SleepingLink:
-    """A path of so many bytes a second, that transfers occupy one after another."""
+    """A path of so many bytes a second, that transfers occupy one after another.
+
+    By how much a sleep was too long, the next transfer counts as asked for earlier.
+    """
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._rate, self._free_at = bytes_per_s, 0.0
+        self._rate, self._free_at, self._late = bytes_per_s, 0.0, 0.0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> None:
-        """Sleep until these bytes have passed, those of earlier callers first."""
+    def take(self, nbytes: int, asked: float) -> None:
+        """Sleep until these bytes have passed, asked for at that time; earlier callers' first."""
         with self._lock:
-            start = max(self._free_at, time.perf_counter())
+            start = max(self._free_at, asked - self._late)
             self._free_at = until = start + nbytes / self._rate
         time.sleep(max(0.0, until - time.perf_counter()))
+        self._late = time.perf_counter() - until
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """`os.preadv` from behind this link."""
+        """`os.preadv` from behind this link, which takes the time of the real one, too."""
+        asked = time.perf_counter()
         count = os.preadv(fd, views, offset)
-        self.take(count)
+        self.take(count, asked)
         return count
 
 
