@@ -8,7 +8,7 @@ Compiled kernels are in the cache after a first run, which --warm makes and leav
 from __future__ import annotations
 
 import json
-import resource
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if args.warm:
         converted(source, options)
-    seconds, found = converted(source, options)
-    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    seconds, most, found = converted(source, options)
     kl, error = found.get("kl", float("nan")), found.get("kl_error", float("nan"))
     report.rows.append(
         (source.name, f"{seconds:.1f}", f"{most / 1e9:.2f}", f"{kl:.4f}", f"{error:.4f}")
@@ -51,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.publish(args.out)
 
 
-def converted(source: Path, options: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Seconds of the command, and what it says about its loss."""
+def converted(source: Path, options: Sequence[str]) -> tuple[float, int, dict[str, float]]:
+    """Seconds of the command, its bytes of memory at the peak, and what it says about its loss."""
     with tempfile.TemporaryDirectory() as folder:
         out, start = Path(folder, "out"), time.perf_counter()
         command: list[str | Path] = [
@@ -65,10 +64,16 @@ def converted(source: Path, options: Sequence[str]) -> tuple[float, dict[str, fl
             "--json",
             *options,
         ]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            said = process.stdout.read()
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
-    found = json.loads(done.stdout)
-    return seconds, {name: x for name, x in found.items() if name.startswith("kl")}
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    found = {name: x for name, x in json.loads(said).items() if name.startswith("kl")}
+    return seconds, used.ru_maxrss * 1024, found
 
 
 if __name__ == "__main__":

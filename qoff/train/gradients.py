@@ -66,11 +66,11 @@ class Gradients:
     ) -> None:
         self._homes, self._link, self._units, self._outer = homes, link, units, outer
         self._places, self._outer_home, self.dtypes = places, outer_home, dtypes
-        self._free = self._leaving = _queue(buffers)  # to sum in, and to be written from
+        self._free = self._leaving = queue_of(buffers)  # to sum in, and to be written from
         if dtypes.rounds:
-            self._leaving = _queue(rounded)
+            self._leaving = queue_of(rounded)
         self._apart = bool(landing)
-        self._landing = _queue(landing) if self._apart else self._leaving
+        self._landing = queue_of(landing) if self._apart else self._leaving
         self._sums: dict[nn.Parameter, Tensor] = {}  # of parameters that are bound
         self._begun: set[nn.Parameter] = set()  # of these, those that have a sum
         self._writes: dict[int, Future[None]] = {}
@@ -153,7 +153,7 @@ class Gradients:
         self._complete(unit, self.outer)
         if self._outer_home is not None and unit.count:
             source = self._outer[: self._outer_home.nbytes]
-            self._writes[-1] = self._link.write(self._outer_home, source, _nothing)
+            self._writes[-1] = self._link.write(self._outer_home, source, nothing)
 
     def norm(self, others: float = 0.0) -> float:
         """The norm of all gradients. others: the sum of squares of those that are not here."""
@@ -278,12 +278,13 @@ def squares(x: Tensor) -> list[Tensor]:
     return [part.double().square().sum() for part in x.view(-1).split(_PIECE)]
 
 
-def _queue(buffers: Sequence[Tensor]) -> queue.SimpleQueue[Tensor]:
+def queue_of(buffers: Sequence[Tensor]) -> queue.SimpleQueue[Tensor]:
+    """Buffers that are free, to be taken and put back by any thread."""
     found: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
     for buffer in buffers:
         found.put(buffer)
     return found
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What is to be done after a transfer behind which nobody waits."""

@@ -9,7 +9,6 @@ several micro-batches are float32; on a GPU, sums come there and go back.
 from __future__ import annotations
 
 import math
-import queue
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .cuts import Tile
-from .gradients import add_into, squares
+from .gradients import add_into, nothing, queue_of, squares
 from .homes import Home, Homes, Link, Read
 
 SLOTS = 2  # of weights to multiply by: one is, one is read
@@ -75,7 +74,7 @@ class Tiles:
         self._present = [place.weights for place in places]
         self._later = [place.later for place in places if place.later is not None]
         self._slots, self._stepped = memory.weights, memory.stepped
-        self._free, self._landed = (_queue(x) for x in (memory.sums, memory.landed))
+        self._free, self._landed = (queue_of(x) for x in (memory.sums, memory.landed))
         self._writes: dict[int, Future[None]] = {}
         self._squares: dict[int, list[Tensor]] = {}  # of tiles that have gradients in this step
         self._taken: dict[int, Tensor] = {}
@@ -172,12 +171,12 @@ class Tiles:
         weight = tile.weight
         self._matrix(j, memory).copy_(weight.data[tile.rows])
         if home.memory is None:
-            self._homes.write(home, memory[: home.nbytes], _nothing).result()
+            self._homes.write(home, memory[: home.nbytes], nothing).result()
         tile.unit.on(self._device)
         tile.unit.bind(None)
         if tile.rows.stop == len(weight):
-            nothing = torch.full((), float("nan"), dtype=flat.dtype, device=self._device)
-            weight.data = nothing.expand(weight.shape)
+            poison = torch.full((), float("nan"), dtype=flat.dtype, device=self._device)
+            weight.data = poison.expand(weight.shape)
         return flat
 
     def to_step(self, j: int) -> Tensor:
@@ -217,7 +216,7 @@ class Tiles:
         self.give_back(j)
         home = self._later[j] if self._later else self._present[j]
         if home.memory is None:
-            self._homes.write(home, self._stepped[0][: home.nbytes], _nothing).result()
+            self._homes.write(home, self._stepped[0][: home.nbytes], nothing).result()
 
     def turn(self) -> None:
         """The weights that were made later are the present ones."""
@@ -268,14 +267,3 @@ class Tiles:
     def _flat(self, j: int, memory: Tensor) -> Tensor:
         dtype = self.places[j].dtype
         return memory[: dtype.itemsize * self.tiles[j].unit.count].view(dtype)
-
-
-def _queue(buffers: Sequence[Tensor]) -> queue.SimpleQueue[Tensor]:
-    found: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-    for buffer in buffers:
-        found.put(buffer)
-    return found
-
-
-def _nothing() -> None:
-    pass
