@@ -23,16 +23,23 @@ class ControlGroup:
         """Put the calling process into it: for `preexec_fn`."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def output(self, command: Sequence[str]) -> str:
-        """What a process in it prints. Raises ArgumentError with its status where that is not 0."""
-        done = subprocess.run(
+    def run(
+        self, command: Sequence[str], seconds: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a process in it. Raises TimeoutExpired, and ends it, after some seconds."""
+        return subprocess.run(
             command,
             check=False,
             text=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             preexec_fn=self.join,
+            timeout=seconds,
         )
+
+    def output(self, command: Sequence[str]) -> str:
+        """What a process in it prints. Raises ArgumentError with its status where that is not 0."""
+        done = self.run(command)
         if done.returncode:
             raise ArgumentError(f"{' '.join(command)}: {done.returncode}: {done.stderr[-2000:]}")
         return done.stdout

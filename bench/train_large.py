@@ -4,10 +4,12 @@ A random model in TinyLlama's shape. `full` trains all weights (bfloat16, with f
 moments on disk: 16 bytes a weight with gradients) in 3 GiB. Beside a step stands its bound: the
 disk's bytes at the rate of reads and writes alone, or the arithmetic, whichever takes longer. That
 is torch's products of the same shapes alone, with one more forward as layers are computed again,
-its attention, and the optimizer on memory. `adapters` trains LoRA beside its 4-bit weights from
-disk in 1 GiB, and the same in memory without a limit. `tiles` trains all weights of one layer of
-hidden size 16,384 or more, embedding and head, each of whose large matrices has 512 MiB, with 256
-MiB of device memory.
+its attention, and the optimizer on memory. DeepSpeed's ZeRO-3 with weights and states on disk
+trains the same where `bench.peers deepspeed` has installed it (its async_io needs `libaio-dev`), in
+a larger control group if it is killed in this one. `adapters` trains LoRA beside its 4-bit weights
+from disk in 1 GiB, and the same in memory without a limit. `tiles` trains all weights of one layer
+of hidden size 16,384 or more, embedding and head, each of whose large matrices has 512 MiB, with
+256 MiB of device memory.
 
 Every run is a process of its own in a control group (v1, so this needs root) that counts cached
 pages, too, and kills what takes more.
@@ -39,6 +41,7 @@ from bench.harness import Bar, Report
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from bench.train_bound import bound
 from bench.train_steps import adapted, random_model
+from bench.train_zero3 import zero3
 from qoff import train
 from qoff.units import format_size, parse_size
 
@@ -235,6 +238,15 @@ def parser() -> argparse.ArgumentParser:
         "are on disk, too",
     )
     made.add_argument("--steps", type=int, default=1, help="the fastest counts")
+    made.add_argument(
+        "--peer-limits",
+        nargs="*",
+        default=["8GiB", "16GiB"],
+        metavar="SIZE",
+        help="of control groups for DeepSpeed, where it is killed in `--limit`",
+    )
+    made.add_argument("--peer-minutes", type=float, default=25, help="of DeepSpeed in all; 0: none")
+    made.add_argument("--peer-pipeline", action="store_true", help="more buffers for DeepSpeed")
     made.add_argument("--out", type=Path, help="JSON file; default in bench/results")
     made.add_argument("--part", help=argparse.SUPPRESS)
     made.add_argument("--moved", type=json.loads, help=argparse.SUPPRESS)
@@ -277,6 +289,8 @@ def main() -> None:
             ("", "", ""),
         )
         KINDS[given.what](given, run, result)
+        if given.what == "full" and given.peer_minutes:
+            zero3(given, batches_of(config, given.tokens, given.micro_batches), result)
         result.publish(given.out)
 
 

@@ -164,6 +164,21 @@ def install_deepspeed() -> Path:
     return target
 
 
+def use_deepspeed() -> bool:
+    """Make DeepSpeed importable, on CPUs; False where it is not installed.
+
+    It compiles its kernels into the folder of all peers, when they are first used.
+    """
+    packages = deepspeed_packages()
+    if packages is None:
+        return False
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder() / "deepspeed-kernels")
+    os.environ["PATH"] += f"{os.pathsep}{packages / 'bin'}"  # ninja
+    sys.path.append(str(packages))
+    return True
+
+
 def install_quantizers() -> Path:
     """Install the packages that quantize weights into an environment of their own; returns it.
 
