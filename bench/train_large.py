@@ -246,7 +246,6 @@ def parser() -> argparse.ArgumentParser:
         help="of control groups for DeepSpeed, where it is killed in `--limit`",
     )
     made.add_argument("--peer-minutes", type=float, default=25, help="of DeepSpeed in all; 0: none")
-    made.add_argument("--peer-pipeline", action="store_true", help="more buffers for DeepSpeed")
     made.add_argument("--out", type=Path, help="JSON file; default in bench/results")
     made.add_argument("--part", help=argparse.SUPPRESS)
     made.add_argument("--moved", type=json.loads, help=argparse.SUPPRESS)

@@ -45,7 +45,6 @@ def zero3(given: argparse.Namespace, batches: list[dict[str, Tensor]], result: R
         "batches": str(given.path / "batches.pt"),
         "states": str(states),
         "steps": given.steps,
-        "pipeline": given.peer_pipeline,
     }
     end = time.monotonic() + 60 * given.peer_minutes
     for limit in (given.limit, *given.peer_limits):
@@ -69,32 +68,32 @@ def _attempt(command: list[str], limit: str, seconds: float) -> dict[str, Any]:
             status, lines = done.returncode, done.stdout
         except subprocess.TimeoutExpired as late:
             status, lines = None, (late.stdout or b"").decode()
-        now = time.time()
-        if status not in (0, None, _KILLED):
+        now, peak = time.time(), group.peak
+        killed = status == _KILLED and peak >= parse_size(limit)
+        if status and not killed:
             raise ArgumentError(f"{_NAME}: exit status {status}: {done.stderr[-2000:]}")
-        found: dict[str, Any] = json.loads((lines.strip() or '{"seconds": []}').splitlines()[-1])
+        found: dict[str, Any] = json.loads(lines.strip().rpartition("\n")[2] or '{"seconds": []}')
         if status is None:
             found["unfinished_s"] = now - found.get("at", now - seconds)
-        return found | {"killed": status == _KILLED, "peak": group.peak}
+        return found | {"killed": killed, "peak": peak}
 
 
 def report(found: dict[str, Any], limit: str, tokens: int, result: Report) -> None:
-    """Add rows and a ratio. The first step has few tokens, so only those behind it count."""
+    """Add rows and a ratio. The first step has few tokens, so only those after it count."""
     name = f"{_NAME}, in {limit}"
     if found["killed"]:
         result.rows.append((name, "killed", ""))
         return
-    ours = min(result.measured["step"]["seconds"])
     steps = found["seconds"][1:]
-    late = not steps
-    if late and not found["seconds"]:
+    if not found["seconds"]:
         result.rows.append((name, f"no step in {found['unfinished_s']:.0f} s", ""))
         return
-    seconds = found["unfinished_s"] if late else min(steps)
-    more, less = ("more than ", "less than ") if late else ("", "")
+    seconds = min(steps) if steps else found["unfinished_s"]
+    more, less = ("", "") if steps else ("more than ", "less than ")
     result.rows += [
         (name, f"{more}{seconds:.1f} s", f"{less}{tokens / seconds:.1f} tokens/s"),
         ("  memory at its peak", format_size(found["peak"]), f"of {limit}"),
     ]
-    result.ratios[f"over {_NAME}"] = seconds / ours
-    result.bars.append(Bar(f"full training over {_NAME}", 1.0, seconds / ours))
+    ratio = seconds / min(result.measured["step"]["seconds"])
+    result.ratios[f"over {_NAME}"] = ratio
+    result.bars.append(Bar(f"full training over {_NAME}", 1.0, ratio))

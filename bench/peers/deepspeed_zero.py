@@ -29,23 +29,22 @@ _AIO = {
 
 
 class Work(TypedDict):
-    """model: folder of transformers; batches: file of ids [micro-batches, 1, tokens]; states: where
-    weights and states go; pipeline: states are read and written beside the update."""
+    """model: folder of a Llama of transformers; batches: file of ids [micro-batches, 1, tokens];
+    states: folder that weights and states go to."""
 
     model: str
     batches: str
     states: str
     steps: int
-    pipeline: bool
 
 
 def configuration(work: Work, largest: int, count: int) -> dict[str, Any]:
-    """DeepSpeed's, with as little memory as it takes.
+    """DeepSpeed's own, with the fewest bytes of memory.
 
-    largest: elements of the largest parameter, which a buffer holds. count: micro-batches of a step
+    largest: elements of the largest parameter, which a buffer holds. count: micro-batches of a
+    step.
     """
     where = {"device": "nvme", "nvme_path": work["states"], "pin_memory": False}
-    pipeline = work["pipeline"]
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": count,
@@ -58,12 +57,7 @@ def configuration(work: Work, largest: int, count: int) -> dict[str, Any]:
             "stage3_max_reuse_distance": 0,  # a weight has its buffer while it is computed with
             "stage3_prefetch_bucket_size": 0,  # weights read ahead would take all buffers
             "offload_param": where | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
-            "offload_optimizer": where
-            | {
-                "buffer_count": 12 if pipeline else 4,  # weights, gradients, moments
-                "pipeline_read": pipeline,
-                "pipeline_write": pipeline,
-            },
+            "offload_optimizer": where | {"buffer_count": 4},  # weights, gradients, moments
         },
     }
 
