@@ -50,7 +50,7 @@ def zero3(given: argparse.Namespace, batches: list[dict[str, Tensor]], result: R
     for limit in (given.limit, *given.peer_limits):
         forget(given.path / "float")
         try:
-            found = _attempt([*_WORKER, json.dumps(work)], limit, end - time.monotonic())
+            found = _attempt([*_WORKER, json.dumps(work)], limit, max(1.0, end - time.monotonic()))
         finally:
             shutil.rmtree(states, ignore_errors=True)
         result.measured[f"{_NAME}, {limit}"] = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from bench import (
     train_large,
     train_precision,
     train_steps,
+    train_zero3,
 )
 from bench.harness import Report
 from qoff.errors import ArgumentError
@@ -93,6 +95,45 @@ def test_a_control_group_that_cannot_be_bounded_is_not_left_behind(
     ):
         pass
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "killed", "row"),
+    [
+        ("echo '{\"seconds\": [1, 30, 20]}'", 9.0, False, "20.0 s"),
+        ("echo '{\"seconds\": []}'; kill -9 $$", 9.0, True, "killed"),
+        ('echo \'{"seconds": [1], "at": 0}\'; exec sleep 9', 0.2, False, "more than "),
+        ("exec sleep 9", 0.2, False, "no step in 0 s"),
+    ],
+)
+def test_a_peer_that_is_killed_or_too_slow_is_reported(
+    script: str,
+    seconds: float,
+    killed: bool,
+    row: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = control_group.ControlGroup(tmp_path)
+    monkeypatch.setattr(train_zero3, "control_group", lambda limit: nullcontext(group))
+    (tmp_path / "memory.max_usage_in_bytes").write_text(str(1 << 30))
+    found = train_zero3._attempt(["sh", "-c", script], "1GiB", seconds)
+    assert found["killed"] == killed
+    report = Report("name", {}, "", ("", "", ""), measured={"step": {"seconds": [10.0]}})
+    train_zero3.report(found, "1GiB", 100, report)
+    assert report.rows[0][1].startswith(row)
+    assert len(report.bars) == (len(found["seconds"]) > 0)
+
+
+def test_a_peer_that_is_killed_below_its_limit_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a machine that has too little memory."""
+    group = control_group.ControlGroup(tmp_path)
+    monkeypatch.setattr(train_zero3, "control_group", lambda limit: nullcontext(group))
+    (tmp_path / "memory.max_usage_in_bytes").write_text("1000")
+    with pytest.raises(ArgumentError, match="exit status -9"):
+        train_zero3._attempt(["sh", "-c", "kill -9 $$"], "1GiB", 9.0)
 
 
 def test_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
