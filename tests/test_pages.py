@@ -38,6 +38,8 @@ OTHERS = {
     "--pieces",
     "--hidden",
     "--seeds",
+    "--rounds",
+    "--warm",
 }
 
 
