@@ -21,8 +21,9 @@ _BYTES = 32  # of working space for each of them: weights in float64, places, su
 DRAWS_AHEAD = 6  # of a sequence, whose random numbers are there at once
 _RANKED_BYTES = 36  # for each of those that are sorted
 # On a CPU jobs draw, in memory of their own. What is left to torch: logits with penalties; ranks
-# and log-probabilities, of fewer logits at once, in a copy and masks of 1 and 8 bytes.
-_SCORED, _SCORED_BYTES = 1 << 18, 13
+# and log-probabilities, of a copy of fewer logits at once.
+_SCORED = 1 << 18
+_MASK_BYTES = 9  # of the row whose rank is counted: masks of 1 and 8 bytes
 _QUEUED_BYTES = 16  # of a row that a thread ranks
 
 
@@ -113,7 +114,7 @@ def sampling_bytes(vocab_size: int, rows: int, context: int, on_cpu: bool = Fals
     if on_cpu:
         scored = min(rows, rows_scored(vocab_size, 0, on_cpu))
         queues = _QUEUED_BYTES * min(scored, pool_threads())
-        most = row * max(4 * together, _SCORED_BYTES * scored + queues)
+        most = row * max(4 * together, 4 * scored + max(4 * scored, _MASK_BYTES, queues))
     else:
         sorted_alone = (_BYTES + _RANKED_BYTES) * row
         most = max(min(_BYTES * rows * row, _BYTES * _TOGETHER), sorted_alone)
@@ -165,7 +166,9 @@ def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tenso
     """
     total = logits.logsumexp(1, keepdim=True)
     value = logits.gather(1, tokens[:, None])
-    rank = (logits > value).sum(1) + 1
+    # On a CPU row by row, in a mask of one.
+    some = zip(logits.split(1), value.split(1), strict=True) if logits.is_cpu else [(logits, value)]
+    rank = torch.cat([(rows > own).sum(1) for rows, own in some]) + 1
     best, ids = logits.topk(min(count, logits.shape[1]), 1)
     return (value - total)[:, 0], rank, best - total, ids
 

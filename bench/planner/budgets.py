@@ -2,7 +2,8 @@
 
 A process of its own opens each plan in a memory cgroup (v1, as root) three times: to compile, for
 the peak, and with a limit, which is set once the plan is open. Requests fill what a plan has room
-for, and ask for what takes most: drawn tokens, penalties and log-probabilities. What was there
+for, by prompts of one length and then of several, and ask for what takes most: drawn tokens,
+penalties and log-probabilities. What was there
 before (Python, libraries, compiled kernels) does not count, and the checkpoint has no tokenizer.
 The limit is what the group has, and what a plan promises: its bytes of device and host memory, and
 `beside_plan` for the process. It counts what the kernel takes for the process, too, and pages of
@@ -168,7 +169,11 @@ def _child(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(name, type=int)
     args = parser.parse_args(argv)
     group, plan = args.group, replace(read_plan(args.plan), adapt=False)
-    prompts = [torch.randint(1000, (args.prompt,)).tolist() for _ in range(args.count)]
+    lengths = [args.prompt, *[args.prompt * 3 // 7] * (args.count - 1)]  # much padding
+    equal, uneven = (
+        [torch.randint(1000, (length,)).tolist() for length in some]
+        for some in ([args.prompt] * args.count, lengths)
+    )
 
     def answer(limit: int | None = None) -> int:
         params = SamplingParams(
@@ -183,7 +188,8 @@ def _child(argv: Sequence[str] | None = None) -> None:
         with LLM(args.path, plan, device="cpu") as llm:
             if limit is not None:  # before, the plan would be bound to less
                 (group / "memory.limit_in_bytes").write_text(str(limit))
-            llm.generate(prompts, params)
+            llm.generate(equal, params)
+            llm.generate(uneven, params)
             tiers = llm.memory_by_tier()
             return sum(sum(tiers[tier].values()) for tier in ("device", "host"))
 

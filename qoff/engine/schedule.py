@@ -16,7 +16,7 @@ from qoff.memory.turn import Turn
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.following import Noise
 from qoff.models.native.linear import Steps
-from qoff.models.runtime import AnyDecoder, followed, followed_tokens, sweep
+from qoff.models.runtime import AnyDecoder, followed, followed_tokens, swept
 
 _AHEAD = 2  # turns whose KV cache is brought meanwhile
 
@@ -52,9 +52,19 @@ class Schedule:
             logits = followed(self._decoder, self._store, passes[0])
             if logits is not None:
                 return [logits]
-        if self.kind == "sequential":
+        together = self.kind != "sequential"
+        try:
+            found = swept(self._decoder, self._store, passes, together)
+            if found is not None:
+                return found
+            if together:
+                return self._together(passes)
             return [self._together([one])[0] for one in passes]
-        return self._together(passes)
+        except BaseException:
+            with ExitStack() as all_of_them:
+                for one in passes:
+                    all_of_them.callback(one.abandon)
+            raise
 
     def steps(
         self, run: ForwardPass, choice: Choice, most: int, noise: Noise | None
@@ -68,7 +78,6 @@ class Schedule:
         steps = [self._decoder.steps(one) for one in passes]
         found: dict[int, Tensor] = {}
         try:
-            sweep(self._decoder, self._store, passes)
             unit = [next(step) for step in steps][-1]  # the same for all, but for experts
             passes[0].prefetch(unit)
             with Turn(self._store, self._scratch if len(passes) > 1 else None) as turn:
@@ -88,11 +97,6 @@ class Schedule:
                         following = self._experts(turn, passes, steps, following)
                         passes[0].prefetch(following[-1])
                     self._after[unit] = unit = following[-1] if following else unit
-        except BaseException:
-            with ExitStack() as all_of_them:
-                for one in passes:
-                    all_of_them.callback(one.abandon)
-            raise
         finally:
             for step in steps:
                 step.close()

@@ -299,6 +299,7 @@ def working_bytes(
     if decoder.replays is not None:
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)
+        work += LayerWorkspace.nbytes(spec, steps, True) if tiled else 0
     work += 4 * rows * (copies * spec.vocab_size + 2 * spec.hidden_size)
     work += shared_bytes(decoder, kv, sequences, count, rows, longest, tiled, largest)
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs

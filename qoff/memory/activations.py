@@ -134,33 +134,25 @@ class ParkedActivations:
     def store(self, hidden: Tensor) -> None:
         self._tokens = len(hidden)  # the first of the window, once there is one
         if self._window < 0:
-            self._window = self._store.window()
-            # No earlier move touches a window any more when this one, of nothing, has ended.
-            self._join(self._store.copies.call(lambda: None, 0, "host to device", "wait"))
+            self._take_window()
             self._hidden().copy_(hidden)
         self._saved = self._store.move(self._number, self._bytes(), out=True)
 
     @property
     def by_jobs(self) -> bool:
-        """Whether jobs may do what `load` and `store` do, between which nothing else moves."""
+        """Whether jobs may move them, between which nothing else does."""
         return self._store.by_jobs
 
-    def begin_jobs(self, hidden: Tensor) -> tuple[int, int]:
-        """`store`, and wait until nothing moves; the addresses that jobs will know."""
-        self.store(hidden)
-        assert self._saved is not None
-        self._join(self._saved)
-        return self._hidden().data_ptr(), self._home().data_ptr()
+    def moved_by_jobs(self, tokens: int) -> JobActivations:
+        """The same for so many tokens, moved by jobs, once nothing moves any more."""
+        self._tokens = tokens
+        self._take_window()
+        return JobActivations(self._store.copies, self._hidden(), self._home())
 
-    def load_by_job(self) -> Tensor:
-        """As `load`, by a job."""
-        hidden = self._hidden()
-        self._store.copies.job(hidden, self._home())
-        return hidden
-
-    def store_by_job(self) -> None:
-        """As `store`, of what was loaded, by a job."""
-        self._store.copies.job(self._home(), self._hidden())
+    def _take_window(self) -> None:
+        self._window = self._store.window()
+        # No earlier move touches a window any more when this one, of nothing, has ended.
+        self._join(self._store.copies.call(lambda: None, 0, "host to device", "wait"))
 
     def _hidden(self) -> Tensor:
         """[tokens, hidden_size] in the window."""
@@ -184,6 +176,28 @@ class ParkedActivations:
         copies.clock.join(moves, lambda: copies.alive, lost)
         for move in moves:
             move.result()
+
+
+class JobActivations:
+    """Hidden states that jobs move, here and now, between a window and their home."""
+
+    def __init__(self, copies: Copies, window: Tensor, home: Tensor) -> None:
+        self._copies, self._window, self._home = copies, window, home
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """What its jobs know."""
+        return self._window.data_ptr(), self._home.data_ptr()
+
+    def load(self) -> Tensor:
+        self._copies.job(self._window, self._home)
+        return self._window
+
+    def store(self, hidden: Tensor) -> None:
+        self._copies.job(self._home, hidden)
+
+    def prefetch(self) -> None:
+        """`load` brings them."""
 
 
 def _region(tokens: int, hidden_size: int, dtype: torch.dtype) -> int:

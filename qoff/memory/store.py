@@ -145,32 +145,27 @@ class WeightStore:
         self._check(order[0])
         self._ring.follow([unit for unit in order if unit in self._streamed])
 
-    def sweep(self, units: Sequence[Unit]) -> Sweep | None:
-        """Begin to use these units once by jobs that wait for them; a context manager.
+    def sweep(self, times: int = 1) -> Sweep | None:
+        """Begin to use all units in the order of a pass, by jobs that wait; a context manager.
 
-        None, and nothing has begun, where some come in tiles, experts one by one, or what streams
-        is not what is read next, and from files only. Until its end no unit can be acquired. Raises
-        as `acquire`.
+        times: passes, one after another. None, and nothing has begun, where experts come one by
+        one, or what streams is not what is read next, and from files only. Until its end no unit
+        can be acquired. Raises as `acquire`.
         """
-        self._check(units[0])
-        tiled = any(unit in self._tiled for unit in units)
-        if tiled or self.experts or not self._transfers.sweeps:
+        self._check(HEAD)
+        if self.experts or not self._transfers.sweeps:
             return None
-        streamed = [unit for unit in units if unit in self._streamed]
-        begun = self._ring.sweep(streamed)
+        units = [*self._streamed] * times
+        begun = self._ring.sweep(units)
         if begun is None:
             return None
         words, slots = begun
-        places = dict(zip(streamed, slots, strict=True))
         try:
-            weights = [
-                self._in_slot(unit, places[unit]) if unit in places else self._complete[unit]
-                for unit in units
-            ]
+            weights = list(map(self._in_slot, units, slots))
         except BaseException:
             self._ring.swept(done=False)
             raise
-        return Sweep(weights, [places.get(unit) for unit in units], words, self._ring)
+        return Sweep(self._complete, units, weights, slots, words, self._ring)
 
     @contextmanager
     def use(self, unit: Unit) -> Iterator[Weights]:

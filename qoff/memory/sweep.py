@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from .plan import Unit
 from .slots import SlotRing
 
 if TYPE_CHECKING:
@@ -13,31 +14,46 @@ if TYPE_CHECKING:
 
 
 class Sweep:
-    """One use of each unit, in order; what is recorded of it does for every sweep like it.
+    """All units in the order of a pass, once or more; what is recorded of it does for all like it.
 
-    weights: of each unit, there between `take` and `give_back` of its number. slots: where each is,
-    None where it stays in memory; `words` are theirs.
+    stays: weights of the units that no slot has. units: those that come through slots, as often as
+    they do; weights: of each, there between `take` and `give_back`; slots: where. `words` are the
+    slots'.
     """
 
     def __init__(
         self,
-        weights: list[Mapping[str, Any]],
-        slots: Sequence[int | None],
+        stays: Mapping[Unit, Mapping[str, Any]],
+        units: Sequence[Unit],
+        weights: Sequence[Mapping[str, Any]],
+        slots: Sequence[int],
         words: Slots,
         ring: SlotRing,
     ) -> None:
+        self._stays, self._units, self._slots = stays, units, slots
+        self._words, self._ring = words, ring
+        self._taken = 0
+        self._held: int | None = None
         self.weights = weights
-        self._slots, self._words, self._ring = slots, words, ring
 
-    def take(self, number: int) -> None:
-        """Wait, by a job, for a unit. Raises what went wrong in reading it."""
-        self._words.wait(self._slots[number])
+    def take(self, unit: Unit) -> Mapping[str, Any]:
+        """Wait, by a job, for the next unit. Raises what went wrong in reading it."""
+        there = self._stays.get(unit)
+        if there is not None:
+            self._words.wait(None)
+            return there
+        number, self._taken = self._taken, self._taken + 1
+        if self._units[number] != unit:
+            raise RuntimeError(f"unit {unit!r} is asked for where {self._units[number]!r} comes")
+        self._held = self._slots[number]
+        self._words.wait(self._held)
+        return self.weights[number]
 
-    def give_back(self, number: int) -> None:
-        """Give a unit's slot back, by a job."""
-        slot = self._slots[number]
-        if slot is not None:
-            self._words.give_back(slot)
+    def give_back(self) -> None:
+        """Give the slot of the unit that was taken back, by a job, if it has one."""
+        if self._held is not None:
+            self._words.give_back(self._held)
+        self._held = None
 
     def run(self, replay: JobReplay, *others: Slots) -> bool:
         """Do all of it as it was recorded; False, and nothing is done, where that is stale.

@@ -66,6 +66,10 @@ class ResidentActivations:
     def prefetch(self) -> None:
         """They are there."""
 
+    def forget(self) -> None:
+        """Give their memory to others."""
+        self._hidden = None
+
 
 @dataclass(frozen=True)
 class AdaptedRows:
@@ -154,7 +158,6 @@ class ForwardPass:
     adapters: AdaptedRows | None = None
     # What the decoder sets on the way.
     begun: Begun | None = None
-    swept: bool = False  # whether all layers are computed
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them

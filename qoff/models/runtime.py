@@ -33,7 +33,7 @@ from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv
 from .native.following import Noise
 from .native.graphs import Replays
-from .native.sweeping import sweep_layers
+from .native.sweeping import sweep_passes
 from .spec import DecoderSpec
 from .stored import check_checkpoint
 
@@ -190,7 +190,9 @@ class Runtime:
 
     def _computed(self, run: ForwardPass) -> Tensor:
         """Compute a pass unit by unit."""
-        sweep(self.decoder, self.store, [run])
+        found = swept(self.decoder, self.store, [run])
+        if found is not None:
+            return found[0]
         with Turn(self.store) as turn:
             steps = self.decoder.steps(run)
             unit = next(steps)
@@ -263,10 +265,13 @@ def followed(decoder: AnyDecoder, store: WeightStore, run: ForwardPass) -> Tenso
         return decoder.follow(run)
 
 
-def sweep(decoder: AnyDecoder, store: WeightStore, runs: Sequence[ForwardPass]) -> None:
-    """As `sweep_layers`: compute all layers, where they can be one recording; the head is left."""
-    if isinstance(decoder, Decoder):
-        sweep_layers(decoder, runs, lambda: store.sweep(range(decoder.spec.num_layers)))
+def swept(
+    decoder: AnyDecoder, store: WeightStore, runs: Sequence[ForwardPass], together: bool = True
+) -> list[Tensor] | None:
+    """As `sweep_passes`: the logits of passes that can be one recording."""
+    if not isinstance(decoder, Decoder):
+        return None
+    return sweep_passes(decoder, runs, store.sweep, together)
 
 
 def followed_tokens(

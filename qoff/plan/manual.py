@@ -289,13 +289,18 @@ class Memory:
         held = plan.batches * (plan.prefill_tokens + plan.decode_tokens)
         work += 2 * 4 * held * spec.per_layer_width  # perhaps gathered, and in a recording
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
-        work += plan.logits_bytes(vocab) + max(head, plan.sampling_bytes(vocab, on_cpu=True))
+        hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)
+        # Tokens are chosen when hidden states on the device are free again.
+        sampling = plan.sampling_bytes(vocab, on_cpu=True)
+        sampling -= hidden[DEVICE] * (plan.activations == DEVICE)
+        work += plan.logits_bytes(vocab) + max(head, sampling)
         work += recorded_bytes(spec, plan.batch_size, plan.batches)
         work += table_bytes(spec, plan.context + 1)
         work += scratch_bytes(spec, shapes, forms, plan.passes(vocab, tiled), threads)
         if tiled:
             work += plan.tile_bytes(spec, torch.float32)
-        hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)
+            if spec.experts is None:  # which come one by one: such rounds are not recorded
+                work += plan.batches * LayerWorkspace.nbytes(spec, plan.batch_size, True)
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
         purposes = by_purpose(kv, recent, hidden, {DEVICE: work})
         if spec.linear is not None:

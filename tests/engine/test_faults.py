@@ -28,7 +28,7 @@ from qoff.kvcache.store.ring import BlockRing
 from qoff.kvcache.store.sweep import BlockSweep
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import WeightStore
-from qoff.memory.activations import ParkedActivations
+from qoff.memory.activations import JobActivations, ParkedActivations
 from qoff.memory.io.spill import SpillFile
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
@@ -197,7 +197,7 @@ class Interrupt:
 
 PLACES = [
     (BlockSweep, "open"),  # while rounds are recorded, which comes first
-    (ParkedActivations, "load_by_job"),
+    (JobActivations, "load"),
     (BlockSweep, "start"),
     (Layer, "_mlp"),
     (PackedPass, "open"),

@@ -134,7 +134,7 @@ def test_steps_over_blocks_that_move_are_replayed(
 
     A layer at a time, as beside passes that read prompts.
     """
-    monkeypatch.setattr(runtime, "sweep_layers", lambda *_: None)
+    monkeypatch.setattr(runtime, "sweep_passes", lambda *_: None)
     placement = KVPlacement(0, host)
     plan = Plan(batch_size=2, batches=2, context=CONTEXT, kv=QUANT, kv_placement=placement)
     plan = replace(plan, cpu_attention="never", prefill_tokens=200)

@@ -110,22 +110,22 @@ def test_prefetching_twice_or_before_anything_is_stored(tmp_path: Path) -> None:
 
 
 def test_jobs_do_what_load_and_store_do(tmp_path: Path) -> None:
-    """And what is stored before and loaded behind them is theirs."""
     with store_of("host", 2, tmp_path) as store:
         truth = [torch.randn(count, HIDDEN) for count in (5, 9)]
-        batches = [store.batch(i) for i in range(2)]
-        for batch, hidden in zip(batches, truth, strict=True):
-            assert batch.by_jobs
-            batch.begin_jobs(hidden)
+        batches = []
+        for i, hidden in enumerate(truth):
+            assert store.batch(i).by_jobs
+            batches.append(store.batch(i).moved_by_jobs(len(hidden)))
+            batches[i].store(hidden)
         for window in store.windows:
             window.fill_(0xFF)
         for _ in range(3):
             for i, batch in enumerate(batches):
-                hidden = batch.load_by_job()
+                hidden = batch.load()
                 assert torch.equal(hidden, truth[i])
                 hidden += i + 1
                 truth[i] = hidden.clone()
-                batch.store_by_job()
+                batch.store(hidden)
                 hidden.fill_(torch.nan)
         assert all(map(torch.equal, [batch.load() for batch in batches], truth))
     with store_of("disk", 1, tmp_path) as store:

@@ -14,6 +14,7 @@ from .units import (
     Tile,
     Unit,
     WholeUnit,
+    by_turn,
     expert_number,
     is_expert,
     is_whole,
@@ -85,7 +86,7 @@ def plan_unit(
     ):
         slot, staging = streamed.nbytes, streamed.raw_bytes * streamed.repacked
     else:
-        for name in streamed.raw:
+        for name in by_turn(unit, streamed.raw):
             entry = file.weights[name]
             if not isinstance(entry, QuantEntry) or is_whole(name):
                 kept.add(name)

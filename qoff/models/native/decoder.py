@@ -207,18 +207,16 @@ class Decoder:
         returns the logits, float32 [R, vocab_size]; the new tokens are then in the cache.
         """
         ids, key, stays, rows = run.begun or self.begin(run)
-        swept, run.begun, run.swept = run.swept, None, False
+        run.begun = None
         whole = self._whole if self.resident and stays and self.replays is not None else None
-        if swept:
-            logits = yield from self._units(run, None, run.logit_rows)
-        elif whole is not None and key is not None:
+        if whole is not None and key is not None:
             run.tokens = ids
             logits = yield from whole.recorded(run, key)
         elif whole is not None and whole.can_defer(run):
             logits = yield from whole.deferred(run, ids)
         else:
             rows = self.embedded(ids, run) if rows is None else rows
-            logits = yield from self._units(run, rows, run.logit_rows, key)
+            logits = yield from self.units(run, rows, run.logit_rows, key)
         assert run.cached is not None
         run.cached.end()
         return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
@@ -290,25 +288,24 @@ class Decoder:
 
     def _from_ids(self, run: ForwardPass, ids: Tensor, logit_rows: Tensor | None) -> Steps:
         """A pass over tokens, unit by unit; logit_rows None: the logits of all."""
-        return self._units(run, self.embedded(ids, run), logit_rows)
+        return self.units(run, self.embedded(ids, run), logit_rows)
 
-    def _units(
+    def units(
         self,
         run: ForwardPass,
-        rows: Tensor | None,
-        logit_rows: Tensor | None,
+        rows: Tensor,
+        logit_rows: Tensor | None = None,
         key: Hashable | None = None,
     ) -> Steps:
-        """A pass over embedded tokens, unit by unit; logit_rows None: the logits of all.
+        """A pass that has begun over embedded tokens, unit by unit; logit_rows None: of all.
 
-        rows: None where all layers are computed. key: of layers that can be recorded.
+        key: of layers that can be recorded. The cache's part of the pass is left to be ended.
         """
-        if rows is not None:
-            alone = key is None and run.states is None
-            keep = kept(logit_rows, len(rows)) if alone else None
-            yield from self._layers(run, rows, key, keep)
-            if keep is not None and logit_rows is not None:
-                logit_rows = torch.arange(len(logit_rows))
+        alone = key is None and run.states is None
+        keep = kept(logit_rows, len(rows)) if alone else None
+        yield from self._layers(run, rows, key, keep)
+        if keep is not None and logit_rows is not None:
+            logit_rows = torch.arange(len(logit_rows))
         weights = yield HEAD
         norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
         hidden = run.activations.load()
@@ -316,6 +313,9 @@ class Decoder:
             self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
         rows = taken(hidden, logit_rows)
         run.hidden = None
+        if isinstance(run.activations, ResidentActivations):
+            run.activations.forget()
+        del hidden
         end = logits_ending(self.spec) if self._scaled else PLAIN
         return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
 

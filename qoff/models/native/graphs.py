@@ -29,7 +29,7 @@ class Recording:
 
     keep: object  # what the key names by its id
     x: Tensor  # where the replay finds its input
-    result: Tensor  # where it leaves it
+    result: Any  # where it leaves it: tensors
     replay: Any = None  # a Replay, or a WorkReplay
     steps: Steps | None = None  # what does those that follow it
     kept: object = None  # in the scratch of the ops, once it was replayed
@@ -69,12 +69,13 @@ class Replays:
         key: Hashable,
         keep: object,
         x: Tensor,
-        work: Callable[[Tensor], Tensor],
+        work: Callable[[Tensor], Any],
         parts: int = 1,
         using: Callable[[Any], bool] | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """Return `work(x)`, computed by it or by its recording; valid until the next call.
 
+        It is a tensor, or whatever has tensors where the recording is made while the work is done.
         x: on the device, or in host memory to be brought there. The work may change it and return
         it. keep: lives as long as the key. parts: recordings that together are a pass. using: what
         replays one that was made while the work was done, and says whether; default: its call.
@@ -140,10 +141,10 @@ class Replays:
         entry: Recording | None,
         keep: object,
         x: Tensor,
-        work: Callable[[Tensor], Tensor],
+        work: Callable[[Tensor], Any],
         most: int,
         using: Callable[[Any], bool] | None,
-    ) -> Tensor:
+    ) -> Any:
         """The way of recordings that are made while the work is done."""
         assert self.while_done is not None
         if entry is not None:
@@ -153,7 +154,7 @@ class Replays:
             if entry.replay() if using is None else using(entry.replay):
                 self.replayed += 1
                 return entry.result
-        found: list[Tensor] = []
+        found: list[Any] = []
         replay = self.while_done(lambda: found.append(work(x)))
         for key, one in list(self._entries.items()):
             if getattr(one.replay, "stale", False):  # its result keeps memory alive

@@ -35,10 +35,10 @@ def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
     """The most bytes that recordings of decode steps keep on a CPU, of up to `rows` sequences.
 
     Hidden states and logits, of which a smaller step has a part, and what each is given; beside a
-    workspace. passes: of as many sequences each, whose layers are recorded together.
+    workspace. passes: of as many sequences each, which are recorded together.
     """
-    each = 3 * spec.hidden_size + spec.per_layer_width + per_layer_floats(spec)
-    return 4 * rows * (passes * each + spec.vocab_size)
+    each = 3 * spec.hidden_size + spec.per_layer_width + per_layer_floats(spec) + spec.vocab_size
+    return 4 * rows * passes * each
 
 
 def logits_bytes(spec: DecoderSpec, rows: int, dtype: torch.dtype) -> int:

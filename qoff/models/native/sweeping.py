@@ -1,4 +1,4 @@
-"""Decode steps over what moves: the layers of all passes of a round as one recording.
+"""Decode steps over what moves: all passes of a round as one recording.
 
 Its jobs wait for the slots that weights and KV blocks come to, and copy hidden states, so no Python
 runs between layers or batches.
@@ -13,35 +13,41 @@ import torch
 from torch import Tensor
 
 from qoff.kvcache.store.sweep import BlockSweep
+from qoff.memory import Unit
 from qoff.memory.activations import ParkedActivations
 from qoff.memory.sweep import Sweep
 from qoff.models.forward_pass import ForwardPass
 
 from .decoder import Decoder
 from .graphs import Replays
+from .rows import taken
 
 
-def sweep_layers(
-    decoder: Decoder, runs: Sequence[ForwardPass], begin: Callable[[], Sweep | None]
-) -> None:
-    """Compute the layers of all passes, where they can be one recording; `steps` does the rest.
+def sweep_passes(
+    decoder: Decoder,
+    runs: Sequence[ForwardPass],
+    begin: Callable[[int], Sweep | None],
+    together: bool = True,
+) -> list[Tensor] | None:
+    """The logits of all passes, as `Decoder.steps` returns them, where they can be one recording.
 
-    Each layer is computed for all passes before the next. Nothing is computed where nothing moves,
-    what moves cannot be moved by jobs, or a pass does not only decode. begin: begins a sweep over
-    the layers, if there can be one. Raises what went wrong in it.
+    None, and nothing is computed, where nothing moves, what moves cannot be moved by jobs, or a
+    pass does not only decode. begin: begins a sweep over so many times all units, if there can be
+    one. together: each unit is used by all passes before the next comes; else the passes go through
+    all units one after another. Raises what went wrong in the sweep.
     """
     replays = decoder.replays
     if replays is None or not replays.while_done:
-        return
+        return None
     begun = []
     for run in runs:
         run.begun = decoder.begin(run)
         parked = isinstance(run.activations, ParkedActivations) and not run.activations.by_jobs
         if run.begun.key is None or parked:
-            return
+            return None
         begun.append(run.begun)
     if decoder.resident and all(one.stays for one in begun):
-        return
+        return None
     # Rows that are read from disk come now: later the threads that read wait for slots.
     for run, one in zip(runs, begun, strict=True):
         run.begun = one._replace(rows=decoder.embedded(one.ids, run))
@@ -50,40 +56,44 @@ def sweep_layers(
         blocks = None if moving is None else moving.begin_sweep()
         if blocks is not None:
             stack.enter_context(blocks)
-        sweep = begin() if moving is None or blocks is not None else None
+        groups = [range(len(runs))] if together else [range(i, i + 1) for i in range(len(runs))]
+        sweep = begin(len(groups)) if moving is None or blocks is not None else None
         if sweep is None:
-            return
+            return None
         stack.enter_context(sweep)
-        _Round(decoder, runs, replays, sweep, blocks).compute()
+        return _Round(decoder, runs, groups, replays, sweep, blocks).compute()
 
 
 class _Round:
-    """The layers of all passes, from the rows that they begin with to those that they leave."""
+    """All passes, from the rows that they begin with to their logits.
+
+    groups: passes that use each unit together.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         runs: Sequence[ForwardPass],
+        groups: Sequence[range],
         replays: Replays,
         sweep: Sweep,
         blocks: BlockSweep | None,
     ) -> None:
         self._decoder, self._runs, self._replays = decoder, runs, replays
-        self._sweep, self._blocks = sweep, blocks
+        self._groups, self._sweep, self._blocks = groups, sweep, blocks
         begun = [run.begun for run in runs if run.begun is not None]
         self._keys = [(one.key, len(one.ids)) for one in begun]
         self._rows = [one.rows for one in begun if one.rows is not None]
         self._counts = [len(rows) for rows in self._rows]
 
-    def compute(self) -> None:
+    def compute(self) -> list[Tensor]:
         """Do all of it, as a recording if there is one."""
         addresses: list[Hashable] = [self._steady_per_layer()]
         for run, count in zip(self._runs, self._counts, strict=True):
-            assert run.begun is not None
-            run.begun = run.begun._replace(rows=None)
+            run.begun = None
             run.workspace = (run.workspace or self._decoder.steady_workspace(count)).upto(count)
         self._begin_caches()
-        addresses += self._park()
+        addresses += self._moved_by_jobs()
         words = []
         if self._blocks is not None:
             self._blocks.start()
@@ -92,14 +102,17 @@ class _Round:
         x = torch.cat(self._rows)
         self._rows.clear()
         weights = self._sweep.weights
-        key = (*map(id, weights), *addresses, *self._keys)
-        hidden = self._replays.run(
-            key, weights, x, self._layers, using=lambda replay: self._sweep.run(replay, *words)
+        key = (len(self._groups), *map(id, weights), *addresses, *self._keys)
+        logits = self._replays.run(
+            key, weights, x, self._logits, using=lambda replay: self._sweep.run(replay, *words)
         )
-        for run, rows in zip(self._runs, self._split(hidden), strict=True):
-            run.hidden, run.per_layer, run.swept = None, None, True
-            if rows is not None:
-                run.activations.store(rows)
+        found = []
+        for run, some in zip(self._runs, logits, strict=True):
+            assert run.cached is not None
+            run.hidden = run.per_layer = None
+            run.cached.end()
+            found.append(taken(some, run.logit_rows))
+        return found
 
     def _steady_per_layer(self) -> int:
         """Have what layers add of the embeddings stay where it is; the address."""
@@ -113,46 +126,40 @@ class _Round:
 
     def _begin_caches(self) -> None:
         """Have caches know that layers are computed from here on, and what is to come to them."""
-        for layer in range(len(self._sweep.weights)):
-            kv_layer = self._decoder.spec.kv_layers[layer]
-            for run in self._runs:
-                assert run.cached is not None
-                if run.cached.moves:
-                    assert self._blocks is not None
-                    run.cached.sweep(kv_layer, self._blocks)
-                else:
-                    run.cached.arrive(kv_layer)
+        for group in self._groups:
+            for kv_layer in self._decoder.spec.kv_layers:
+                for run in map(self._runs.__getitem__, group):
+                    assert run.cached is not None
+                    if run.cached.moves:
+                        assert self._blocks is not None
+                        run.cached.sweep(kv_layer, self._blocks)
+                    else:
+                        run.cached.arrive(kv_layer)
 
-    def _park(self) -> list[Hashable]:
-        """Take hidden states that move to where they wait; the addresses."""
+    def _moved_by_jobs(self) -> list[Hashable]:
+        """Have jobs move hidden states that do not stay; the addresses."""
         addresses = list[Hashable]()
-        for i, run in enumerate(self._runs):
+        for run, count in zip(self._runs, self._counts, strict=True):
             if isinstance(run.activations, ParkedActivations):
-                addresses.append(run.activations.begin_jobs(self._rows[i]))
-                self._rows[i] = self._rows[i][:0]
+                run.activations = moved = run.activations.moved_by_jobs(count)
+                addresses.append(moved.addresses)
         return addresses
 
-    def _split(self, hidden: Tensor) -> list[Tensor | None]:
-        """The rows of each pass; None where they are moved."""
-        start, found = 0, list[Tensor | None]()
-        for run, count in zip(self._runs, self._counts, strict=True):
-            stay = not isinstance(run.activations, ParkedActivations)
-            found.append(hidden[start : start + count] if stay else None)
-            start += count * stay
+    def _logits(self, x: Tensor) -> list[Tensor]:
+        """Compute all passes; x: their rows, which may be overwritten."""
+        rows, found = x.split(self._counts), list[Tensor]()
+        for group in self._groups:
+            steps = [self._decoder.units(self._runs[i], rows[i]) for i in group]
+            unit = [next(step) for step in steps][-1]  # the same for all
+            logits = list[Tensor]()
+            while not logits:
+                weights, following = self._sweep.take(unit), list[Unit]()
+                for step in steps:
+                    try:
+                        following.append(step.send(weights))
+                    except StopIteration as finished:
+                        logits.append(finished.value)
+                self._sweep.give_back()
+                unit = following[-1] if following else unit
+            found += logits
         return found
-
-    def _layers(self, hidden: Tensor) -> Tensor:
-        """Compute all layers."""
-        rows = self._split(hidden)
-        for layer, weights in enumerate(self._sweep.weights):
-            self._sweep.take(layer)
-            for run, there in zip(self._runs, rows, strict=True):
-                states = run.activations
-                parked = states if isinstance(states, ParkedActivations) else None
-                run.hidden = there if parked is None else parked.load_by_job()
-                steps = self._decoder.layer.steps(layer, weights, run)
-                assert next(steps, None) is None  # no tiles
-                if parked is not None:
-                    parked.store_by_job()
-            self._sweep.give_back(layer)
-        return hidden
