@@ -34,6 +34,7 @@ from bench.variants.variant import (
 )
 from qoff.errors import OpError
 
+_SCALES = "scale_min"  # the argument of kernels that leads to scales, which may be uint8 as codes
 _FULL_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # for all products
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
@@ -55,9 +56,9 @@ class Artefact:
     slow_dots: int = 0
     from_shared: int = 0  # see `ptx.Found`
     full_waits: int = 0  # for all `wgmma` under way, read only if a trait asks for it
-    code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads from uint8 arguments
+    code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads of codes
     code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
-    wide_bytes: int = 0  # of a block: what loads of 128 bits and more bring from uint8 arguments
+    wide_bytes: int = 0  # of a block: codes that loads of 128 bits and more bring
     converts_in_loop: int = 0
     shared_stores_in_loop: int = 0
     in_flight: int = 0  # bytes of a block
@@ -133,13 +134,14 @@ def compile_variant(variant: Variant, capability: int, keep: Path | None = None)
 
 
 def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> Artefact:
-    code, tiles = ptx.read(compiled.asm["ptx"]), ttgir.read(compiled.asm["ttgir"])
-    passed = [kind for kind in launch.signature.values() if kind != "constexpr"]
-    bytes_arguments = {i for i, kind in enumerate(passed) if kind == "*u8"}
+    passed = [item for item in launch.signature.items() if item[1] != "constexpr"]
+    scales = {i for i, (name, _) in enumerate(passed) if name == _SCALES}
+    codes = {i for i, (_, kind) in enumerate(passed) if kind == "*u8"} - scales
+    code, tiles = ptx.read(compiled.asm["ptx"]), ttgir.read(compiled.asm["ttgir"], scales)
     # Warp specialization adds warps; the PTX says how many threads a block has.
     declared = re.search(r"\.reqntid (\d+)", compiled.asm["ptx"])
     threads = int(declared[1]) if declared else WARP * launch.options["num_warps"]
-    wide = [x for x in code.loads if x.arguments & bytes_arguments and x.nbytes >= ptx.WIDE]
+    wide = [x for x in code.loads if x.arguments & codes and x.nbytes >= ptx.WIDE]
     registers, spilled = resource_usage(compiled.asm["cubin"])
     return Artefact(
         op=variant.op,
@@ -154,7 +156,7 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
         slow_dots=tiles.slow_dots,
         from_shared=code.from_shared,
         full_waits=full_waits(compiled.asm["cubin"]) if FROM_REGISTERS in variant.traits else 0,
-        code_widths={str(w): n for w, n in sorted(code.widths(bytes_arguments).items())},
+        code_widths={str(w): n for w, n in sorted(code.widths(codes).items())},
         code_bytes=tiles.code_bytes,
         wide_bytes=threads * sum(load.nbytes for load in wide),
         converts_in_loop=tiles.converts_in_loop,

@@ -29,8 +29,7 @@ _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
 _GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
-# Scales of bytes are loaded as such, not by 128 bits, and change their layout.
-_NOT_COMPACT = {WIDE_CODES, NO_SHARED_IN_LOOP}
+_GEMM_COMPACT = _GEMM - {NO_SHARED_IN_LOOP}  # compact scales change their layout
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -59,6 +58,7 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _linear("gemv", _GEMV, "fp16", end="-silu")
     yield _linear("gemv", _GEMV, "bf16", end="-residual")
     yield _linear("gemv", _GEMV, "bf16", tokens=16, end="-silu-residual")
+    yield _linear("gemv", _GEMV, "bf16", group=32, end="-silu")
     yield from _gemm() if capability == 90 else _skinny()
     for dtype, end in (("fp16", ""), ("bf16", "-silu-residual")):
         yield _linear("add_splits", frozenset(), dtype, rows=_FEW, end=end)
@@ -79,14 +79,14 @@ def _skinny() -> Iterator[Variant]:
 
 def _gemm() -> Iterator[Variant]:
     """Each tile of the rule, most with formats that take many registers."""
-    yield _linear("gemm", _GEMM, "bf16", group=32, tokens=16)
+    yield _linear("gemm", _GEMM_COMPACT, "bf16", group=32, tokens=16)
     yield _linear("gemm", _GEMM, "fp16", tokens=17)
     yield _linear("gemm", _GEMM, "bf16", group=32, tokens=64, scale="fp32", bias=False)
     yield _linear("gemm", _GEMM, "fp16", tokens=64, rows=_FEW)
     yield _linear("gemm", _GEMM, "bf16", tokens=128, even=False)
     yield _linear("gemm", _GEMM, "fp16", bits=8, tokens=128, rows=_FEW)
     yield _linear("gemm", _GEMM, "bf16", group=128, tokens=256, even=False)
-    yield _linear("gemm", _GEMM, "fp16", group=32, tokens=1024)
+    yield _linear("gemm", _GEMM_COMPACT, "fp16", group=32, tokens=1024)
 
 
 def _linear(
@@ -106,8 +106,6 @@ def _linear(
     columns = row_bytes * 8 // bits
     codes = empty(torch.uint8, rows, row_bytes)
     scale = scale or ("u8" if group == 32 else "fp16")
-    if scale == "u8":
-        traits -= _NOT_COMPACT
     scale_min = empty(SCALES[scale], columns // group, rows, 2)
     weight = QTensor(codes, scale_min, (rows, columns), bits, group, "split32")
     x = empty(DTYPES[dtype], tokens, columns)
@@ -118,7 +116,7 @@ def _linear(
     name = f"{kind}-{dtype}-{bits}bit-group{group}-m{tokens}"
     name += ("" if rows == _MANY else "-splits") + ("" if even else "-uneven")
     name += end if bias else f"-scale{scale}-nobias"
-    return Variant("w4_linear", name, f"{kind}_kernel", launch, traits)
+    return Variant("w4_linear", name, f"{kind}_kernel", launch, traits, compact=scale == "u8")
 
 
 def _quantize(capability: int) -> Iterator[Variant]:
@@ -135,14 +133,14 @@ def _quantize(capability: int) -> Iterator[Variant]:
 
 def _dequantize(capability: int) -> Iterator[Variant]:
     """Widths and groups with all types; types of scales take turns."""
+    traits = frozenset({WIDE_CODES})
     for i, (bits, group) in enumerate(product((4, 8), (32, 64, 128))):
         for j, dtype in enumerate(float_types(capability)):
             scale = ("u8", "fp16", "fp32")[(i + j) % 3]
-            # Compact scales are loaded as bytes, too, and not by 128 bits.
-            traits = frozenset[str]() if scale == "u8" else frozenset({WIDE_CODES})
             codes = empty(torch.uint8, 4096, 4096 * bits // 8)
             scale_min = empty(SCALES[scale], 4096 // group, 4096, 2)
             weight = QTensor(codes, scale_min, (4096, 4096), bits, group, "split32")
             launch = partial(dequantize, weight, DTYPES[dtype])
             name = f"{dtype}-{bits}bit-group{group}-scale{scale}"
-            yield Variant("dequantize", name, "dequantize_kernel", launch, traits)
+            compact = scale == "u8"
+            yield Variant("dequantize", name, "dequantize_kernel", launch, traits, compact=compact)

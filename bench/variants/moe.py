@@ -88,7 +88,8 @@ def _product(
     name += ("" if scale == "fp16" else f"-scale{scale}") + "-bias" * bias
     name += (f"-m{block}" if block else "") + ("" if even else "-uneven")
     kernel = f"experts_{kind}_kernel"
-    return Variant(OP, name, kernel, launch, traits, which=0 if activation else 1)
+    which = 0 if activation else 1
+    return Variant(OP, name, kernel, launch, traits, which, compact=scale == "u8")
 
 
 def _call(

@@ -37,6 +37,7 @@ class Variant:
     launch: Callable[[], object]
     traits: frozenset[str] = frozenset()
     which: int = 0  # of the kernel's launches, where there are several
+    compact: bool = False  # scales: kernels load and unpack them otherwise than floats
 
     @property
     def dtype(self) -> str:

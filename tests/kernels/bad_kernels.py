@@ -42,6 +42,14 @@ def every_other_pair(codes, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def scaled(codes, scale_min, out, SIZE: tl.constexpr, APART: tl.constexpr, SCALES: tl.constexpr):
+    """Codes that lie APART times compact scales, two bytes each, that lie SCALES apart."""
+    index = tl.arange(0, SIZE)
+    scales = tl.load(scale_min.to(tl.pointer_type(tl.uint16)) + SCALES * index)
+    tl.store(out + index, tl.load(codes + APART * index).to(tl.float32) * scales)
+
+
+@triton.jit
 def product(codes, out, steps, ROWS: tl.constexpr, DTYPE: tl.constexpr):
     row = tl.arange(0, ROWS)
     tile = row[:, None] * ROWS + row[None, :]
@@ -90,6 +98,10 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _variant("spills", normalize, {"SIZE": 1 << 13}, set(), warps=1)
     yield _variant("narrow", every_other, {"SIZE": 4096}, {WIDE_CODES})
     yield _variant("narrow-pairs", every_other_pair, {"SIZE": 2048}, {WIDE_CODES})
+    apart = {"SIZE": 2048, "APART": 1, "SCALES": 2}
+    yield _variant("right-narrow-scales", scaled, apart, {WIDE_CODES})
+    apart = {"SIZE": 2048, "APART": 2, "SCALES": 1}
+    yield _variant("narrow-wide-scales", scaled, apart, {WIDE_CODES})
     yield _variant("no-tensor-cores", product, {"ROWS": 32, "DTYPE": tl.float32}, {TENSOR_CORES})
     yield _variant("no-product", every_other, {"SIZE": 4096}, {TENSOR_CORES})
     shape = {"ROWS": 64, "DTYPE": tl.float16, "TIMES": 1}
@@ -111,6 +123,7 @@ def _variant(
 ) -> Variant:
     sizes = {"steps": 16} if kernel in (product, float_product, turned) else {}
     codes, out = empty(torch.uint8, 1 << 20), empty(torch.float32, 1 << 20)
+    operands = (codes, codes, out) if kernel is scaled else (codes, out)
     options = {"num_warps": warps, "num_stages": stages}
-    launch = partial(kernel[(1,)], codes, out, **sizes, **constants, **options)
+    launch = partial(kernel[(1,)], *operands, **sizes, **constants, **options)
     return Variant(__name__, name, kernel.__name__, launch, frozenset(traits))

@@ -6,9 +6,10 @@ Triton 3.6.0 too where a folder holds it: the one that the environment variable 
 names, by default .triton-3.6, which `make triton-3.6` fills.
 
 Compiling takes minutes. By default it is for one architecture, and of each kernel one variant for
-each type and set of traits; if QOFF_ALL_ARCHITECTURES is set it is all (`make architectures`: after
-a change of a kernel). The first worker of a run that needs the figures compiles, the others wait
-for it; and .pytest_cache keeps them until a kernel, the bench or Triton changes.
+each type, set of traits and kind of scales; if QOFF_ALL_ARCHITECTURES is set it is all (`make
+architectures`: after a change of a kernel). The first worker of a run that needs the figures
+compiles, the others wait for it; and .pytest_cache keeps them until a kernel, the bench or Triton
+changes.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ def bad(compiled: list[Artefact]) -> dict[str, Artefact]:
         ("spills", "spills registers: "),
         ("narrow", "128-bit loads bring 0 of 4096 bytes of codes"),
         ("narrow-pairs", "128-bit loads bring 0 of 4096 bytes of codes"),
+        ("narrow-wide-scales", "128-bit loads bring 0 of 2048 bytes of codes"),
         ("no-tensor-cores", "1 products without tensor cores"),
         ("no-product", "0 products without tensor cores"),
         ("weights-in-shared", "read shared memory twice"),
@@ -193,8 +195,9 @@ def test_a_bad_variant_is_refused(bad: dict[str, Artefact], variant: str, compla
     assert all(line.startswith(f"{BAD} {variant} sm_90: ") for line in violations)
 
 
-def test_a_good_variant_is_not_refused(bad: dict[str, Artefact]) -> None:
-    artefact = bad["right"]
+@pytest.mark.parametrize("variant", ["right", "right-narrow-scales"])
+def test_a_good_variant_is_not_refused(bad: dict[str, Artefact], variant: str) -> None:
+    artefact = bad[variant]
     assert artefact.violations() == []
     assert artefact.code_bytes > 0
     assert artefact.registers > 0

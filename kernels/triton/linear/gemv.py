@@ -141,7 +141,12 @@ def gemv_sums(
     # With one group in a step, all columns share a scale.
     scale_group = group if GROUPS > 1 else tl.arange(0, 1)
     scaled = used if GROUPS > 1 else scale_group == 0
-    scaled = scaled[None, None, :] & (part >= 0)[:, None, None] & (row >= 0)[None, :, None]
+    # Two bytes of a row are too few for an asynchronous copy, so rows from N on are masked: eight
+    # neighbours are copied at once where the compiler sees that they are neighbours in memory, too.
+    NEIGHBOURS: tl.constexpr = FORM.aligned and scale_min.dtype.element_ty == tl.uint8
+    scale_row = row if NEIGHBOURS else safe_row
+    scaled_row = row < N if NEIGHBOURS else row >= 0
+    scaled = scaled[None, None, :] & (part >= 0)[:, None, None] & scaled_row[None, :, None]
 
     row_pairs = row_bytes // 2
     first_pair = (start + part) * PAIRS
@@ -155,7 +160,7 @@ def gemv_sums(
         + element[None, :, None]
     )
     first_group = ((start + part) * GROUPS)[:, None, None] + scale_group[None, None, :]
-    index = first_group * N + safe_row[None, :, None]
+    index = first_group * N + scale_row[None, :, None]
     total = tl.zeros((WARPS, BLOCK_N, COLS), tl.float32)
     for step in tl.range(0, steps, num_stages=FORM.config.stages):
         done = step * (WARPS * PAIRS)
@@ -175,6 +180,8 @@ def gemv_sums(
             second = tl.load(x_pointer + done * SPREAD + 8, mask=inside, other=0)
         here = index + step * (WARPS * GROUPS) * N
         scale, minimum = load_scale_min(scale_min, here, live, BITS)
+        if NEIGHBOURS:  # without a choice, they would be copied by way of registers
+            minimum = tl.where(live, minimum, 0.0)
         code_sum, x_sum = _group_sums(packed, first, second, OFFSET, RAISED, DTYPE, FORM)
         total += code_sum * scale
         if not RAISED:

@@ -65,6 +65,7 @@ class Form:
     tokens: int = 1
     partial: bool = False  # a program along K writes its sums for itself
     residual: bool = False
+    aligned: bool = False  # W has a multiple of TURN rows
     asm: bool = field(default_factory=use_asm)
 
 
@@ -132,6 +133,8 @@ def rows_of(program, BLOCK_N: tl.constexpr, FORM: tl.constexpr):
         HALF: tl.constexpr = BLOCK_N // 2
         column = program * HALF + index % HALF
         row = column // TURN * (2 * TURN) + index // HALF * TURN + column % TURN
+        RUN: tl.constexpr = min(TURN, HALF)  # rows side by side, which the compiler does not see
+        row = tl.max_contiguous(tl.multiple_of(row, RUN), RUN)
     return row
 
 
@@ -245,6 +248,7 @@ def prepare(
             tokens=tokens,
             partial=splits > 1,
             residual=case.residual and splits == 1,
+            aligned=case.n % TURN.value == 0,
         ),
         **config.options,
     )

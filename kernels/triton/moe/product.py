@@ -72,6 +72,7 @@ class Product(NamedTuple):
             out = x.new_empty(pairs, n, dtype=torch.float32)
         steps = (cdiv(row_bytes, step),) if step else ()
         even, with_bias = bool(step) and row_bytes % step == 0, self.bias is not None
+        what = weight.bits, self.group_bytes, even, with_bias, groups, activation
         kernel[(cdiv(n, config.block_n), programs)](
             x,
             weight.codes,
@@ -86,7 +87,7 @@ class Product(NamedTuple):
             row_bytes,
             k,
             *steps,
-            FORM=form(config, weight.bits, self.group_bytes, even, with_bias, groups, activation),
+            FORM=form(config, *what, aligned=n % TURN.value == 0),
             **config.options,
         )
         return out
