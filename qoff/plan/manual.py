@@ -281,6 +281,7 @@ class Memory:
         window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
         recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
         unpacked = PADDING * plan.prefill_tokens + plan.batch_size * (window + 16)
+        unpacked = min(unpacked, plan.batch_size * (plan.context + 16))
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
         work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
         # What each pass of a round has of its own until its end.

@@ -38,7 +38,7 @@ PLAN = Plan(
     context=512,
     prefill_tokens=128,
     kv=KVQuant(window=16),
-    device_memory=29 * MIB // 4,
+    device_memory=7 * MIB,
     schedule="sequential",
 )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from numba.core.caching import (
 )
 
 _FOLDER = Path(__file__).resolve().parents[1]  # kernels/cpu
-_LOADING_S = 0.5  # no longer does it take to load a kernel from the cache
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +102,10 @@ def job(function: Callable[[int, int, int, int], None]) -> Any:
     The result has the compiled function's `address`. It is compiled here and now; the first that
     does not come from the cache is announced, for those who wait.
     """
-    started = time.perf_counter()
     compiled = _with_disk_cache(
         lambda cache: numba.cfunc(JOB, nopython=True, cache=cache, error_model="numpy")(function)
     )
-    if time.perf_counter() - started > _LOADING_S:
+    if not compiled.cache_hits:
         _announce()
     return compiled
 
