@@ -208,7 +208,7 @@ def test_a_rehearsal_brings_home_all_but_what_hangs(tmp_path: Path) -> None:
     streamed = next(one for key, one in by_key.items() if "from disk" in key)
     assert streamed.disk_bytes_per_s
     assert streamed.link_alone
-    assert 0 < (streamed.idle or 0) < 1
+    assert streamed.idle is None  # a round over what moves is one recording on a CPU
     assert (out / "gpu_models.txt").read_text().strip() in run.stdout
     assert "no sign of life" in (out / "log.txt").read_text()
     assert [path.name for path in tmp_path.iterdir() if "gpu-models" in path.name] == []

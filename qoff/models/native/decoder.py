@@ -35,7 +35,7 @@ from qoff.models.spec import DecoderSpec
 from .following import check_ids
 from .graphs import Replays
 from .layer import Layer
-from .linear import Linear, Steps, norm_of, tiled
+from .linear import Linear, Rows, Steps, norm_of, tiled
 from .per_layer import table_scale
 from .rope import CPU, RotaryTable
 from .rows import kept, taken
@@ -219,6 +219,9 @@ class Decoder:
             logits = yield from self.units(run, rows, run.logit_rows, key)
         assert run.cached is not None
         run.cached.end()
+        run.hidden = None
+        if isinstance(run.activations, ResidentActivations):
+            run.activations.forget()
         return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
 
     def begin(self, run: ForwardPass) -> Begun:
@@ -311,13 +314,12 @@ class Decoder:
         hidden = run.activations.load()
         if run.states is not None:
             self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
-        rows = taken(hidden, logit_rows)
-        run.hidden = None
-        if isinstance(run.activations, ResidentActivations):
-            run.activations.forget()
-        del hidden
+        # Others use the memory of those that move, while a head streams in tiles.
+        moves = logit_rows is None and not isinstance(run.activations, ResidentActivations)
+        x: Rows = "hidden" if moves else taken(hidden, logit_rows)
+        run.hidden = hidden if moves else None
         end = logits_ending(self.spec) if self._scaled else PLAIN
-        return (yield from self._head(run, weights, LM_HEAD, rows, norm=norm, end=end))
+        return (yield from self._head(run, weights, LM_HEAD, x, norm=norm, end=end))
 
     def _layers(
         self, run: ForwardPass, rows: Tensor, key: Hashable | None, keep: Sequence[int] | None

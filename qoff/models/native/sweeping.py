@@ -152,14 +152,18 @@ class _Round:
             steps = [self._decoder.units(self._runs[i], rows[i]) for i in group]
             unit = [next(step) for step in steps][-1]  # the same for all
             logits = list[Tensor]()
-            while not logits:
-                weights, following = self._sweep.take(unit), list[Unit]()
+            try:
+                while not logits:
+                    weights, following = self._sweep.take(unit), list[Unit]()
+                    for step in steps:
+                        try:
+                            following.append(step.send(weights))
+                        except StopIteration as finished:
+                            logits.append(finished.value)
+                    self._sweep.give_back()
+                    unit = following[-1] if following else unit
+            finally:
                 for step in steps:
-                    try:
-                        following.append(step.send(weights))
-                    except StopIteration as finished:
-                        logits.append(finished.value)
-                self._sweep.give_back()
-                unit = following[-1] if following else unit
+                    step.close()
             found += logits
         return found
