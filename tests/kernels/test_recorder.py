@@ -162,6 +162,26 @@ def test_deferred_work_computes_later(weight: QTensor, monkeypatch: pytest.Monke
     assert torch.equal(cpu.w4_linear(inner, weight), wanted)
 
 
+def test_what_torch_made_is_kept_for_jobs_that_come_later(weight: QTensor) -> None:
+    """Whatever else torch has computed in between; and not longer than it is used."""
+    X.normal_()
+    wanted = cpu.w4_linear(X + 1, weight)
+    with torch.inference_mode(), deferring():
+        x, unused = X + 1, X + 2
+        memory = recorders._storage(x)
+        del unused
+        between = X * 2
+        found = cpu.w4_linear(x, weight)
+        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+        assert isinstance(mode, recorders._Deferring)
+        del x
+        assert memory in mode._kept
+        assert len(mode._kept) == 2
+        between += 1  # which the job is done before
+        assert mode._kept.keys() == {recorders._storage(between)}
+    assert torch.equal(found, wanted)
+
+
 def test_deferred_work_gives_back_what_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "_UNUSED_BYTES", 1 << 12)
     mode = recorders._Deferring(default_pool())

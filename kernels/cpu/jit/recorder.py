@@ -216,7 +216,7 @@ class _Deferring(_Judge):
         super().__init__()
         self._pool = pool
         self._allocated = list[tuple[Tensor, int]]()  # memory, and its users when nobody has it
-        self._kept = list[Any]()
+        self._kept = dict[int, Tensor]()  # what torch made, by its memory
 
     def own(self, found: Tensor) -> Tensor:
         for memory, users in self._allocated:
@@ -230,10 +230,16 @@ class _Deferring(_Judge):
 
     def computes(self) -> None:
         self._pool.catch_up()
-        self._kept.clear()
+        # What others still have may be given to jobs to come, and let go before these are done.
+        own = {_storage(memory) for memory, _ in self._allocated}
+        kept = self._kept.items()
+        alone = _users(_bytes(0))
+        self._kept = {key: one for key, one in kept if key not in own and _users(one) > alone}
 
     def made(self, found: Any) -> None:
-        self._kept.append(found)
+        for one in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(one, Tensor):
+                self._kept[_storage(one)] = one.detach()  # another user than those who have `one`
 
     def _let_go(self) -> None:
         """Give back what is used no more, if it is much: plans count what is alive."""
@@ -251,4 +257,10 @@ def _bytes(count: int) -> Tensor:
 
 def _users(memory: Tensor) -> int:
     """How many tensors there are of the memory of one, views included."""
-    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(_storage(memory))
+
+
+def _storage(x: Tensor) -> int:
+    """What tells the memory of tensors apart."""
+    address: int = x.untyped_storage()._cdata
+    return address
