@@ -81,14 +81,14 @@ def return_freed() -> None:
 
 @cache
 def keep_large_apart() -> None:
-    """Have the C library give memory of 1 MiB and more back to the system once it is freed.
+    """Have the C library give memory of 256 KiB and more back to the system once it is freed.
 
     By itself glibc serves up to 32 MiB from its heap once such a size has been freed: what is freed
     there lies between what stays, and what is aligned does not fit into the place of what was. A
     process then takes tens of MiB more than what is in use. Does nothing with other libraries.
     """
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
 
 
 @cache
