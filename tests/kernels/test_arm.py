@@ -34,12 +34,10 @@ def assembly(cpu: str, arguments: int, emit_body: Callable) -> list[str]:
     ids=["dotprod", "i8mm"],
 )
 def test_a_tile_is_dot_products_of_bytes(
-    monkeypatch: pytest.MonkeyPatch, cpu: str, features: set[str], instruction: str, each: int
+    cpu: str, features: set[str], instruction: str, each: int
 ) -> None:
-    monkeypatch.setattr(emit.dot_u8s8, "__defaults__", (features,))
-
     def body(b: ir.IRBuilder, *operands: ir.Value) -> None:
-        tile.emit_tile(b, 4, 2, 4, 1, tile.Operands(*operands))
+        tile.emit_tile(b, 4, 2, 4, 1, tile.Operands(*operands), features)
 
     names = assembly(cpu, len(fields(tile.Operands)), body)
     registers = 4  # of a vector of 16 sums

@@ -31,13 +31,16 @@ _VARIANTS = [
 
 
 @pytest.mark.parametrize("features", _VARIANTS, ids=lambda f: next(iter(f), "plain"))
-def test_byte_dot_is_exact_on_every_processor(features: set[str]) -> None:
+@pytest.mark.parametrize(("u8_bits", "s8_bits"), [(8, 7), (6, 7), (4, 7), (8, 4)])
+def test_byte_dot_is_exact_on_every_processor(
+    features: set[str], u8_bits: int, s8_bits: int
+) -> None:
     i64 = types.int64
 
     @simd.vector_intrinsic(types.void, i64, i64, i64)
     def accumulate(b, acc, u8, s8):
         vectors = (emit.load(b, address, 0, emit.V_I32) for address in (acc, u8, s8))
-        result = emit.dot_u8s8(b, *vectors, features=features)
+        result = emit.dot_u8s8(b, *vectors, u8_bits + s8_bits, features)
         b.store(result, emit.at(b, acc, 0, emit.V_I32), align=1)
 
     @njit
@@ -46,10 +49,11 @@ def test_byte_dot_is_exact_on_every_processor(features: set[str]) -> None:
 
     random = np.random.default_rng(0)
     acc = random.integers(-(2**20), 2**20, 16).astype(np.int32)
-    u8 = random.integers(0, 256, (16, 4)).astype(np.uint8)
-    s8 = random.integers(-128, 128, (16, 4)).astype(np.int8)
-    u8[0], s8[0] = 255, -128
-    u8[1], s8[1] = 255, 127
+    most, least = 2**u8_bits - 1, -(2**s8_bits)
+    u8 = random.integers(0, most + 1, (16, 4)).astype(np.uint8)
+    s8 = random.integers(least, -least, (16, 4)).astype(np.int8)
+    u8[0], s8[0] = most, least
+    u8[1], s8[1] = most, -least - 1
     expected = acc + (u8.astype(np.int32) * s8.astype(np.int32)).sum(1)
     run(acc, u8, s8)
     assert (acc == expected).all()

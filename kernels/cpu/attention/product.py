@@ -14,6 +14,7 @@ from numba import types
 from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.emit import (
     F32,
+    FEATURES,
     HAS_BF16,
     I32,
     V_F32,
@@ -34,7 +35,9 @@ from .scratch import TILE_ROWS
 
 ROWS = TILE_ROWS
 TILES = (1, 3, 4, ROWS)  # rows
-VECTORS = 4  # 24 sums and the vectors of one step leave 4 of 32 registers
+# Of 32 registers of 16 numbers, 24 sums and the vectors of one step leave 4. Where 16 numbers are two
+# of 16 registers, six sums leave one.
+VECTORS = 4 if "avx512f" in FEATURES else 1
 
 
 def _tile(b, width, rows, vectors, left, left_stride, right, vector_stride, step, count, out,
@@ -78,7 +81,8 @@ def _tile_of(b, width, rows, vectors, *operands):
         64 * w + 8 * r + v: partial(_tile, b, w, r, v, *operands)
         for w in WIDTHS
         for r in TILES
-        for v in (1, 2, VECTORS)
+        for v in (1, 2, 4)
+        if v <= VECTORS
     }
     size = b.add(b.mul(width, const_i64(64)), b.add(b.mul(rows, const_i64(8)), vectors))
     switch(b, size, cases)
@@ -106,7 +110,7 @@ def product(width, rows, left, left_stride, right, vector_stride, step, vectors,
     """
     done = 0
     while done < vectors:
-        together = 4 if vectors - done >= 4 else 2 if vectors - done >= 2 else 1
+        together = VECTORS if vectors - done >= VECTORS else 2 if vectors - done >= 2 else 1
         _tile_of(
             width, rows, together, left, left_stride, right + done * vector_stride, vector_stride,
             step, count, out + 64 * done, out_stride, corrections, factor,

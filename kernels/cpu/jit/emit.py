@@ -67,7 +67,7 @@ def prefetch(b, address, offset, write=False):
 def splat(b, scalar, vector_type):
     """All lanes equal to `scalar`."""
     one = b.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(I32, 0))
-    mask = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    mask = ir.Constant(ir.VectorType(I32, vector_type.count), [0] * vector_type.count)
     return b.shuffle_vector(one, ir.Constant(vector_type, ir.Undefined), mask)
 
 
@@ -137,11 +137,11 @@ def switch(b, number, cases):
     b.position_at_end(after)
 
 
-_FEATURES = host_features()
+FEATURES = host_features()
 
 
 # Dot products of bfloat16. LLVM 15, of numba 0.61, has them with other types.
-HAS_BF16 = "avx512bf16" in _FEATURES and llvm.llvm_version_info[0] >= 20
+HAS_BF16 = "avx512bf16" in FEATURES and llvm.llvm_version_info[0] >= 20
 
 
 def dot_bf16(b, acc, x, y):
@@ -156,28 +156,23 @@ def rounded_bf16(b, first, second):
     return b.bitcast(both, ir.VectorType(I16, 2 * LANES))
 
 
-def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
+def dot_u8s8(b, acc, u8, s8, product_bits=15, features=FEATURES):
     """acc[lane] += sum over 4 bytes of u8 (unsigned) * s8 (signed); exact in int32.
 
-    One instruction a register where the processor has it (VNNI; i8mm of ARM), three with ARM's
-    dot products of signed bytes alone, five to ten on AVX2 and AVX-512, plain 32-bit
-    multiplications elsewhere.
+    product_bits: no product has a magnitude above 2**product_bits. Fewer than 15 spare processors
+    without such an instruction half of the work. One instruction a register where the processor has
+    it (VNNI; i8mm of ARM), three with ARM's dot products of signed bytes alone, three to nine on
+    AVX2 and AVX-512, plain 32-bit multiplications elsewhere.
     """
     if "avx512vnni" in features:
         return _vpdpbusd(b, acc, u8, s8, 512)
     if "avxvnni" in features:
         return _by_parts(b, 2, lambda x, y, z: _vpdpbusd(b, x, y, z, 256), acc, u8, s8)
-    if "avx512bw" in features:
-        return _multiply_add(
-            b, acc, u8, s8, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
-        )
-    if "avx2" in features:
+    if lanes_of_words := word_lanes(features):
         return _by_parts(
             b,
-            2,
-            lambda x, y, z: _multiply_add(
-                b, x, y, z, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"
-            ),
+            LANES // lanes_of_words,
+            lambda x, y, z: dots_in_words(b, x, [(y, z)], product_bits),
             acc,
             u8,
             s8,
@@ -194,6 +189,50 @@ def dot_u8s8(b, acc, u8, s8, features=_FEATURES):
     return acc
 
 
+def word_lanes(features=FEATURES):
+    """How many sums a register holds, 16 or 8, where products of bytes are added as 16-bit words.
+
+    0 on processors that add them up to 32 bits in one instruction, or know neither.
+    """
+    if {"avx512vnni", "avxvnni"} & features:
+        return 0
+    return 16 if "avx512bw" in features else 8 if "avx2" in features else 0
+
+
+def dots_in_words(b, acc, factors, product_bits=15, weight=1):
+    """acc[lane] += weight * sum over pairs (u8, s8) and their 4 bytes of products; exact in int32.
+
+    Vectors of `word_lanes`. Pairs of products are added up as 16-bit words, for as many of
+    `factors` as fit, and become 32-bit sums together. 255 * 128 * 2 does not fit: bytes of such
+    products are halved into nibbles, of which 15 * 128 * 2 does, eight times.
+    """
+    if product_bits + 1 > 15:
+        nibbles = [(b.and_(u8, _filled(u8.type, 0x0F0F0F0F)), s8) for u8, s8 in factors]
+        acc = dots_in_words(b, acc, nibbles, product_bits - 4, weight)
+        shifted = [(b.lshr(u8, _filled(u8.type, 4)), s8) for u8, s8 in factors]
+        nibbles = [(b.and_(u8, _filled(u8.type, 0x0F0F0F0F)), s8) for u8, s8 in shifted]
+        return dots_in_words(b, acc, nibbles, product_bits - 4, 16 * weight)
+    wide = acc.type.count == 16
+    by_bytes = "llvm.x86.avx512.pmaddubs.w.512" if wide else "llvm.x86.avx2.pmadd.ub.sw"
+    by_words = "llvm.x86.avx512.pmaddw.d.512" if wide else "llvm.x86.avx2.pmadd.wd"
+    words = ir.VectorType(I16, 2 * acc.type.count)
+    together = 1 << (15 - 1 - product_bits)
+    for start in range(0, len(factors), together):
+        found = [
+            call_llvm(b, by_bytes, words, [_bytes(b, u8), _bytes(b, s8)])
+            for u8, s8 in factors[start : start + together]
+        ]
+        total = found[0]
+        for more in found[1:]:
+            total = b.add(total, more)
+        acc = b.add(acc, call_llvm(b, by_words, acc.type, [total, _filled(words, weight)]))
+    return acc
+
+
+def _filled(type_, value):
+    return ir.Constant(type_, [value] * type_.count)
+
+
 def _bytes(b, x):
     return b.bitcast(x, ir.VectorType(I8, 4 * x.type.count))
 
@@ -202,25 +241,6 @@ def _vpdpbusd(b, acc, u8, s8, width):
     if llvm.llvm_version_info[0] >= 22:  # since then the operands are vectors of bytes
         u8, s8 = _bytes(b, u8), _bytes(b, s8)
     return call_llvm(b, f"llvm.x86.avx512.vpdpbusd.{width}", acc.type, [acc, u8, s8])
-
-
-def _multiply_add(b, acc, u8, s8, by_bytes, by_words):
-    """Products of bytes added in pairs to int16, those in pairs to int32.
-
-    255 * 128 * 2 does not fit int16, so the nibbles of u8 go separately: 15 * 128 * 2 does.
-    """
-    words = ir.VectorType(ir.IntType(16), 2 * acc.type.count)
-
-    def constant(value):
-        return ir.Constant(acc.type, [value] * acc.type.count)
-
-    ones = ir.Constant(words, [1] * words.count)
-    for shift in (0, 4):
-        nibbles = b.and_(b.lshr(u8, constant(shift)), constant(0x0F0F0F0F))
-        pairs = call_llvm(b, by_bytes, words, [_bytes(b, nibbles), _bytes(b, s8)])
-        sums = call_llvm(b, by_words, acc.type, [pairs, ones])
-        acc = b.add(acc, b.shl(sums, constant(shift)))
-    return acc
 
 
 def lanes(b, first, second, start, count):
@@ -244,7 +264,9 @@ def _sdot_u8s8(b, acc, u8, s8):
 
 
 def _by_parts(b, parts, function, *vectors):
-    """Apply `function` to a half or a quarter of the vectors after the other."""
+    """Apply `function` to the vectors, or to a half or a quarter of them after the other."""
+    if parts == 1:
+        return function(*vectors)
     width = LANES // parts
     found = [
         function(*(lanes(b, v, v, start, width) for v in vectors))

@@ -20,19 +20,24 @@ from numba import types
 
 from qoff.kernels.cpu.jit.emit import (
     F32,
+    FEATURES,
     I32,
     I64,
+    LANES,
     V_F32,
     V_I32,
     const_f32,
     const_i32,
     dot_u8s8,
+    dots_in_words,
     fma,
+    lanes,
     load,
     loop,
     prefetch,
     splat,
     store,
+    word_lanes,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.layout.packing import BITS
@@ -71,16 +76,22 @@ def _const(value):
     return ir.Constant(I64, value)
 
 
-def codes_32(b, address, bits):
-    """32 packed codes of 16 rows: (first of 4 elements of K, a vector of these, unsigned bytes)."""
+def codes_32(b, address, bits, kind=V_I32):
+    """32 packed codes of 16 rows: (first of 4 elements of K, a vector of these, unsigned bytes).
+
+    kind: of the vectors, of fewer rows perhaps: the first ones of `address`.
+    """
+
+    def filled(value):
+        return ir.Constant(kind, [value] * kind.count)
 
     def masked(vector, shift, mask):
-        shifted = b.lshr(vector, const_i32(shift)) if shift else vector
-        return b.and_(shifted, const_i32(mask * 0x01010101))
+        shifted = b.lshr(vector, filled(shift)) if shift else vector
+        return b.and_(shifted, filled(mask * 0x01010101))
 
-    upper = [const_i32(0)] * 2  # of the 6-bit codes 24 to 27 and 28 to 31
+    upper = [filled(0)] * 2  # of the 6-bit codes 24 to 27 and 28 to 31
     for step in range(bits):
-        vector = load(b, address, step * VECTOR_BYTES, V_I32)
+        vector = load(b, address, step * VECTOR_BYTES, kind)
         if bits == 8:
             yield 4 * step, vector
         elif bits == 4:
@@ -94,25 +105,69 @@ def codes_32(b, address, bits):
         yield from zip((24, 28), upper, strict=True)
 
 
-def _dot_32(b, bits, codes, ahead, planes, accumulators):
-    """Add 32 elements of K to `accumulators[row block][token][plane]`.
+class _Sums:
+    """Integer sums of a tile's outputs, each of a row block and a token: how a processor adds them.
 
-    planes: the activations' addresses, [plane][token]. ahead: where as many codes as a row block
-    has here are read later, so that they are asked for.
+    values: vectors of int32. Where products of bytes become 32-bit sums at once, there is a sum of
+    16 rows for each plane; where they are added as 16-bit words, one of both planes for each
+    register of rows, because there such sums are few.
     """
-    for address in ahead:
-        for step in range(bits):
-            prefetch(b, address, step * VECTOR_BYTES)
-    for parts in zip(*(codes_32(b, address, bits) for address in codes), strict=True):
-        for row, (k, part) in enumerate(parts):
+
+    def __init__(self, bits, planes, features):
+        self._bits, self._planes, self._features = bits, planes, features
+        self._lanes = word_lanes(features)
+        count = self._lanes or LANES
+        self.kind = ir.VectorType(I32, count)
+        self.zeros = [ir.Constant(self.kind, [0] * count)] * (
+            LANES // count if self._lanes else planes
+        )
+
+    def add_32(self, b, codes, planes, values):
+        """Add 32 elements of K to `values[row block][token]`.
+
+        codes: addresses, by row block. planes: the activations' addresses, [plane][token].
+        """
+        if self._lanes:
+            self._add_words(b, codes, planes, values)
+            return
+        parts = (codes_32(b, address, self._bits) for address in codes)
+        for row, part in _by_row(zip(*parts, strict=True)):
             for plane, addresses in enumerate(planes):
                 for token, at_token in enumerate(addresses):
-                    x = splat(b, load(b, at_token, k, I32), V_I32)
-                    sums = accumulators[row][token]
-                    sums[plane] = dot_u8s8(b, sums[plane], part, x)
+                    x = splat(b, load(b, at_token, part[0], I32), V_I32)
+                    sums = values[row][token]
+                    sums[plane] = dot_u8s8(b, sums[plane], part[1], x, features=self._features)
+
+    def _add_words(self, b, codes, planes, values):
+        for row, address in enumerate(codes):
+            for register in range(LANES // self._lanes):
+                start = b.add(address, _const(4 * self._lanes * register))
+                parts = list(codes_32(b, start, self._bits, self.kind))
+                for token, sums in enumerate(values[row]):
+                    for plane, addresses in enumerate(planes):
+                        at_token = addresses[token]
+                        pairs = [
+                            (part, splat(b, load(b, at_token, k, I32), self.kind))
+                            for k, part in parts
+                        ]
+                        weight = 256 if plane + 1 < self._planes else 1
+                        sums[register] = dots_in_words(
+                            b, sums[register], pairs, self._bits + 7, weight
+                        )
+
+    def total(self, b, values):
+        """What the sums of an output come to, 16 int32."""
+        if self._lanes:
+            return values[0] if len(values) == 1 else lanes(b, *values, 0, LANES)
+        return values[0] if len(values) == 1 else b.add(b.shl(values[0], const_i32(8)), values[1])
 
 
-def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
+def _by_row(steps):
+    for parts in steps:
+        yield from enumerate(parts)
+
+
+def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURES) -> None:
     """Emit the whole tile: loops over groups and, inside, over runs of 32 elements.
 
     planes: 2 for 16-bit activations, 1 for 8-bit ones, which are the high plane alone.
@@ -122,33 +177,35 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
     group_bytes = b.mul(runs, _const(run_bytes))
     scale_bytes = b.shl(_const(ROW_BLOCK_BYTES), o.width)
     pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
+    exact = _Sums(bits, planes, features)
+    each = len(exact.zeros)
 
     group, sums, close_groups = loop(b, o.groups, [const_f32(0.0)] * len(pairs))
     codes_at = b.add(o.codes, b.mul(group, group_bytes))
     k_at = b.mul(group, o.group_size)
 
-    zero = const_i32(0)
-    run, integers, close_runs = loop(b, runs, [zero] * (planes * len(pairs)))
+    run, integers, close_runs = loop(b, runs, exact.zeros * len(pairs))
     codes_at = b.add(codes_at, b.mul(run, _const(run_bytes)))
     k_at = b.add(k_at, b.mul(run, _const(UNROLL)))
     codes = [b.add(codes_at, b.mul(o.codes_stride, _const(r))) for r in range(row_blocks)]
     rows = [b.add(k_at, b.mul(o.token_stride, _const(t))) for t in range(tokens)]
     flat = iter(integers)
     accumulators = [
-        [[next(flat) for _ in range(planes)] for _ in range(tokens)] for _ in range(row_blocks)
+        [[next(flat) for _ in range(each)] for _ in range(tokens)] for _ in range(row_blocks)
     ]
     activations = [[b.add(plane, x) for x in rows] for plane in (o.high, o.low)[:planes]]
     if tokens == 1:  # memory is what it waits for: the next tile's codes, all of them
         following = b.mul(o.codes_stride, _const(row_blocks))
-        _dot_32(b, bits, codes, [b.add(at_row, following) for at_row in codes], activations,
-                accumulators)  # fmt: skip
+        for at_row in codes:
+            for line in range(0, run_bytes, VECTOR_BYTES):
+                prefetch(b, b.add(at_row, following), line)
     else:
         with b.if_then(b.icmp_signed("!=", o.ahead, _const(0))):
             passes = b.add(b.mul(group, runs), run)
             ahead = b.add(o.ahead, b.mul(passes, _const(AHEAD_BYTES)))
             for line in range(0, AHEAD_BYTES, VECTOR_BYTES):
                 prefetch(b, ahead, line)
-        _dot_32(b, bits, codes, [], activations, accumulators)
+    exact.add_32(b, codes, activations, accumulators)
     integers = close_runs([value for row in accumulators for sums in row for value in sums])
 
     scale_at = b.add(o.scale_min, b.mul(group, scale_bytes))
@@ -162,12 +219,10 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands) -> None:
         scale, minimum = scale_and_minimum(b, address, o.width, bits)
         for token in range(tokens):
             i = len(totals)
-            exact = integers[planes * i]
-            if planes == 2:
-                exact = b.add(b.shl(exact, const_i32(8)), integers[2 * i + 1])
+            product = exact.total(b, integers[each * i : each * (i + 1)])
             x_scale = splat(b, load(b, token_scales[token], 0, F32), V_F32)
             x_sum = splat(b, load(b, token_scales[token], 4, F32), V_F32)
-            total = fma(b, b.sitofp(exact, V_F32), b.fmul(scale, x_scale), sums[i])
+            total = fma(b, b.sitofp(product, V_F32), b.fmul(scale, x_scale), sums[i])
             totals.append(fma(b, minimum, x_sum, total))
     totals = close_groups(totals)
     with b.if_else(b.icmp_signed("!=", o.residual, _const(0))) as (if_added, if_alone):

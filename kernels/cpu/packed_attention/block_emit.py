@@ -88,13 +88,13 @@ class _Query:
             for row in range(rows)
         ]
 
-    def dot(self, sums, codes, offset, turn=0):
+    def dot(self, sums, codes, offset, turn=0, bits=4):
         """Add four channels, `offset` bytes into the planes, to the sums of a turn."""
         b, mine = self._b, sums[turn % len(sums)]
         for row, planes in enumerate(self._rows):
             for plane, address in enumerate(planes):
                 x = splat(b, load(b, b.add(address, offset), 0, I32), V_I32)
-                mine[2 * row + plane] = dot_u8s8(b, mine[2 * row + plane], codes, x)
+                mine[2 * row + plane] = dot_u8s8(b, mine[2 * row + plane], codes, x, bits + 7)
 
 
 def _zero_sums(rows):
@@ -138,7 +138,7 @@ def _emit_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out,
     for word, column in enumerate(columns):
         at_word = const_i64(4 * word)
         if kind == WHOLE:
-            q.dot(sums, column, b.add(start, at_word), word)
+            q.dot(sums, column, b.add(start, at_word), word, bits=8)
         else:
             q.dot(sums, _low_nibbles(b, column), b.add(start, at_word), 0)
             q.dot(sums, _high_nibbles(b, column), b.add(high_plane, at_word), 1)
@@ -205,13 +205,14 @@ def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, ou
     flat = [const_i32(0)] * (4 * rows)
     quad, flat, close = loop(b, const_i64(16), flat)
     sums = list(flat)
+    product_bits = 8 + (7 if kind == WHOLE else 4)
     here = b.add(codes, b.mul(b.mul(stride, const_i64(4)), quad))
     values = _values(b, kind, here, stride, ahead, upper)
     for row in range(rows):
         address = b.add(weights, b.add(b.mul(quad, const_i64(4)), const_i64(TOKENS * row)))
         p = splat(b, load(b, address, 0, I32), V_I32)
         for v, value in enumerate(values):
-            sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value)
+            sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value, product_bits)
     close(sums)
     for row in range(rows):
         correction, step, shift, *total = (
