@@ -35,8 +35,8 @@ from .scratch import TILE_ROWS
 
 ROWS = TILE_ROWS
 TILES = (1, 3, 4, ROWS)  # rows
-# Of 32 registers of 16 numbers, 24 sums and the vectors of one step leave 4. Where 16 numbers are two
-# of 16 registers, six sums leave one.
+# Of 32 registers of 16 numbers, 24 sums and the vectors of one step leave 4. Where 16 numbers take
+# two of 16 registers, as on AVX2, six sums leave one.
 VECTORS = 4 if "avx512f" in FEATURES else 1
 
 
