@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from llvmlite import ir
 from numba import njit, types
 
 from qoff.kernels.cpu.jit import emit, powers, simd
@@ -156,3 +157,30 @@ def test_quads_combine_each_vector_alone(rows: int) -> None:
         np.testing.assert_allclose(out[0, 4 * row : 4 * row + 4], x[row].sum(), rtol=1e-5)
         assert (out[1, 4 * row : 4 * row + 4] == x[row].max()).all()
     assert (out[2] == out[0, 4 * rows - 1]).all()
+
+
+@pytest.mark.skipif("avx2" not in emit.host_features(), reason="needs AVX2")
+@pytest.mark.parametrize(("u8_bits", "weight"), [(8, 1), (6, 256), (4, 256)])
+@pytest.mark.parametrize("extreme", ["most", "least"])
+def test_products_added_as_words_do_not_overflow(u8_bits: int, weight: int, extreme: str) -> None:
+    i64, count, width = types.int64, 12, 8
+    kind = ir.VectorType(emit.I32, width)
+
+    @simd.vector_intrinsic(types.void, i64, i64, i64)
+    def accumulate(b, acc, u8, s8):
+        factors = [[emit.load(b, x, 32 * i, kind) for x in (u8, s8)] for i in range(count)]
+        before = emit.load(b, acc, 0, kind)
+        result = emit.dots_in_words(b, before, factors, u8_bits + 7, weight)
+        b.store(result, emit.at(b, acc, 0, kind), align=1)
+
+    @njit
+    def run(acc, u8, s8):
+        accumulate(acc.ctypes.data, u8.ctypes.data, s8.ctypes.data)
+
+    acc = np.arange(width, dtype=np.int32)
+    u8 = np.full((count, width, 4), 2**u8_bits - 1, np.uint8)
+    s8 = np.full((count, width, 4), 127 if extreme == "most" else -128, np.int8)
+    s8[:, 0] = np.arange(4 * count).reshape(count, 4)  # not all lanes alike
+    expected = acc + weight * (u8.astype(np.int32) * s8).sum((0, 2))
+    run(acc, u8, s8)
+    assert (acc == expected).all()

@@ -9,6 +9,7 @@ vector then holds four tokens of 16 channels. Nothing unpacked is ever written t
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 
 from llvmlite import ir
 from numba import types
@@ -17,6 +18,7 @@ from qoff.kernels.cpu.jit.emit import (
     F32,
     I8,
     I32,
+    LANES,
     V_F32,
     V_I32,
     at,
@@ -24,12 +26,15 @@ from qoff.kernels.cpu.jit.emit import (
     const_i32,
     const_i64,
     dot_u8s8,
+    dots_in_words,
     fma,
+    lanes,
     load,
     loop,
     prefetch,
     splat,
     switch,
+    word_lanes,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
@@ -38,6 +43,7 @@ from .scratch import TOGETHER, TOKENS
 ROWS = TOGETHER  # queries at a time
 BYTES = ir.VectorType(I8, 64)
 _LOW = 0x0F0F0F0F
+_WORDS_TOGETHER = 8  # steps of 4-bit codes whose products are added up as 16-bit words
 _i64 = types.int64
 
 # How the codes of a token lie in a record.
@@ -83,18 +89,46 @@ class _Query:
 
     def __init__(self, b, address, rows, plane):
         self._b = b
-        self._rows = [
-            [b.add(address, b.mul(plane, const_i64(2 * row + high_low))) for high_low in range(2)]
-            for row in range(rows)
+        self._planes = [b.add(address, b.mul(plane, const_i64(i))) for i in range(2 * rows)]
+
+    def dot(self, sums, bits, steps):
+        """Add four channels a step: codes of `bits` bits, and where their channels lie in a plane.
+
+        sums: what steps in turn are added to.
+        """
+        b, together = self._b, _WORDS_TOGETHER if word_lanes() else 1
+        for turn, batch in enumerate(_batches(steps, together)):
+            mine = sums[turn % len(sums)]
+            if together > 1:
+                self._add_words(mine, bits, batch)
+                continue
+            ((codes, offset),) = batch
+            for i, address in enumerate(self._planes):
+                x = splat(b, load(b, b.add(address, offset), 0, I32), V_I32)
+                mine[i] = dot_u8s8(b, mine[i], codes, x, bits + 7)
+
+    def _add_words(self, sums, bits, steps):
+        """As many rows' sums at a time as a register has, so that codes stay in registers."""
+        b, width = self._b, word_lanes()
+        kind = ir.VectorType(I32, width)
+        parts = []
+        for start in range(0, LANES, width):
+            codes = [lanes(b, code, code, start, width) for code, _ in steps]
+            parts.append(part := [])
+            for total, address in zip(sums, self._planes, strict=True):
+                xs = [splat(b, load(b, b.add(address, at), 0, I32), kind) for _, at in steps]
+                before = lanes(b, total, total, start, width)
+                factors = list(zip(codes, xs, strict=True))
+                part.append(dots_in_words(b, before, factors, bits + 7))
+        sums[:] = [
+            x[0] if len(x) == 1 else lanes(b, *x, 0, LANES) for x in zip(*parts, strict=True)
         ]
 
-    def dot(self, sums, codes, offset, turn=0, bits=4):
-        """Add four channels, `offset` bytes into the planes, to the sums of a turn."""
-        b, mine = self._b, sums[turn % len(sums)]
-        for row, planes in enumerate(self._rows):
-            for plane, address in enumerate(planes):
-                x = splat(b, load(b, b.add(address, offset), 0, I32), V_I32)
-                mine[2 * row + plane] = dot_u8s8(b, mine[2 * row + plane], codes, x, bits + 7)
+
+def _batches(steps, size):
+    steps = iter(steps)
+    while batch := list(islice(steps, size)):
+        yield batch
 
 
 def _zero_sums(rows):
@@ -116,9 +150,13 @@ def _emit_narrow_scores(b, rows, codes, ahead, query, plane, out, out_stride):
     """16 tokens of head size 64: a vector of codes holds an even token, then an odd one."""
     columns = _transpose_words(b, _load_rows(b, codes, const_i64(64), 8, ahead))
     q, sums = _Query(b, query, rows, plane), _zero_sums(rows)
-    for word, column in enumerate(columns):
-        q.dot(sums, _low_nibbles(b, column), const_i64(4 * word), 0)
-        q.dot(sums, _high_nibbles(b, column), const_i64(32 + 4 * word), 1)
+
+    def steps():
+        for word, column in enumerate(columns):
+            yield _low_nibbles(b, column), const_i64(4 * word)
+            yield _high_nibbles(b, column), const_i64(32 + 4 * word)
+
+    q.dot(sums, 4, steps())
     mask = ir.Constant(ir.VectorType(I32, 16), [i // 2 + 8 * (i % 2) for i in range(16)])
     for row in range(rows):
         found = _exact(b, sums, row)
@@ -135,13 +173,17 @@ def _emit_scores(b, kind, rows, codes, stride, ahead, chunks, query, plane, out,
     columns = _transpose_words(b, _load_rows(b, b.add(codes, start), stride, 16, ahead))
     q = _Query(b, query, rows, plane)
     high_plane = b.add(start, b.mul(chunks, const_i64(64)))
-    for word, column in enumerate(columns):
-        at_word = const_i64(4 * word)
-        if kind == WHOLE:
-            q.dot(sums, column, b.add(start, at_word), word, bits=8)
-        else:
-            q.dot(sums, _low_nibbles(b, column), b.add(start, at_word), 0)
-            q.dot(sums, _high_nibbles(b, column), b.add(high_plane, at_word), 1)
+
+    def steps():
+        for word, column in enumerate(columns):
+            at_word = const_i64(4 * word)
+            if kind == WHOLE:
+                yield column, b.add(start, at_word)
+            else:
+                yield _low_nibbles(b, column), b.add(start, at_word)
+                yield _high_nibbles(b, column), b.add(high_plane, at_word)
+
+    q.dot(sums, 8 if kind == WHOLE else 4, steps())
     close([value for one in sums for value in one])
     for row in range(rows):
         to = b.add(out, b.mul(out_stride, const_i64(row)))
