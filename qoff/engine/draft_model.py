@@ -56,7 +56,7 @@ class DraftModel:
         residency = self.executor.runtime.residency
         self._weights = residency.device_bytes - residency.workspace
         self.nbytes = self._weights + self.executor.memory.total(DEVICE)
-        if residency.slots:
+        if residency.streamed:
             raise BudgetError(
                 f"draft_model {path}: does not fit in memory as a whole, which it needs to, beside "
                 f"its KV cache; the budget is {format_size(plan.device_memory or 0)}"

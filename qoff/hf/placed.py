@@ -79,9 +79,11 @@ class PlacedModel(PreTrainedModel):
     def extra_repr(self) -> str:
         plan, checkpoint = self.runtime.residency, self.runtime.checkpoint
         streamed = len(self.hf_device_map) - 1
-        there = (
-            f"{streamed} modules stream through {plan.slots} slots" if streamed else "all of them"
-        )
+        there = "all of them"
+        if streamed:
+            there = f"{streamed} modules stream through {plan.slots} slots"
+            if not plan.slots:
+                there = f"{streamed} modules in host memory"
         if plan.expert_slots:
             there = f"experts one by one in {plan.expert_slots} slots, {plan.slots} other slots"
         return (

@@ -55,6 +55,12 @@ class Instrumentation:
         """Whether steps of decoding are recorded on a device, and replayed."""
         return self.record is not None or (device.type == "cuda" and cuda_graphs())
 
+    @property
+    def watches_copies(self) -> bool:
+        """Whether somebody sees each copy, or waits for it by a clock of their own."""
+        watched = self.timeline is not None or self.on_copy is not PLAIN.on_copy
+        return watched or self.clock is not SYSTEM
+
     def span(self, lane: str, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """Note how long a `with` block takes, if there is a timeline."""
         return nullcontext() if self.timeline is None else self.timeline.span(lane, name, nbytes)

@@ -17,7 +17,7 @@ from qoff.errors import ArgumentError
 from qoff.process import Opener
 
 from .experts import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
-from .experts.moves import ExpertMoves, MakeMoves
+from .experts.moves import ExpertMoves
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
 from .io.transfers import Transfers, UnitRead
@@ -102,7 +102,7 @@ class WeightStore:
         try:
             arenas = self._transfers.open(residency, instrumentation)
             self.arena, self.host_arena = arenas["device"], arenas["host"]
-            self._open(verify, instrumentation.expert_moves or ExpertMoves)
+            self._open(verify, instrumentation)
         except BaseException:
             self._transfers.close()
             raise
@@ -245,7 +245,7 @@ class WeightStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _open(self, verify: bool, make_moves: MakeMoves) -> None:
+    def _open(self, verify: bool, instrumentation: Instrumentation) -> None:
         checkpoint, plan = self.checkpoint, self.residency
         files = unit_files(checkpoint)
         kept = resident_images(checkpoint, plan)
@@ -270,7 +270,7 @@ class WeightStore:
         self._rows = Rows(checkpoint.outer, self._resident, in_host, self._transfers, self._checks)
         self._tiled = tiled_matrices(checkpoint, plan)
         there: dict[Unit, Mapping[str, Weight]] = {}
-        if self._transfers.in_place:
+        if self._transfers.in_place(instrumentation):
             units = [unit for unit in self._streamed if unit in sources]
             there = {u: self._streamed.pop(u).views(self._sources[u]) for u in units}
         self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
@@ -283,7 +283,7 @@ class WeightStore:
                 self._sources,
                 self._transfers,
                 self._checks,
-                make_moves,
+                instrumentation.expert_moves or ExpertMoves,
             )
         served: list[Unit] = [*files, *there]
         for one in served:

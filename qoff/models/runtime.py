@@ -20,7 +20,7 @@ from qoff.interrupts import check as check_interrupts
 from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.ops import Scratch, new_scratch, with_scratch
 from qoff.kvcache import KVCache, KVQuant
-from qoff.memory import Transfers, WeightStore, plan_residency
+from qoff.memory import ThreadTransfers, Transfers, WeightStore, plan_residency
 from qoff.memory.experts import ExpertStats
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import EMBEDDING, HEAD, PER_LAYER, Residency, unit_label
@@ -142,7 +142,8 @@ class Runtime:
                     slots,
                     packing=ops.PACKING,
                     host_memory=host_memory,
-                    host_staging=0 if transfers is None else transfers.host_staging,
+                    host_staging=transfers.host_staging,
+                    in_place=transfers.in_place(instrumentation),
                     one_by_one=isinstance(self.decoder, Decoder),
                 ),
                 workspace,
@@ -150,8 +151,7 @@ class Runtime:
             on_host = residency.host_bytes + (residency.device_bytes if where.type == "cpu" else 0)
             instrumentation.check_memory(on_host, "weights and working space")
         except BaseException:
-            if transfers is not None:
-                transfers.close()
+            transfers.close()
             raise
         self.residency = residency
         self.store = WeightStore(
@@ -298,10 +298,10 @@ def _planned(
     raise refusal
 
 
-def transfers_to(device: torch.device) -> Transfers | None:
-    """What moves weights to a device; None: what the store has for a CPU."""
+def transfers_to(device: torch.device) -> Transfers:
+    """What moves weights to a device."""
     if device.type == "cpu":
-        return None
+        return ThreadTransfers()
     from qoff.memory.io.cuda_transfers import CudaTransfers
 
     return CudaTransfers(device)

@@ -183,6 +183,7 @@ class Certifier:
                     host_memory=on_host,
                     host_staging=STAGING if machine.on_gpu else 0,
                     layouts=sizes.layouts(self.packing),
+                    in_place=not machine.on_gpu,
                 )
             except BudgetError as error:
                 return HOST if str(error).startswith(HOST) else DEVICE

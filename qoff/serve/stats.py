@@ -56,7 +56,7 @@ def memory(llm: LLM) -> dict[str, Any]:
     moved = residency.device_bytes - residency.workspace - residency.resident_bytes
     tiers[DEVICE] = {"weights": tiers[DEVICE]["weights"] - moved, "weights on the move": moved,
                      **{k: v for k, v in tiers[DEVICE].items() if k != "weights"}}  # fmt: skip
-    if residency.slots or residency.expert_slots:
+    if residency.streamed or residency.expert_slots:
         files = {file.path: file.nbytes for file in unit_files(llm.checkpoint).values()}
         kept = residency.resident_bytes + residency.host_weight_bytes
         tiers[DISK]["weights"] = max(0, sum(files.values()) - kept)  # but for what is repacked

@@ -242,3 +242,21 @@ def test_closing_wakes_who_waits_for_a_copy(small: Checkpoint) -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert isinstance(outcome[-1], (DiskReadError, ValueError))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_there_are_no_slots_where_all_that_streams_is_computed_with_in_host_memory(
+    small: Checkpoint, in_place: bool
+) -> None:
+    budget = plan_residency(small, None).device_bytes * 3 // 4
+    some, every = (
+        plan_residency(small, budget, host_memory=host, in_place=in_place) for host in (1, 1 << 30)
+    )
+    assert every.streamed
+    assert (some.slots, every.slots) == (2, 0 if in_place else 2)
+    assert every.device_bytes == some.device_bytes - (every.slot_bytes * 2 if in_place else 0)
+    if in_place:
+        with WeightStore(small, every) as store:
+            for unit in UNITS:
+                with store.use(unit):
+                    pass

@@ -183,8 +183,7 @@ class _SimulatedThreads(ThreadTransfers):
         super().__init__(SimulatedReader(machine))
         self._machine = machine
 
-    @property
-    def in_place(self) -> bool:
+    def in_place(self, instrumentation: Instrumentation) -> bool:
         return True
 
     def _new_copies(self, instrumentation: Instrumentation) -> Copies:

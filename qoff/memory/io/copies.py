@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
-from .clock import SYSTEM
 from .disk import Run
 
 if TYPE_CHECKING:
@@ -57,9 +56,7 @@ class Copies:
     @property
     def unwatched(self) -> bool:
         """Whether jobs of a CPU may copy instead (`job`), as nobody watches what is copied."""
-        hooks = self._instrumentation
-        watched = hooks.timeline is not None or hooks.on_copy is not PLAIN.on_copy
-        return self._stream is None and self.clock is SYSTEM and not watched
+        return self._stream is None and not self._instrumentation.watches_copies
 
     def job(self, dest: Tensor, source: Tensor, table: Tensor | None = None) -> None:
         """Copy rows by a job of the CPU's pool, here and now; see `copy_rows`."""

@@ -44,9 +44,8 @@ class ThreadTransfers(Transfers):
     def sweeps(self) -> bool:
         return self.clock is SYSTEM and self._instrumentation.timeline is None
 
-    @property
-    def in_place(self) -> bool:
-        return self._copies.unwatched
+    def in_place(self, instrumentation: Instrumentation) -> bool:
+        return not instrumentation.watches_copies
 
     def _new_copies(self, instrumentation: Instrumentation) -> Copies:
         return Copies(instrumentation=instrumentation)

@@ -179,8 +179,7 @@ class Transfers(ABC):
         """Whether jobs of the CPU may wait for reads from disk, without Python."""
         return False
 
-    @property
-    def in_place(self) -> bool:
+    def in_place(self, instrumentation: Instrumentation) -> bool:
         """Whether what is in host memory is computed with there, as the device's memory is it."""
         return False
 

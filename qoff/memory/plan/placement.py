@@ -35,6 +35,7 @@ def plan_residency(
     tiled_workspace: int | None = None,
     one_by_one: bool = True,
     layouts: Layouts | None = None,
+    in_place: bool = False,
 ) -> Residency:
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
@@ -49,8 +50,9 @@ def plan_residency(
 
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
-    go straight to the device). A budget that is too small is refused with the minimum: raises
-    BudgetError with the budget and the least bytes any plan takes.
+    go straight to the device). With `in_place` these units are computed with where they lie; there
+    are no slots where that is all of them. A budget that is too small is refused with the minimum:
+    raises BudgetError with the budget and the least bytes any plan takes.
     """
     layouts = layouts or Layouts(checkpoint, packing)
     search = _Search(layouts, slots, workspace, tiled_workspace)
@@ -76,7 +78,8 @@ def plan_residency(
             )
         choice = found
     plan = search.residency(choice, device_memory)
-    return place_in_host(checkpoint, plan, host_memory, host_staging, layouts)
+    plan = place_in_host(checkpoint, plan, host_memory, host_staging, layouts)
+    return replace(plan, slots=0) if in_place and plan.host.issuperset(plan.streamed) else plan
 
 
 def place_in_host(

@@ -39,7 +39,7 @@ class Residency:
     """A plan for the weights: names of those that stay, and bytes by purpose."""
 
     resident: frozenset[str]
-    slots: int  # 0 when nothing streams
+    slots: int  # 0 when nothing comes through them
     slot_bytes: int
     resident_bytes: int
     staging_bytes: int
