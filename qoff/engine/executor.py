@@ -129,8 +129,7 @@ class Executor(ABC):
             moves = own.enter_context(closing(self._new_copies()))
             self.activations = ActivationStore(
                 plan.activations,
-                2 * plan.batches,
-                tokens,
+                plan.tokens_of_passes,
                 self._hidden_size,
                 dict(self.arenas),
                 moves,

@@ -36,16 +36,17 @@ def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
     passes: list[tuple[BatchSlots, ForwardPass]] = []
     batches = opened.batches
     first = number % len(batches) if reads < len(batches) else 0
-    for batch in (*batches[first:], *batches[:first]):
+    for index in (*range(first, len(batches)), *range(first)):
+        batch = batches[index]
         decode = batch.decode()
         read = batch.read(opened.plan.prefill_tokens) if reads else None
         reads -= read is not None
-        for run in (decode, read):
+        for place, run in enumerate((decode, read), 2 * index):
             if run is None:
                 continue
             run.name, run.workspace = f"pass {len(passes)}", executor.workspace
             if executor.activations is not None:
-                run.activations = executor.activations.batch(len(passes))
+                run.activations = executor.activations.of_pass(place)
             passes.append((batch, run))
     alone = len(passes) == 1 and passes[0][1].ragged.is_decode
     generated = _steps(opened, places, *passes[0]) if alone else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ WINDOWS = 2  # on the device: one is computed on while another is filled
 
 
 class ActivationStore:
-    """Room for the hidden states of `batches` batches of up to `tokens` tokens each.
+    """Room for the hidden states of passes, each of up to so many tokens.
 
     tier: "host" or "disk"; what goes to disk passes through host memory. Hidden states that are
     computed on are in one of two windows on the device, in `dtype`. All moves are in the order of
@@ -27,8 +29,7 @@ class ActivationStore:
     def __init__(
         self,
         tier: str,
-        batches: int,
-        tokens: int,
+        tokens: Sequence[int],
         hidden_size: int,
         arenas: dict[str, Arena],
         copies: Copies,
@@ -38,33 +39,34 @@ class ActivationStore:
     ) -> None:
         self.wait_s = 0.0  # that `load` waited
         self.dtype = dtype
-        self.region = _region(tokens, hidden_size, dtype)
+        regions = _regions(tokens, hidden_size, dtype)
+        widest = max(regions)
         self.hidden_size = hidden_size
         self.copies = copies
         self.windows = [
-            arenas["device"].alloc(self.region, "hidden states at work") for _ in range(WINDOWS)
+            arenas["device"].alloc(widest, "hidden states at work") for _ in range(WINDOWS)
         ]
-        count = batches if tier == "host" else 1
-        self._homes = [arenas["host"].alloc(self.region, "hidden states") for _ in range(count)]
+        homes = regions if tier == "host" else [widest]
+        self._homes = [arenas["host"].alloc(region, "hidden states") for region in homes]
         self._tier = tier
         self._spill = spill if tier == "disk" else None
-        self._spill_at = spill_at
+        self._spill_at = [*accumulate(regions, initial=spill_at)]
         self._next = 0
 
     @staticmethod
     def bytes_for(
-        tier: str, batches: int, tokens: int, hidden_size: int, dtype: torch.dtype = torch.float32
+        tier: str, tokens: Sequence[int], hidden_size: int, dtype: torch.dtype = torch.float32
     ) -> dict[str, int]:
         """Bytes by tier that such a store takes."""
-        region = _region(tokens, hidden_size, dtype)
+        regions = _regions(tokens, hidden_size, dtype)
         return {
-            "device": WINDOWS * region,
-            "host": (batches if tier == "host" else 1) * region,
-            "disk": batches * region if tier == "disk" else 0,
+            "device": WINDOWS * max(regions),
+            "host": sum(regions) if tier == "host" else max(regions),
+            "disk": sum(regions) if tier == "disk" else 0,
         }
 
-    def batch(self, number: int) -> ParkedActivations:
-        """The hidden states of one batch, for one forward pass."""
+    def of_pass(self, number: int) -> ParkedActivations:
+        """The hidden states of one pass."""
         return ParkedActivations(self, number)
 
     def window(self) -> int:
@@ -88,12 +90,12 @@ class ActivationStore:
         return self._spill is None and self.copies.unwatched
 
     def home(self, number: int) -> Tensor:
-        """Where the bytes of a batch are on the host."""
+        """Where the bytes of a pass are on the host."""
         return self._homes[number]
 
     def _move_spilled(self, spill: SpillFile, number: int, window: Tensor, out: bool) -> None:
         home = self._homes[0][: round_up(window.nbytes, PAGE)]
-        at = self._spill_at + number * self.region
+        at = self._spill_at[number]
         if out:
             self.copies.put(home[: window.nbytes], window)
             moved = spill.write(at, home)
@@ -105,7 +107,7 @@ class ActivationStore:
 
 
 class ParkedActivations:
-    """The hidden states of one batch in a store; between `store` and `load` they are elsewhere."""
+    """The hidden states of one pass in a store; between `store` and `load` they are elsewhere."""
 
     def __init__(self, store: ActivationStore, number: int) -> None:
         self._store = store
@@ -200,5 +202,5 @@ class JobActivations:
         """`load` brings them."""
 
 
-def _region(tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    return round_up(tokens * hidden_size * dtype.itemsize, PAGE)
+def _regions(tokens: Sequence[int], hidden_size: int, dtype: torch.dtype) -> list[int]:
+    return [round_up(count * hidden_size * dtype.itemsize, PAGE) for count in tokens]

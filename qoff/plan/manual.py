@@ -175,14 +175,18 @@ class Plan:
         """The most tokens of a pass that decodes."""
         return self.batch_size * (1 + self.draft_tokens)
 
+    @property
+    def tokens_of_passes(self) -> list[int]:
+        """The most tokens of each pass of a round: each batch may decode, and read prompts."""
+        return [self.decode_tokens, self.prefill_tokens] * self.batches
+
     def hidden_bytes(self, hidden_size: int, dtype: torch.dtype) -> dict[str, int]:
         """Bytes by tier of hidden states between units: prompts and new tokens of each batch."""
         if self.activations == "device":
-            held = self.batches * (self.prefill_tokens + self.decode_tokens) * hidden_size
+            held = sum(self.tokens_of_passes) * hidden_size
             return {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
-        passes = 2 * self.batches  # each batch may decode and read prompts in a round
         return ActivationStore.bytes_for(
-            self.activations, passes, self.pass_tokens, hidden_size, dtype
+            self.activations, self.tokens_of_passes, hidden_size, dtype
         )
 
     def states_bytes(self, spec: DecoderSpec) -> int:

@@ -30,7 +30,7 @@ def store_of(
     tier: str, batches: int, folder: Path, slow: bool = False, pwritev: object = None
 ) -> Iterator[ActivationStore]:
     """A store with exactly the memory that it says it takes."""
-    sizes = ActivationStore.bytes_for(tier, batches, TOKENS, HIDDEN)
+    sizes = ActivationStore.bytes_for(tier, [TOKENS] * batches, HIDDEN)
     arenas = {name: Arena(name, sizes[name]) for name in ("device", "host")}
     hooks = behind(host=Link(1e7) if slow else None)
     options = {} if pwritev is None else {"pwritev": pwritev}
@@ -40,7 +40,13 @@ def store_of(
         closing(SpillFile(folder, PAGE + sizes["disk"], reader, **options)) as spill,  # type: ignore[arg-type]
     ):
         yield ActivationStore(
-            tier, batches, TOKENS, HIDDEN, arenas, copies, spill if tier == "disk" else None, PAGE
+            tier,
+            [TOKENS] * batches,
+            HIDDEN,
+            arenas,
+            copies,
+            spill if tier == "disk" else None,
+            PAGE,
         )
         assert all(arena.used == arena.capacity for arena in arenas.values())
 
@@ -66,7 +72,7 @@ def test_what_is_loaded_was_stored(
     with store_of(tier, len(counts), folder, slow) as store:
         for _ in range(rounds):
             truth = [torch.randn(count, HIDDEN) for count in counts]
-            batches = [store.batch(i) for i in range(len(counts))]
+            batches = [store.of_pass(i) for i in range(len(counts))]
             for batch, hidden in zip(batches, truth, strict=True):
                 batch.store(hidden)
             if ahead:
@@ -88,19 +94,19 @@ def test_what_is_loaded_was_stored(
 def test_an_abandoned_round_does_not_disturb_the_next(tier: str, tmp_path: Path) -> None:
     with store_of(tier, 3, tmp_path, slow=True) as store:
         for _ in range(5):
-            left = [store.batch(i) for i in range(3)]
+            left = [store.of_pass(i) for i in range(3)]
             for batch in left:
                 batch.store(torch.full((TOKENS, HIDDEN), torch.nan))
             left[0].prefetch()
             left[1].prefetch()
-            batch, hidden = store.batch(1), torch.randn(7, HIDDEN)
+            batch, hidden = store.of_pass(1), torch.randn(7, HIDDEN)
             batch.store(hidden)
             assert torch.equal(batch.load(), hidden)
 
 
 def test_prefetching_twice_or_before_anything_is_stored(tmp_path: Path) -> None:
     with store_of("host", 1, tmp_path) as store:
-        batch, hidden = store.batch(0), torch.randn(3, HIDDEN)
+        batch, hidden = store.of_pass(0), torch.randn(3, HIDDEN)
         batch.prefetch()
         batch.store(hidden)
         batch.prefetch()
@@ -114,8 +120,8 @@ def test_jobs_do_what_load_and_store_do(tmp_path: Path) -> None:
         truth = [torch.randn(count, HIDDEN) for count in (5, 9)]
         batches = []
         for i, hidden in enumerate(truth):
-            assert store.batch(i).by_jobs
-            batches.append(store.batch(i).moved_by_jobs(len(hidden)))
+            assert store.of_pass(i).by_jobs
+            batches.append(store.of_pass(i).moved_by_jobs(len(hidden)))
             batches[i].store(hidden)
         for window in store.windows:
             window.fill_(0xFF)
@@ -129,13 +135,13 @@ def test_jobs_do_what_load_and_store_do(tmp_path: Path) -> None:
                 hidden.fill_(torch.nan)
         assert all(map(torch.equal, [batch.load() for batch in batches], truth))
     with store_of("disk", 1, tmp_path) as store:
-        assert not store.batch(0).by_jobs
+        assert not store.of_pass(0).by_jobs
 
 
 def test_too_small_an_arena_is_refused(tmp_path: Path) -> None:
     arenas = {name: Arena(name, PAGE) for name in ("device", "host")}
     with closing(Copies()) as copies, pytest.raises(BudgetError, match="hidden states at work"):
-        ActivationStore("host", 2, TOKENS, HIDDEN, arenas, copies)
+        ActivationStore("host", [TOKENS] * 2, HIDDEN, arenas, copies)
 
 
 def broken(fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -144,7 +150,7 @@ def broken(fd: int, views: Sequence[memoryview], offset: int) -> int:
 
 def test_a_write_error_is_raised_by_load(tmp_path: Path) -> None:
     with store_of("disk", 2, tmp_path, pwritev=broken) as store:
-        batch = store.batch(0)
+        batch = store.of_pass(0)
         batch.store(torch.randn(5, HIDDEN))
         with pytest.raises(DiskWriteError, match="Input/output error"):
             batch.load()
@@ -156,11 +162,31 @@ def test_the_death_of_the_copying_thread_is_an_error(tier: str, tmp_path: Path) 
         raise SystemExit(1)
 
     with store_of(tier, 2, tmp_path) as store:
-        batch = store.batch(0)
+        batch = store.of_pass(0)
         batch.store(torch.randn(5, HIDDEN))
         store.copies.call(die, 0, "lane", "death")
         batch.prefetch()
         with pytest.raises(DiskReadError, match="died"):
             batch.load()
         with pytest.raises(DiskReadError, match="died"):
-            store.batch(1).store(torch.randn(5, HIDDEN))
+            store.of_pass(1).store(torch.randn(5, HIDDEN))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_each_pass_has_room_for_its_own_tokens(tier: str, tmp_path: Path) -> None:
+    counts = (3, 500, 3, 500)
+    sizes = ActivationStore.bytes_for(tier, counts, HIDDEN)
+    arenas = {name: Arena(name, sizes[name]) for name in ("device", "host")}
+    with (
+        closing(DiskReader(threads=1)) as reader,
+        closing(Copies()) as copies,
+        closing(SpillFile(tmp_path, PAGE + sizes["disk"], reader)) as spill,
+    ):
+        store = ActivationStore(tier, counts, HIDDEN, arenas, copies, spill, PAGE)
+        truth = [torch.randn(count, HIDDEN) for count in counts]
+        passes = [store.of_pass(number) for number in range(len(counts))]
+        for one, hidden in zip(passes, truth, strict=True):
+            one.store(hidden)
+        for one, hidden in zip(passes, truth, strict=True):
+            assert torch.equal(one.load(), hidden)
+    assert sizes[tier] == 2 * PAGE + 2 * 12 * PAGE

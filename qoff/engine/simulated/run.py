@@ -73,7 +73,7 @@ class Driver:
             counts = [1 for length in cache.lengths if length]
             if counts:
                 passes.append(_pass(cache, None, counts))
-        self._round(passes)
+        self._round(passes, reads=False)
 
     def read(self, passes: int, pieces: int, tokens: int, past: int) -> None:
         """A round in which so many batches read `pieces` pieces of prompts, of `tokens` each.
@@ -84,13 +84,15 @@ class Driver:
         for cache in self._caches[:passes]:
             for slot in slots:
                 _remember(cache, slot, past, past + tokens)
-        self._round([_pass(cache, slots, [tokens] * pieces) for cache in self._caches[:passes]])
+        self._round(
+            [_pass(cache, slots, [tokens] * pieces) for cache in self._caches[:passes]], True
+        )
 
-    def _round(self, passes: Sequence[ForwardPass]) -> None:
+    def _round(self, passes: Sequence[ForwardPass], reads: bool) -> None:
         for number, run in enumerate(passes):
             run.name, run.workspace = f"pass {number}", self.executor.workspace
             if self.executor.activations is not None:
-                run.activations = self.executor.activations.batch(number)
+                run.activations = self.executor.activations.of_pass(2 * number + reads)
         with torch.inference_mode():
             self._schedule.round(passes)
 
