@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .cpu.sampling.scratch import GROUP, columns
 from .layout.distribution import Shape
-from .processor import pool_threads
 
 _BINS = 1 << 10  # by a third of a weight's bits
 _TOGETHER = 1 << 20  # logits that are worked on at once
@@ -24,7 +23,7 @@ _RANKED_BYTES = 36  # for each of those that are sorted
 # and log-probabilities, of a copy of fewer logits at once.
 _SCORED = 1 << 18
 _MASK_BYTES = 9  # of the row whose rank is counted: masks of 1 and 8 bytes
-_QUEUED_BYTES = 16  # of a row that a thread ranks
+_QUEUED_BYTES = 16  # of the row that torch ranks: rounds keep it on one thread
 
 
 def noise_size(vocab_size: int) -> int:
@@ -111,15 +110,18 @@ def sampling_bytes(vocab_size: int, rows: int, context: int, on_cpu: bool = Fals
     """
     row, noise = columns(vocab_size) + _BINS, 8 * noise_size(vocab_size)
     together = min(rows, rows_together(vocab_size))
+    ahead = DRAWS_AHEAD * noise
     if on_cpu:
         scored = min(rows, rows_scored(vocab_size, 0, on_cpu))
-        queues = _QUEUED_BYTES * min(scored, pool_threads())
-        most = row * max(4 * together, 4 * scored + max(4 * scored, _MASK_BYTES, queues))
+        most = row * max(4 * together, 4 * scored + max(4 * scored, _MASK_BYTES, _QUEUED_BYTES))
+        # Rows with log-probabilities or penalties have nothing ahead, and take more.
+        drawn, ahead_of = 2 * ahead * (rows + 2), ahead * (rows - scored)
     else:
         sorted_alone = (_BYTES + _RANKED_BYTES) * row
         most = max(min(_BYTES * rows * row, _BYTES * _TOGETHER), sorted_alone)
+        drawn, ahead_of = 0, 2 * ahead * (rows + 2)
     penalties = together * context * 40  # ids in int64, logits, their new values
-    return most + penalties + (4 * together + 2 * DRAWS_AHEAD * (rows + 2)) * noise
+    return max(drawn, most + penalties + 4 * together * noise + ahead_of)
 
 
 def penalize_(

@@ -137,7 +137,7 @@ def test_where_reads_take_turns_with_computing_there_is_a_slot_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("qoff.plan.finalists._SIMULATION_S", np.inf)
-    on = replace(machine(device=8 * MIB), disk_read=Link(3e9, 1e-4, 1e-10))
+    on = replace(machine(device=8_280_000), disk_read=Link(3e9, 1e-4, 1e-10))
     work = replace(WORK, objective="latency")
 
     def simulate(one: Certified) -> Certified:
