@@ -2,9 +2,10 @@
 
 A process of its own opens each plan in a memory cgroup (v1, as root) three times: to compile, for
 the peak, and with a limit, which is set once the plan is open. Requests fill what a plan has room
-for, by prompts of one length and then of several, and ask for what takes most: drawn tokens,
-penalties and log-probabilities. What was there
-before (Python, libraries, compiled kernels) does not count, and the checkpoint has no tokenizer.
+for: sequences as long as its context in all places, then prompts that are read while other
+sequences decode, then vectors of prompts, after which no answer follows. They ask for what takes
+most: drawn tokens, penalties and log-probabilities. What was there before (Python, libraries,
+compiled kernels) does not count, and the checkpoint has no tokenizer.
 The limit is what the group has, and what a plan promises: its bytes of device and host memory, and
 `beside_plan` for the process. It counts what the kernel takes for the process, too, and pages of
 files as far as they cannot be dropped; code has room.
@@ -46,6 +47,7 @@ from qoff.system_memory import return_freed
 
 _OVER = 0.01  # of a plan's bytes
 _MIB = 1 << 20
+_NEW = 16  # tokens of an answer
 
 
 class Ran(NamedTuple):
@@ -67,12 +69,11 @@ class Ran(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A plan of a model, and the requests that fill it."""
+    """A plan of a model."""
 
     label: str
     path: Path
     plan: Plan
-    work: Work
 
 
 def measure(quick: bool, plans: Sequence[str] = ()) -> Report:
@@ -110,12 +111,11 @@ def _cases(folder: Path, quick: bool) -> Iterator[Case]:
     demo, small = folder / "135M", Work(4, 2, 128, 63)
     unread = shutil.ignore_patterns("tokenizer*", "vocab*", "merges*", "special_tokens*")
     shutil.copytree(fetch_checkpoint(), demo, ignore=unread)
-    # Prompts fill passes of 512 tokens; in the end 127 tokens of each sequence are not packed, as
-    # many as there is room for.
+    # In the end 126 or 127 tokens of each sequence are not packed: there is room for 128.
     yield from _planned(demo, "135M", small, (96,) if quick else (64, 96, 160))
     by_hand = list(plans_by_hand(demo, small, "cpu").items())[: 2 if quick else None]
     for label, plan in by_hand:
-        yield Case(f"135M: {label}", demo, plan, small)
+        yield Case(f"135M: {label}", demo, plan)
     if not quick:
         large = folder / "1.1B"
         write_random_checkpoint(large, TINYLLAMA)
@@ -134,19 +134,17 @@ def _planned(path: Path, model: str, work: Work, budgets: Sequence[int]) -> Iter
             plan = find_plan(sizes, there, asked).plan
         except BudgetError:
             continue
-        yield Case(f"{model}: the planner's, {budget} MiB", path, plan, work)
+        yield Case(f"{model}: the planner's, {budget} MiB", path, plan)
 
 
 def _run(case: Case) -> Ran:
     """What a process in a cgroup of its own takes."""
-    work = case.work
     with control_group(None) as group, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(plan_text(case.plan))
         file.flush()
-        numbers = [str(n) for n in (work.batch_size * work.batches, work.prompt, work.new)]
         command = [sys.executable, "-m", __name__, str(case.path), file.name, str(group.folder)]
         done = subprocess.run(
-            [*command, *numbers],
+            command,
             capture_output=True,
             text=True,
             check=False,
@@ -165,15 +163,15 @@ def _child(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     for name in ("path", "plan", "group"):
         parser.add_argument(name, type=Path)
-    for name in ("count", "prompt", "new"):
-        parser.add_argument(name, type=int)
     args = parser.parse_args(argv)
     group, plan = args.group, replace(read_plan(args.plan), adapt=False)
-    lengths = [args.prompt, *[args.prompt * 3 // 7] * (args.count - 1)]  # much padding
-    equal, uneven = (
-        [torch.randint(1000, (length,)).tolist() for length in some]
-        for some in ([args.prompt] * args.count, lengths)
-    )
+    places, most = plan.batches * plan.batch_size, plan.context
+    full = [_prompt(most - _NEW)] * places
+    # The longest of a pass beside shorter ones is much padding; then passes are full. Places become
+    # free one by one.
+    padded = [most - 2, *[most * 2 // 7] * (plan.batch_size - 1)] * plan.batches
+    filling = min(most - 10, max(1, plan.prefill_tokens // plan.batch_size))
+    staggered = [*padded, *[filling] * places]
 
     def answer(limit: int | None = None) -> int:
         params = SamplingParams(
@@ -182,14 +180,17 @@ def _child(argv: Sequence[str] | None = None) -> None:
             repetition_penalty=1.1,
             logprobs=5,
             seed=1,
-            max_tokens=args.new,
+            max_tokens=_NEW,
             ignore_eos=True,
         )
         with LLM(args.path, plan, device="cpu") as llm:
             if limit is not None:  # before, the plan would be bound to less
                 (group / "memory.limit_in_bytes").write_text(str(limit))
-            llm.generate(equal, params)
-            llm.generate(uneven, params)
+            llm.generate(full, params)
+            llm.generate([_prompt(filling)] * places, params)
+            few = [replace(params, max_tokens=2 + i % 7) for i in range(len(staggered))]
+            llm.generate(list(map(_prompt, staggered)), few)
+            llm.embed([_prompt(most)] * places)
             tiers = llm.memory_by_tier()
             return sum(sum(tiers[tier].values()) for tier in ("device", "host"))
 
@@ -205,6 +206,10 @@ def _child(argv: Sequence[str] | None = None) -> None:
     stat = {name: int(value) for name, value in map(str.split, lines)}
     usage -= stat["cache"] - stat["mapped_file"]  # pages of files, but for code
     answer(usage + counted + beside_plan(counted))
+
+
+def _prompt(length: int) -> list[int]:
+    return torch.randint(1000, (length,)).tolist()
 
 
 def tokenizer_bytes(path: Path) -> int:
