@@ -29,15 +29,19 @@ def assembly(cpu: str, arguments: int, emit_body: Callable) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("cpu", "features", "instruction", "each"),
-    [("neoverse-n1", {"dotprod"}, "sdot", 3), ("neoverse-v1", {"i8mm"}, "usdot", 1)],
-    ids=["dotprod", "i8mm"],
+    ("cpu", "features", "bits", "instruction", "each"),
+    [
+        ("neoverse-n1", {"dotprod"}, 4, "sdot", 1),
+        ("neoverse-n1", {"dotprod"}, 8, "sdot", 3),
+        ("neoverse-v1", {"i8mm"}, 4, "usdot", 1),
+    ],
+    ids=["dotprod", "dotprod-8-bits", "i8mm"],
 )
 def test_a_tile_is_dot_products_of_bytes(
-    cpu: str, features: set[str], instruction: str, each: int
+    cpu: str, features: set[str], bits: int, instruction: str, each: int
 ) -> None:
     def body(b: ir.IRBuilder, *operands: ir.Value) -> None:
-        tile.emit_tile(b, 4, 2, 4, 1, tile.Operands(*operands), features)
+        tile.emit_tile(b, bits, 2, 4, 1, tile.Operands(*operands), features)
 
     names = assembly(cpu, len(fields(tile.Operands)), body)
     registers = 4  # of a vector of 16 sums

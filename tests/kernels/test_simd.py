@@ -41,7 +41,7 @@ def test_byte_dot_is_exact_on_every_processor(
     @simd.vector_intrinsic(types.void, i64, i64, i64)
     def accumulate(b, acc, u8, s8):
         vectors = (emit.load(b, address, 0, emit.V_I32) for address in (acc, u8, s8))
-        result = emit.dot_u8s8(b, *vectors, u8_bits + s8_bits, features)
+        result = emit.dot_u8s8(b, *vectors, (u8_bits, s8_bits), features)
         b.store(result, emit.at(b, acc, 0, emit.V_I32), align=1)
 
     @njit
@@ -170,7 +170,7 @@ def test_products_added_as_words_do_not_overflow(u8_bits: int, weight: int, extr
     def accumulate(b, acc, u8, s8):
         factors = [[emit.load(b, x, 32 * i, kind) for x in (u8, s8)] for i in range(count)]
         before = emit.load(b, acc, 0, kind)
-        result = emit.dots_in_words(b, before, factors, u8_bits + 7, weight)
+        result = emit.dots(b, before, factors, (u8_bits, 7), weight, {"avx2"})
         b.store(result, emit.at(b, acc, 0, kind), align=1)
 
     @njit

@@ -156,31 +156,26 @@ def rounded_bf16(b, first, second):
     return b.bitcast(both, ir.VectorType(I16, 2 * LANES))
 
 
-def dot_u8s8(b, acc, u8, s8, product_bits=15, features=FEATURES):
+def dot_u8s8(b, acc, u8, s8, bits=(8, 7), features=FEATURES):
     """acc[lane] += sum over 4 bytes of u8 (unsigned) * s8 (signed); exact in int32.
 
-    product_bits: no product has a magnitude above 2**product_bits. Fewer than 15 spare processors
-    without such an instruction half of the work. One instruction a register where the processor has
-    it (VNNI; i8mm of ARM), three with ARM's dot products of signed bytes alone, three to nine on
-    AVX2 and AVX-512, plain 32-bit multiplications elsewhere.
+    bits: u8 is below 2**bits[0], and s8 no larger in magnitude than 2**bits[1]; the fewer, the less
+    work for processors without such an instruction. One a register where the processor has it
+    (VNNI; i8mm of ARM), one or three with ARM's dot products of signed bytes alone, three to nine
+    on AVX2 and AVX-512, plain 32-bit multiplications elsewhere.
     """
     if "avx512vnni" in features:
         return _vpdpbusd(b, acc, u8, s8, 512)
-    if "avxvnni" in features:
-        return _by_parts(b, 2, lambda x, y, z: _vpdpbusd(b, x, y, z, 256), acc, u8, s8)
-    if lanes_of_words := word_lanes(features):
+    if width := register_lanes(features):
+        parts = LANES // width
         return _by_parts(
-            b,
-            LANES // lanes_of_words,
-            lambda x, y, z: dots_in_words(b, x, [(y, z)], product_bits),
-            acc,
-            u8,
-            s8,
+            b, parts, lambda x, y, z: dots(b, x, [(y, z)], bits, features=features), acc, u8, s8
         )
     if "i8mm" in features:
         return _by_parts(b, 4, lambda x, y, z: _neon(b, "usdot", x, y, z), acc, u8, s8)
     if "dotprod" in features:
-        return _by_parts(b, 4, lambda x, y, z: _sdot_u8s8(b, x, y, z), acc, u8, s8)
+        signed_too = bits[0] < 8
+        return _by_parts(b, 4, lambda x, y, z: _sdot(b, x, y, z, signed_too), acc, u8, s8)
     for byte in range(4):
         shift = const_i32(8 * byte)
         unsigned = b.and_(b.lshr(u8, shift), const_i32(255))
@@ -189,29 +184,49 @@ def dot_u8s8(b, acc, u8, s8, product_bits=15, features=FEATURES):
     return acc
 
 
-def word_lanes(features=FEATURES):
-    """How many sums a register holds, 16 or 8, where products of bytes are added as 16-bit words.
+def adds_words(features=FEATURES):
+    """Whether products of bytes are added up as 16-bit words: AVX2 and AVX-512BW without VNNI."""
+    return bool({"avx512bw", "avx2"} & features) and not {"avx512vnni", "avxvnni"} & features
 
-    0 on processors that add them up to 32 bits in one instruction, or know neither.
+
+def register_lanes(features=FEATURES):
+    """How many sums a register of `dots` has, 16 or 8; 0 where there are none.
+
+    It pays to take one register of sums after the other where 16 sums are two of 16 registers, and
+    where products are added up as words.
     """
-    if {"avx512vnni", "avxvnni"} & features:
-        return 0
-    return 16 if "avx512bw" in features else 8 if "avx2" in features else 0
+    if adds_words(features):
+        return 16 if "avx512bw" in features else 8
+    return 8 if "avxvnni" in features and "avx512vnni" not in features else 0
 
 
-def dots_in_words(b, acc, factors, product_bits=15, weight=1):
+def dots(b, acc, factors, bits=(8, 7), weight=1, features=FEATURES):
     """acc[lane] += weight * sum over pairs (u8, s8) and their 4 bytes of products; exact in int32.
 
-    Vectors of `word_lanes`. Pairs of products are added up as 16-bit words, for as many of
-    `factors` as fit, and become 32-bit sums together. 255 * 128 * 2 does not fit: bytes of such
-    products are halved into nibbles, of which 15 * 128 * 2 does, eight times.
+    Vectors of `register_lanes`. bits: as of `dot_u8s8`. weight: a power of two up to 256.
+    """
+    if adds_words(features):
+        return _dots_in_words(b, acc, factors, sum(bits), weight)
+    total = acc if weight == 1 else _filled(acc.type, 0)
+    for u8, s8 in factors:
+        total = _vpdpbusd(b, total, u8, s8, 256)
+    if weight == 1:
+        return total
+    return b.add(acc, b.shl(total, _filled(acc.type, weight.bit_length() - 1)))
+
+
+def _dots_in_words(b, acc, factors, product_bits, weight):
+    """By pairs of products that are added up as 16-bit words, for as many of `factors` as fit.
+
+    These become 32-bit sums together. 255 * 128 * 2 does not fit: bytes of such products are halved
+    into nibbles, of which 15 * 128 * 2 does, eight times.
     """
     if product_bits + 1 > 15:
         nibbles = [(b.and_(u8, _filled(u8.type, 0x0F0F0F0F)), s8) for u8, s8 in factors]
-        acc = dots_in_words(b, acc, nibbles, product_bits - 4, weight)
+        acc = _dots_in_words(b, acc, nibbles, product_bits - 4, weight)
         shifted = [(b.lshr(u8, _filled(u8.type, 4)), s8) for u8, s8 in factors]
         nibbles = [(b.and_(u8, _filled(u8.type, 0x0F0F0F0F)), s8) for u8, s8 in shifted]
-        return dots_in_words(b, acc, nibbles, product_bits - 4, 16 * weight)
+        return _dots_in_words(b, acc, nibbles, product_bits - 4, 16 * weight)
     wide = acc.type.count == 16
     by_bytes = "llvm.x86.avx512.pmaddubs.w.512" if wide else "llvm.x86.avx2.pmadd.ub.sw"
     by_words = "llvm.x86.avx512.pmaddw.d.512" if wide else "llvm.x86.avx2.pmadd.wd"
@@ -255,9 +270,11 @@ def _neon(b, name, acc, x, y):
     return call_llvm(b, name, acc.type, [acc, _bytes(b, x), _bytes(b, y)])
 
 
-def _sdot_u8s8(b, acc, u8, s8):
-    """By dot products of signed bytes: u * s = (u - 128) * s + 64 * s + 64 * s."""
-    top, half = (ir.Constant(acc.type, [v] * acc.type.count) for v in (-0x7F7F7F80, 0x40404040))
+def _sdot(b, acc, u8, s8, signed_too):
+    """By dot products of signed bytes; of 8 bits, (u - 128) * s + 64 * s + 64 * s."""
+    if signed_too:
+        return _neon(b, "sdot", acc, u8, s8)
+    top, half = (_filled(acc.type, value) for value in (-0x7F7F7F80, 0x40404040))
     for x in (b.xor(u8, top), half, half):
         acc = _neon(b, "sdot", acc, x, s8)
     return acc
@@ -268,11 +285,18 @@ def _by_parts(b, parts, function, *vectors):
     if parts == 1:
         return function(*vectors)
     width = LANES // parts
-    found = [
-        function(*(lanes(b, v, v, start, width) for v in vectors))
-        for start in range(0, LANES, width)
-    ]
-    while len(found) > 1:
-        width *= 2
-        found = [lanes(b, x, y, 0, width) for x, y in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
+    return joined(
+        b,
+        [
+            function(*(lanes(b, v, v, start, width) for v in vectors))
+            for start in range(0, LANES, width)
+        ],
+    )
+
+
+def joined(b, parts):
+    """One vector of the lanes of 1, 2 or 4."""
+    while len(parts) > 1:
+        width = 2 * parts[0].type.count
+        parts = [lanes(b, x, y, 0, width) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

@@ -26,18 +26,19 @@ from qoff.kernels.cpu.jit.emit import (
     LANES,
     V_F32,
     V_I32,
+    adds_words,
     const_f32,
     const_i32,
     dot_u8s8,
-    dots_in_words,
+    dots,
     fma,
-    lanes,
+    joined,
     load,
     loop,
     prefetch,
+    register_lanes,
     splat,
     store,
-    word_lanes,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.layout.packing import BITS
@@ -108,14 +109,15 @@ def codes_32(b, address, bits, kind=V_I32):
 class _Sums:
     """Integer sums of a tile's outputs, each of a row block and a token: how a processor adds them.
 
-    values: vectors of int32. Where products of bytes become 32-bit sums at once, there is a sum of
-    16 rows for each plane; where they are added as 16-bit words, one of both planes for each
-    register of rows, because there such sums are few.
+    values: vectors of int32. By default there is one of 16 rows for each plane. Where that are more
+    registers than there are, or sums of 16-bit words, there is one of both planes for each register
+    of rows, to which 32 elements of K are added while the codes of these rows are in registers.
     """
 
-    def __init__(self, bits, planes, features):
+    def __init__(self, bits, tokens, planes, features):
         self._bits, self._planes, self._features = bits, planes, features
-        self._lanes = word_lanes(features)
+        pays = tokens > 1 or adds_words(features)
+        self._lanes = register_lanes(features) if pays else 0
         count = self._lanes or LANES
         self.kind = ir.VectorType(I32, count)
         self.zeros = [ir.Constant(self.kind, [0] * count)] * (
@@ -128,17 +130,19 @@ class _Sums:
         codes: addresses, by row block. planes: the activations' addresses, [plane][token].
         """
         if self._lanes:
-            self._add_words(b, codes, planes, values)
+            self._add_by_register(b, codes, planes, values)
             return
-        parts = (codes_32(b, address, self._bits) for address in codes)
-        for row, part in _by_row(zip(*parts, strict=True)):
-            for plane, addresses in enumerate(planes):
-                for token, at_token in enumerate(addresses):
-                    x = splat(b, load(b, at_token, part[0], I32), V_I32)
-                    sums = values[row][token]
-                    sums[plane] = dot_u8s8(b, sums[plane], part[1], x, features=self._features)
+        steps = (codes_32(b, address, self._bits) for address in codes)
+        for parts in zip(*steps, strict=True):
+            for (k, part), by_token in zip(parts, values, strict=True):
+                for plane, addresses in enumerate(planes):
+                    for sums, at_token in zip(by_token, addresses, strict=True):
+                        x = splat(b, load(b, at_token, k, I32), V_I32)
+                        sums[plane] = dot_u8s8(
+                            b, sums[plane], part, x, (self._bits, 7), self._features
+                        )
 
-    def _add_words(self, b, codes, planes, values):
+    def _add_by_register(self, b, codes, planes, values):
         for row, address in enumerate(codes):
             for register in range(LANES // self._lanes):
                 start = b.add(address, _const(4 * self._lanes * register))
@@ -151,20 +155,15 @@ class _Sums:
                             for k, part in parts
                         ]
                         weight = 256 if plane + 1 < self._planes else 1
-                        sums[register] = dots_in_words(
-                            b, sums[register], pairs, self._bits + 7, weight
+                        sums[register] = dots(
+                            b, sums[register], pairs, (self._bits, 7), weight, self._features
                         )
 
     def total(self, b, values):
         """What the sums of an output come to, 16 int32."""
         if self._lanes:
-            return values[0] if len(values) == 1 else lanes(b, *values, 0, LANES)
+            return joined(b, values)
         return values[0] if len(values) == 1 else b.add(b.shl(values[0], const_i32(8)), values[1])
-
-
-def _by_row(steps):
-    for parts in steps:
-        yield from enumerate(parts)
 
 
 def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURES) -> None:
@@ -177,7 +176,7 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
     group_bytes = b.mul(runs, _const(run_bytes))
     scale_bytes = b.shl(_const(ROW_BLOCK_BYTES), o.width)
     pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
-    exact = _Sums(bits, planes, features)
+    exact = _Sums(bits, tokens, planes, features)
     each = len(exact.zeros)
 
     group, sums, close_groups = loop(b, o.groups, [const_f32(0.0)] * len(pairs))

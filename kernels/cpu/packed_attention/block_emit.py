@@ -21,20 +21,22 @@ from qoff.kernels.cpu.jit.emit import (
     LANES,
     V_F32,
     V_I32,
+    adds_words,
     at,
     const_f32,
     const_i32,
     const_i64,
     dot_u8s8,
-    dots_in_words,
+    dots,
     fma,
+    joined,
     lanes,
     load,
     loop,
     prefetch,
+    register_lanes,
     splat,
     switch,
-    word_lanes,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 
@@ -43,7 +45,7 @@ from .scratch import TOGETHER, TOKENS
 ROWS = TOGETHER  # queries at a time
 BYTES = ir.VectorType(I8, 64)
 _LOW = 0x0F0F0F0F
-_WORDS_TOGETHER = 8  # steps of 4-bit codes whose products are added up as 16-bit words
+_TOGETHER = 8  # steps whose products are added up as words
 _i64 = types.int64
 
 # How the codes of a token lie in a record.
@@ -96,22 +98,22 @@ class _Query:
 
         sums: what steps in turn are added to.
         """
-        b, together = self._b, _WORDS_TOGETHER if word_lanes() else 1
+        b, together = self._b, _TOGETHER if adds_words() else 1
         for turn, batch in enumerate(_batches(steps, together)):
             mine = sums[turn % len(sums)]
             if together > 1:
-                self._add_words(mine, bits, batch)
+                self._add_by_register(mine, bits, batch)
                 continue
             ((codes, offset),) = batch
             for i, address in enumerate(self._planes):
                 x = splat(b, load(b, b.add(address, offset), 0, I32), V_I32)
-                mine[i] = dot_u8s8(b, mine[i], codes, x, bits + 7)
+                mine[i] = dot_u8s8(b, mine[i], codes, x, (bits, 7))
 
-    def _add_words(self, sums, bits, steps):
+    def _add_by_register(self, sums, bits, steps):
         """As many rows' sums at a time as a register has, so that codes stay in registers."""
-        b, width = self._b, word_lanes()
+        b, width = self._b, register_lanes()
         kind = ir.VectorType(I32, width)
-        parts = []
+        parts: list[list[ir.Value]] = []
         for start in range(0, LANES, width):
             codes = [lanes(b, code, code, start, width) for code, _ in steps]
             parts.append(part := [])
@@ -119,10 +121,8 @@ class _Query:
                 xs = [splat(b, load(b, b.add(address, at), 0, I32), kind) for _, at in steps]
                 before = lanes(b, total, total, start, width)
                 factors = list(zip(codes, xs, strict=True))
-                part.append(dots_in_words(b, before, factors, bits + 7))
-        sums[:] = [
-            x[0] if len(x) == 1 else lanes(b, *x, 0, LANES) for x in zip(*parts, strict=True)
-        ]
+                part.append(dots(b, before, factors, (bits, 7)))
+        sums[:] = [joined(b, x) for x in zip(*parts, strict=True)]
 
 
 def _batches(steps, size):
@@ -247,14 +247,14 @@ def _emit_weigh(b, kind, upper, rows, codes, stride, ahead, weights, factors, ou
     flat = [const_i32(0)] * (4 * rows)
     quad, flat, close = loop(b, const_i64(16), flat)
     sums = list(flat)
-    product_bits = 8 + (7 if kind == WHOLE else 4)
+    bits = (8, 7 if kind == WHOLE else 4)
     here = b.add(codes, b.mul(b.mul(stride, const_i64(4)), quad))
     values = _values(b, kind, here, stride, ahead, upper)
     for row in range(rows):
         address = b.add(weights, b.add(b.mul(quad, const_i64(4)), const_i64(TOKENS * row)))
         p = splat(b, load(b, address, 0, I32), V_I32)
         for v, value in enumerate(values):
-            sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value, product_bits)
+            sums[4 * row + v] = dot_u8s8(b, sums[4 * row + v], p, value, bits)
     close(sums)
     for row in range(rows):
         correction, step, shift, *total = (

@@ -89,7 +89,9 @@ def _emit_softmax(b, rows, parts, scores, factors, maxima, sums, values, back, w
         packed = [_rounded(b, likely, values, part, of_row(b, inverse, row)) for part in each]
         for part in each:
             store(b, packed[part], weights, TOKENS * (ROWS * part + row))
-        counts.append([dot_u8s8(b, const_i32(0), b.bitcast(x, V_I32), ones, 8) for x in packed])
+        counts.append(
+            [dot_u8s8(b, const_i32(0), b.bitcast(x, V_I32), ones, (8, 0)) for x in packed]
+        )
         offsets.append([_offset(b, likely, values, part) for part in each])
     store(b, after, maxima, 0)
     store(b, fma(b, load(b, sums, 0, V_F32), correction, quads(b, totals, b.fadd)), sums, 0)
