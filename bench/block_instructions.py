@@ -65,12 +65,12 @@ def block_instructions(head_dim: int, rows: int) -> BlockInstructions | None:
     for first in range(0, rows, emit.ROWS):
         count = min(emit.ROWS, rows - first)
         scores = _scores(kind, count, 2 * count * _TOKENS * head_dim // 64)
+        if not scores:
+            return None
         calls = [(scores, BLOCK_TOKENS // _TOKENS), (_beside(count, head_dim), 1)]
         for upper in range(head_dim // _CHANNELS):
             calls.append((_values(kind, upper, count), 1))
         for classes, times in calls:
-            if not classes:
-                return None
             for name, number in classes.items():
                 total[name] += times * number
     names = ("dots", "shuffles", "others", "beside")

@@ -116,7 +116,7 @@ def test_percentages_of_weights_are_where_they_lie(opt: Path, device: int, host:
         residency = llm.runtime.residency
         total = sum(file.nbytes for file in llm.runtime.checkpoint.layers)
         total += llm.runtime.checkpoint.outer.nbytes
-        assert residency.slots == 2
+        assert residency.slots == (0 if device + host == 100 else 2)
         assert residency.resident_bytes / total == pytest.approx(device / 100, abs=0.1)
         if device + host == 100:  # nothing is left on disk
             before = llm.runtime.stats().disk_bytes

@@ -83,7 +83,7 @@ def racing_runtime(
 ) -> Iterator[Runtime]:
     """A runtime with racing reads and poisoned slots, by a residency or else by a budget."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qoff.memory.store.ThreadTransfers", racing_transfers)
+        patch.setattr("qoff.models.runtime.ThreadTransfers", racing_transfers)
         if residency is not None:
             patch.setattr("qoff.models.runtime.plan_residency", lambda *_, **__: residency)
         with Runtime(path, device_memory=memory, slots=slots, instrumentation=POISON) as runtime:
@@ -191,7 +191,7 @@ def test_after_a_read_error_the_runtime_recovers(llama: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "qoff.memory.store.ThreadTransfers",
+            "qoff.models.runtime.ThreadTransfers",
             lambda: ThreadTransfers(DiskReader(preadv=faulty)),
         )
         with Runtime(llama, device_memory=budgets(llama)[0]) as runtime:
