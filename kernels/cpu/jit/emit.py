@@ -222,11 +222,12 @@ def _dots_in_words(b, acc, factors, product_bits, weight):
     into nibbles, of which 15 * 128 * 2 does, eight times.
     """
     if product_bits + 1 > 15:
-        nibbles = [(b.and_(u8, _filled(u8.type, 0x0F0F0F0F)), s8) for u8, s8 in factors]
-        acc = _dots_in_words(b, acc, nibbles, product_bits - 4, weight)
-        shifted = [(b.lshr(u8, _filled(u8.type, 4)), s8) for u8, s8 in factors]
-        nibbles = [(b.and_(u8, _filled(u8.type, 0x0F0F0F0F)), s8) for u8, s8 in shifted]
-        return _dots_in_words(b, acc, nibbles, product_bits - 4, 16 * weight)
+        mask = _filled(acc.type, 0x0F0F0F0F)
+        for shift in (0, 4):
+            by = _filled(acc.type, shift)
+            nibbles = [(b.and_(b.lshr(u8, by), mask), s8) for u8, s8 in factors]
+            acc = _dots_in_words(b, acc, nibbles, product_bits - 4, weight << shift)
+        return acc
     wide = acc.type.count == 16
     by_bytes = "llvm.x86.avx512.pmaddubs.w.512" if wide else "llvm.x86.avx2.pmadd.ub.sw"
     by_words = "llvm.x86.avx512.pmaddw.d.512" if wide else "llvm.x86.avx2.pmadd.wd"
