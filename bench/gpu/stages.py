@@ -201,7 +201,7 @@ def pytest(settings: Settings, folder: Path, limit_s: float) -> Job:
     if importlib.util.find_spec("pytest_timeout"):
         command += [f"--timeout={_TEST_S}"]
     if importlib.util.find_spec("xdist") and not settings.rehearse:
-        command += ["-n", str(min(4, settings.jobs))]
+        command += ["-n", str(min(8, max(1, settings.jobs // 2)))]
 
     def do(emit: Emit) -> None:
         path = folder / "pytest.txt"
