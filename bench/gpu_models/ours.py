@@ -6,7 +6,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from bench.gpu_models.flexgen import plan_of
 from bench.gpu_models.rows import Config, Row
 from bench.random_model import write_random_checkpoint
 from qoff.checkpoint import Checkpoint
-from qoff.engine import LLM, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.round_stats import RoundStats
 from qoff.kvcache import KVQuant
 from qoff.memory.instrumentation import Instrumentation
@@ -95,8 +95,9 @@ def measure(place: Place, row: Row) -> dict[str, Any]:
         clock.begin(lambda: llm.rounds[-1].number + 1)
         prompts = place.prompts(row, row.prompt).tolist()
         start = time.perf_counter()
-        llm.generate(prompts, _params(row.new))
+        answers = llm.generate(prompts, _params(row.new))
         seconds = time.perf_counter() - start
+        _require_complete(answers, row.new)
         place.synchronize()
         rounds = [one for one in llm.rounds if one.number >= first]
         found = place.memory()
@@ -115,6 +116,14 @@ def measure(place: Place, row: Row) -> dict[str, Any]:
         "notes": notes,
         **_alone(place, path),
     }
+
+
+def _require_complete(answers: Sequence[Completion], tokens: int) -> None:
+    """Raise RuntimeError unless every answer has so many tokens: an answer can end with an error."""
+    for answer in answers:
+        if answer.error or len(answer.token_ids) != tokens:
+            why = answer.error or f"{len(answer.token_ids)} tokens, not {tokens}"
+            raise RuntimeError(f"answer {answer.index}: {why}")
 
 
 def plan_for(place: Place, row: Row, path: Path) -> tuple[Plan, list[str]]:
