@@ -36,6 +36,9 @@ from qoff.errors import OpError
 
 _SCALES = "scale_min"  # the argument of kernels that leads to scales, which may be uint8 as codes
 _FULL_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # for all products
+# What reads R1, the stack pointer, which a kernel's first instruction sets. PRMT may do so for
+# bytes that nobody looks at.
+_STACK_READ = re.compile(r"^\s*/\*\w+\*/\s+(?!\s|(?:@\S+ )?(?:PRMT |\S+ R1, .*c\[)).*\bR1\b", re.M)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -56,6 +59,7 @@ class Artefact:
     slow_dots: int = 0
     from_shared: int = 0  # see `ptx.Found`
     full_waits: int = 0  # for all `wgmma` under way, read only if a trait asks for it
+    unset_reads: int = 0  # see `unset_reads`
     code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads of codes
     code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
     wide_bytes: int = 0  # of a block: codes that loads of 128 bits and more bring
@@ -81,6 +85,8 @@ class Artefact:
             found.append(f"does not fit an SM: {self.registers} registers, {self.warps} warps")
         if self.spilled:
             found.append(f"spills registers: {self.spilled} bytes of local memory in a thread")
+        elif self.unset_reads:
+            found.append(f"reads registers that nothing has set, in {self.unset_reads} places")
         if not self.error:
             found += self._missing_traits()
         return [f"{self.op} {self.variant} sm_{self.capability}: {text}" for text in found]
@@ -143,6 +149,7 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
     threads = int(declared[1]) if declared else WARP * launch.options["num_warps"]
     wide = [x for x in code.loads if x.arguments & codes and x.nbytes >= ptx.WIDE]
     registers, spilled = resource_usage(compiled.asm["cubin"])
+    machine_code = _said(compiled.asm["cubin"], "nvdisasm", "-c")
     return Artefact(
         op=variant.op,
         variant=variant.name,
@@ -155,7 +162,8 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
         tensor_cores=code.tensor_cores,
         slow_dots=tiles.slow_dots,
         from_shared=code.from_shared,
-        full_waits=full_waits(compiled.asm["cubin"]) if FROM_REGISTERS in variant.traits else 0,
+        full_waits=full_waits(machine_code) if FROM_REGISTERS in variant.traits else 0,
+        unset_reads=0 if spilled else unset_reads(machine_code),
         code_widths={str(w): n for w, n in sorted(code.widths(codes).items())},
         code_bytes=tiles.code_bytes,
         wide_bytes=threads * sum(load.nbytes for load in wide),
@@ -175,10 +183,19 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def full_waits(cubin: bytes) -> int:
+def full_waits(machine_code: str) -> int:
     """Waits for all `wgmma` under way. One, after the loop, is needed; where ptxas cannot follow
     the registers of accumulators it adds one to every product (its warning C7515)."""
-    return len(_FULL_WAIT.findall(_said(cubin, "nvdisasm", "-c")))
+    return len(_FULL_WAIT.findall(machine_code))
+
+
+def unset_reads(machine_code: str) -> int:
+    """Reads of the stack pointer by a kernel that has no stack.
+
+    It is what ptxas puts where it has lost the register that was meant: an address from it leads
+    anywhere.
+    """
+    return len(_STACK_READ.findall(machine_code))
 
 
 def _said(cubin: bytes, tool: str, option: str) -> str:

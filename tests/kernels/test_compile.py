@@ -31,7 +31,7 @@ import pytest
 
 from bench import static
 from bench.gpu_limits import CAPABILITIES, LIMITS, blocks_per_sm
-from bench.offline import Artefact, collect
+from bench.offline import Artefact, collect, unset_reads
 from bench.static import OPS
 from bench.variants.shipped import shipped
 from bench.variants.variant import FROM_REGISTERS
@@ -208,6 +208,23 @@ def test_an_op_that_is_not_there_is_named() -> None:
     assert [line for a in found for line in a.violations()] == [
         "no_such_op variants sm_90: does not compile: OpError: there is no op 'no_such_op'"
     ]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "reads"),
+    [
+        ("LDC R1, c[0x0][0x28] ;", 0),
+        ("IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28] ;", 0),
+        ("PRMT R11, R1, 0x5410, R74 ;", 0),
+        ("@P0 PRMT R5, R1.reuse, 0x5410, R99 ;", 0),
+        ("IADD3 R10, P1, R11, UR1, RZ ;", 0),
+        ("IADD3 R4, P0, R1, 0x40, RZ ;", 1),
+        ("@!P0 IADD3.X R4, R1, -0x7fffffe0, RZ, P0, !PT ;", 1),
+    ],
+)
+def test_reads_of_a_register_that_nothing_has_set(instruction: str, reads: int) -> None:
+    machine_code = f"        /*0470*/                   {instruction}\n"
+    assert unset_reads(machine_code) == reads
 
 
 @pytest.mark.parametrize(

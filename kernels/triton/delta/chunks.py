@@ -160,11 +160,13 @@ def delta_chunk_kernel(
         new = dot16(inverse, lacks.to(DTYPE), tl.zeros([CHUNK, COLUMNS], tl.float32), ASM)
         q = tl.load(line[:, None] + query[None, :], mask=mask, other=0.0)
         found = dot16(q, rounded, tl.zeros([CHUNK, COLUMNS], tl.float32), ASM) * grown
+        # Here, not where it is read: in shared memory it would begin where `q` began, and ptxas
+        # 12.8 (of Triton 3.6) would then read it by an address that nothing has set.
+        kept = (new * tl.exp(last - total)[:, None]).to(DTYPE)
         found = dot16(tl.load(scores + square), new.to(DTYPE), found, ASM)
         target = out + row.to(tl.int64)[:, None] * VALUES + column[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=there[:, None])
-        new *= tl.exp(last - total)[:, None]
-        state = dot16(tl.trans(k), new.to(DTYPE), state * tl.exp(last), ASM)
+        state = dot16(tl.trans(k), kept, state * tl.exp(last), ASM)
     tl.store(states, state, mask=inside[:, None])
 
 
