@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -44,6 +45,7 @@ from .reader import Checkpoint, read_config
 from .staging import parents, publish, staging
 
 _PIECE = 8 << 20  # bytes hashed and written at a time
+_ALIGNED = 16  # bytes, that weights start at multiples of: what a GPU reads at once
 
 
 class CheckpointWriter:
@@ -86,7 +88,10 @@ class CheckpointWriter:
             self._stack.__exit__(*failure)
 
     def write_layer(self, layer: int, weights: Mapping[str, QTensor | Tensor]) -> None:
-        """Write the weights of a decoder layer, in their order, under their full names."""
+        """Write the weights of a decoder layer, in their order, under their full names.
+
+        But those come last whose bytes would leave others unaligned, of single values say.
+        """
         self._write(layer_file(layer), weights)
 
     def write_outer(self, weights: Mapping[str, QTensor | Tensor]) -> None:
@@ -215,7 +220,11 @@ def _free(place: Path) -> int:
 def _layout(
     weights: Mapping[str, QTensor | Tensor],
 ) -> tuple[dict[str, WeightEntry], list[Tensor]]:
-    """Place weights one after the other; offsets count from the start of the data."""
+    """Place weights one after the other; offsets count from the start of the data.
+
+    There can be no holes, so the few weights whose bytes are no multiple of `_ALIGNED` come last:
+    all others, and so all that a GPU reads much of, start at one.
+    """
     entries: dict[str, WeightEntry] = {}
     tensors: list[Tensor] = []
     end = 0
@@ -226,16 +235,11 @@ def _layout(
         if dtype not in DTYPE_NAMES:
             known = ", ".join(map(str, DTYPE_NAMES))
             raise ConversionError(f"{name!r} is {dtype}; a checkpoint holds {known}")
-        if offset % dtype.itemsize:
-            raise ConversionError(
-                f"{name!r} of {dtype} would start at byte {offset}, which is not aligned; "
-                "write weights of larger elements first"
-            )
         tensors.append(tensor)
         end += tensor.nbytes
         return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
 
-    for name, w in weights.items():
+    for name, w in sorted(weights.items(), key=lambda item: -_keeps_aligned(item[1])):
         reserved = name in ("", header.METADATA) or name.endswith((CODES, SCALE_MIN))
         if reserved or not name.isprintable():
             raise ConversionError(f"{name!r} is reserved by the format; store it by another name")
@@ -245,6 +249,12 @@ def _layout(
         else:
             entries[name] = place(name, w)
     return entries, tensors
+
+
+def _keeps_aligned(weight: QTensor | Tensor) -> int:
+    """What its bytes are a multiple of, up to `_ALIGNED`: never less than an element has."""
+    parts = (weight.codes, weight.scale_min) if isinstance(weight, QTensor) else (weight,)
+    return math.gcd(_ALIGNED, *(part.nbytes for part in parts))
 
 
 def _pieces(head: bytes, tensors: list[Tensor]) -> Iterator[bytes | memoryview]:

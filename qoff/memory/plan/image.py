@@ -1,11 +1,12 @@
 """Image: how weights of one file lie in a piece of memory, and how they get there.
 
 The wanted tensors are merged into maximal runs of the file; each run, widened to blocks of 4096
-bytes, is one aligned read, and the runs follow each other in memory ("raw"). Weights are views into
-that memory. Where the memory shall hold another packing than the file, the raw image is staged
-elsewhere and the weights are repacked, one after the other, into their places ("placed"). Codes
-that kernels read in more bits than the file has are widened in their places: they are read to the
-end of the memory that they take then.
+bytes, is one aligned read, and the runs follow each other in memory ("raw"), some bytes later where
+a GPU's experts would not start at multiples of 16 bytes. Weights are views into that memory. Where
+the memory shall hold another packing than the file, the raw image is staged elsewhere and the
+weights are repacked, one after the other, into their places ("placed"). Codes that kernels read in
+more bits than the file has are widened in their places: they are read to the end of the memory that
+they take then.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from qoff.kernels.layout.packing import packed_shapes, read_bits, spread_six, wi
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import PAGE, round_up
 
+from .units import is_expert
+
 Weight = QTensor | Tensor
 _ALIGN = 64  # bytes, of the parts of a repacked weight: a cache line
+_GPU_READ = 16  # bytes, at multiples of which a GPU wants experts to start
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,14 @@ def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str |
     """Lay out entries that describe weights of `file`, or parts of them, as they lie there."""
     wide = {name: e.codes for name, e in wanted.items() if _widens(e, packing)}
     tensors = [t for e in wanted.values() for t in tensors_of(e)]
-    ranges = aligned_ranges([t for t in tensors if t not in wide.values()], file.nbytes)
+    together = [t for t in tensors if t not in wide.values()]
+    ranges = aligned_ranges(together, file.nbytes)
+    lead = _lead(wanted, packing)
+    if lead:
+        stop = max(t.offset + t.nbytes for t in together)
+        ranges = tuple(
+            FileRange(r.offset, min(r.nbytes, stop - r.offset), r.at + lead) for r in ranges
+        )
     apart = list[FileRange]()
     for name, codes in wide.items():
         (span,) = aligned_ranges([codes], file.nbytes)
@@ -139,6 +150,20 @@ def room_to_widen(entry: WeightEntry, packing: str | None) -> int:
         return 0
     wide = entry.codes.nbytes * read_bits(entry.bits, entry.packing) // entry.bits
     return round_up(wide - entry.codes.nbytes, PAGE)
+
+
+def _lead(wanted: Mapping[str, WeightEntry], packing: str | None) -> int:
+    """Bytes by which all of an image is moved so that experts start where a GPU reads them.
+
+    0 but for files of earlier versions, which may have some single values before them.
+    """
+    experts = (e for name, e in wanted.items() if is_expert(name) and isinstance(e, QuantEntry))
+    first = next(experts, None)
+    if first is None or not packing == first.packing == "split32":
+        return 0
+    lead = -first.scale_min.offset % _GPU_READ
+    element = max(t.dtype.itemsize for e in wanted.values() for t in tensors_of(e))
+    return 0 if lead % element else lead
 
 
 def _widens(entry: WeightEntry, packing: str | None) -> TypeGuard[QuantEntry]:
