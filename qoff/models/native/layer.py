@@ -96,8 +96,11 @@ class Layer:
         rows = run.positions.long() + offset
         for tile in table.tiles:
             some = yield from fetch(run, tile)
-            here = (rows >= tile.first_row) & (rows < tile.stop)
-            run.input[here] += embedding(rows[here] - tile.first_row, some).to(run.input.dtype)
+            # Those of all tokens, as a GPU would be waited for to know which of them are here.
+            at = (rows - tile.first_row).clamp_(0, tile.rows - 1)
+            added = embedding(at, some)
+            added.masked_fill_((at != rows - tile.first_row)[:, None], 0.0)
+            run.input.add_(added.to(run.input.dtype))
         return run.input
 
     def _attention(
