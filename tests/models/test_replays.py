@@ -21,7 +21,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.graphs import Replays
+from qoff.models.native.graphs import Replays, can_draw_again
 from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
 from tests.tiny_models import PlainRun
 from tests.tolerances import assert_close
@@ -170,6 +170,43 @@ def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
             step(key)
     assert x.tolist() == [4] * 3
     assert (replays.recorded, replays.replayed, replays.failed) == (0, 0, 1)
+
+
+class Generator:
+    """The default one of a GPU, of which a failed capture has or has not left the state marked."""
+
+    def __init__(self, marked: bool, offset: int = 0) -> None:
+        self.state = {"marked": marked, "offset": offset}
+
+    def draw(self, *_: Any, **__: Any) -> None:
+        if self.state["marked"]:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        self.state["offset"] += 4
+
+    def get_offset(self) -> int:
+        return self.state["offset"]
+
+    def set_offset(self, offset: int) -> None:
+        self.state["offset"] = offset
+
+    def clone_state(self) -> Generator:
+        return Generator(False, self.state["offset"])
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.state = other.state
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_after_a_failed_capture_numbers_can_be_drawn(
+    marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = Generator(marked, offset=8)
+    before = generator.state
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch, "rand", generator.draw)
+    can_draw_again(torch.device("cuda", 0))
+    assert (generator.state is before) == (not marked)
+    assert generator.state == {"marked": False, "offset": 8}
 
 
 @pytest.mark.gpu

@@ -233,3 +233,20 @@ class CudaRecorder:
         # torch does not get to this where the end of a capture is an error.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+        can_draw_again(self._stream.device)
+
+
+def can_draw_again(device: torch.device) -> None:
+    """Let torch's default generator of a GPU draw, which it may not after a capture that failed.
+
+    No number is other than it would have been. Generators that draw stay as they are: graphs of
+    others know them.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    offset = generator.get_offset()
+    try:
+        torch.rand(1, device=device)
+    except RuntimeError:  # its state is still marked as being captured; a copy is not
+        generator.graphsafe_set_state(generator.clone_state())
+    else:
+        generator.set_offset(offset)
