@@ -23,17 +23,24 @@ from tests.models.test_triton_decoder import least_budget
 __all__ = ["checkpoint", "few_programs", "where"]  # fixtures, the last with pytest.mark.gpu
 
 EACH = ["a", None, "b"]
+SEEDS = {"a": 21, "b": 12}  # with which no token is chosen by less than `CLEAR`
+CLEAR = 0.15  # of logits: by less than that float16 on a GPU might choose another
+SAID = replace(PARAMS, logprobs=2)
 
 
 def test_adapters_come_with_their_layers(
     checkpoint: Path, where: dict[str, Any], tmp_path: Path
 ) -> None:
     """Through one slot, so that the device has less of them; the tokens are those of a CPU."""
-    for number, name in enumerate("ab"):
-        save_adapter(checkpoint, tmp_path / name, number)
-    adapters = {name: tmp_path / name for name in "ab"}
+    for name, seed in SEEDS.items():
+        save_adapter(checkpoint, tmp_path / name, seed)
+    adapters = {name: tmp_path / name for name in SEEDS}
     with LLM(checkpoint, PLAN, adapters=adapters, device="cpu") as llm:
-        expected = [one.token_ids for one in llm.generate(PROMPTS, PARAMS, adapter=EACH)]
+        answers = llm.generate(PROMPTS, SAID, adapter=EACH)
+    expected = [one.token_ids for one in answers]
+    for step in (step for one in answers for step in one.logprobs or ()):
+        first, second = sorted(choice.logprob for choice in step.values())[:-3:-1]
+        assert first - second > CLEAR
     with LLM(checkpoint, PLAN, adapters=adapters, **where) as llm:
         near = [one.token_ids for one in llm.generate(PROMPTS, PARAMS, adapter=EACH)]
         plain = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
