@@ -165,6 +165,15 @@ def interpreted_calls_are_cheap() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def interpreted_kernels_stay_within_their_operands() -> None:
+    """Fail a test whose kernels read or write anything else."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        from tests.bounds import check_interpreter
+
+        check_interpreter()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def auto_is_the_cpu() -> Iterator[None]:
     """Have tests that name no device run on the CPU, where there is a GPU, too."""
     with pytest.MonkeyPatch.context() as patch:
