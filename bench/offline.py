@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench import ptx, ttgir
+from bench import ptx, sass, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
 from bench.variants.shipped import shipped
 from bench.variants.variant import (
@@ -60,6 +60,7 @@ class Artefact:
     from_shared: int = 0  # see `ptx.Found`
     full_waits: int = 0  # for all `wgmma` under way, read only if a trait asks for it
     unset_reads: int = 0  # see `unset_reads`
+    overwritten: int = 0  # see `sass.overwritten`
     code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads of codes
     code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
     wide_bytes: int = 0  # of a block: codes that loads of 128 bits and more bring
@@ -87,6 +88,8 @@ class Artefact:
             found.append(f"spills registers: {self.spilled} bytes of local memory in a thread")
         elif self.unset_reads:
             found.append(f"reads registers that nothing has set, in {self.unset_reads} places")
+        elif self.overwritten:
+            found.append(f"overwrites what `wgmma` still reads, in {self.overwritten} places")
         if not self.error:
             found += self._missing_traits()
         return [f"{self.op} {self.variant} sm_{self.capability}: {text}" for text in found]
@@ -97,7 +100,7 @@ class Artefact:
         if FROM_REGISTERS in self.traits:
             if self.from_shared or "wgmma.mma_async" not in self.tensor_cores:
                 yield f"{self.from_shared} of its {self.tensor_cores} read shared memory twice"
-            if self.full_waits > 1:
+            if self.full_waits > 2:
                 yield f"waits for all products in {self.full_waits} places"
         if WIDE_CODES in self.traits and not 0 < self.code_bytes <= self.wide_bytes:
             yield (
@@ -164,6 +167,7 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
         from_shared=code.from_shared,
         full_waits=full_waits(machine_code) if FROM_REGISTERS in variant.traits else 0,
         unset_reads=0 if spilled else unset_reads(machine_code),
+        overwritten=sass.overwritten(machine_code),
         code_widths={str(w): n for w, n in sorted(code.widths(codes).items())},
         code_bytes=tiles.code_bytes,
         wide_bytes=threads * sum(load.nbytes for load in wide),
@@ -184,8 +188,9 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def full_waits(machine_code: str) -> int:
-    """Waits for all `wgmma` under way. One, after the loop, is needed; where ptxas cannot follow
-    the registers of accumulators it adds one to every product (its warning C7515)."""
+    """Waits for all `wgmma` under way. Two are needed, at the end of a loop's body and after it;
+    where ptxas cannot follow the registers of accumulators it adds one to every product (its
+    warning C7515)."""
     return len(_FULL_WAIT.findall(machine_code))
 
 

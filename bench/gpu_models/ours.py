@@ -119,7 +119,7 @@ def measure(place: Place, row: Row) -> dict[str, Any]:
 
 
 def _require_complete(answers: Sequence[Completion], tokens: int) -> None:
-    """Raise RuntimeError unless every answer has so many tokens: an answer can end with an error."""
+    """Raise RuntimeError for an answer with fewer tokens: one may end early, with an error."""
     for answer in answers:
         if answer.error or len(answer.token_ids) != tokens:
             why = answer.error or f"{len(answer.token_ids)} tokens, not {tokens}"

@@ -21,7 +21,7 @@ from bench.variants.variant import (
 )
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.linear.dequantize import dequantize
-from qoff.kernels.triton.linear.linear import w4_linear
+from qoff.kernels.triton.linear.linear import HOPPER_GEMV_MAX, w4_linear
 from qoff.kernels.triton.linear.product import Epilogue
 from qoff.kernels.triton.linear.quantize import quantize
 
@@ -29,7 +29,7 @@ _MANY, _FEW = 1 << 16, 1 << 10  # rows
 _GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
 _SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
 _GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
-_GEMM_COMPACT = _GEMM - {NO_SHARED_IN_LOOP}  # compact scales change their layout
+_GEMM_TURNED = _GEMM - {NO_SHARED_IN_LOOP}  # compact scales, and masked ones, change their layout
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -43,21 +43,23 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _linear("fma", frozenset({WIDE_CODES}), "fp16", bits, group)
         yield _linear("fma", frozenset({WIDE_CODES}), "fp16", end="-silu-residual")
         return
+    most = HOPPER_GEMV_MAX if capability == 90 else 16
     for dtype, tokens in product(("fp16", "bf16"), (1, 2, 4, 8, 16)):
-        yield _linear("gemv", _GEMV, dtype, tokens=tokens)
+        if tokens <= most:
+            yield _linear("gemv", _GEMV, dtype, tokens=tokens)
     yield _linear("gemv", _GEMV, "fp16", group=32)
-    yield _linear("gemv", _GEMV, "bf16", group=32, tokens=4)
-    yield _linear("gemv", _GEMV, "fp16", group=128, tokens=16)
+    yield _linear("gemv", _GEMV, "bf16", group=32, tokens=min(4, most))
+    yield _linear("gemv", _GEMV, "fp16", group=128, tokens=most)
     yield _linear("gemv", _GEMV, "bf16", group=128, scale="fp32", bias=False)
     yield _linear("gemv", _GEMV, "fp16", rows=_FEW)
     yield _linear("gemv", _GEMV, "bf16", even=False)
-    yield _linear("gemv", _GEMV, "fp16", bits=8, tokens=16)
-    yield _linear("gemv", _GEMV, "bf16", tokens=16, rows=_FEW, even=False)
+    yield _linear("gemv", _GEMV, "fp16", bits=8, tokens=most)
+    yield _linear("gemv", _GEMV, "bf16", tokens=most, rows=_FEW, even=False)
     yield _linear("gemv", _GEMV, "fp16", bits=8)
     yield _linear("gemv", _GEMV, "bf16", bits=8, group=128, even=False)
     yield _linear("gemv", _GEMV, "fp16", end="-silu")
     yield _linear("gemv", _GEMV, "bf16", end="-residual")
-    yield _linear("gemv", _GEMV, "bf16", tokens=16, end="-silu-residual")
+    yield _linear("gemv", _GEMV, "bf16", tokens=most, end="-silu-residual")
     yield _linear("gemv", _GEMV, "bf16", group=32, end="-silu")
     yield from _gemm() if capability == 90 else _skinny()
     for dtype, end in (("fp16", ""), ("bf16", "-silu-residual")):
@@ -79,14 +81,16 @@ def _skinny() -> Iterator[Variant]:
 
 def _gemm() -> Iterator[Variant]:
     """Each tile of the rule, most with formats that take many registers."""
-    yield _linear("gemm", _GEMM_COMPACT, "bf16", group=32, tokens=16)
-    yield _linear("gemm", _GEMM, "fp16", tokens=17)
+    yield _linear("gemm", _GEMM, "bf16", tokens=4, rows=_FEW, end="-silu-residual")
+    yield _linear("gemm", _GEMM_TURNED, "bf16", group=32, tokens=16)
+    yield _linear("gemm", _GEMM_TURNED, "fp16", bits=8, tokens=16, even=False)
+    yield _linear("gemm", _GEMM, "fp16", group=128, tokens=17)
     yield _linear("gemm", _GEMM, "bf16", group=32, tokens=64, scale="fp32", bias=False)
     yield _linear("gemm", _GEMM, "fp16", tokens=64, rows=_FEW)
-    yield _linear("gemm", _GEMM, "bf16", tokens=128, even=False)
+    yield _linear("gemm", _GEMM_TURNED, "bf16", tokens=128, even=False)
     yield _linear("gemm", _GEMM, "fp16", bits=8, tokens=128, rows=_FEW)
     yield _linear("gemm", _GEMM, "bf16", group=128, tokens=256, even=False)
-    yield _linear("gemm", _GEMM_COMPACT, "fp16", group=32, tokens=1024)
+    yield _linear("gemm", _GEMM_TURNED, "fp16", group=32, tokens=1024)
 
 
 def _linear(

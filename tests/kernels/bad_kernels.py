@@ -106,7 +106,7 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _variant("no-product", every_other, {"SIZE": 4096}, {TENSOR_CORES})
     shape = {"ROWS": 64, "DTYPE": tl.float16, "TIMES": 1}
     yield _variant("weights-in-shared", float_product, shape, {FROM_REGISTERS})
-    shape = {"ROWS": 64, "DTYPE": tl.uint8, "TIMES": 2}
+    shape = {"ROWS": 64, "DTYPE": tl.uint8, "TIMES": 3}
     yield _variant("waits-for-products", float_product, shape, {FROM_REGISTERS})
     yield _variant("shared-in-loop", turned, {"ROWS": 64}, {NO_SHARED_IN_LOOP})
     yield _variant("large", product, {"ROWS": 128, "DTYPE": tl.float16}, set(), stages=20)

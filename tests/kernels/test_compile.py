@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from bench import static
+from bench import sass, static
 from bench.gpu_limits import CAPABILITIES, LIMITS, blocks_per_sm
 from bench.offline import Artefact, collect, unset_reads
 from bench.static import OPS
@@ -106,7 +106,7 @@ def sources() -> Iterator[Path]:
     for path in (ROOT / "kernels").rglob("*"):
         if path.suffix in (".py", ".json") and path.parts[len(ROOT.parts) + 1] not in ELSEWHERE:
             yield path
-    for name in ("static", "offline", "ptx", "ttgir", "gpu_limits"):
+    for name in ("static", "offline", "ptx", "sass", "ttgir", "gpu_limits"):
         yield ROOT / "bench" / f"{name}.py"
     yield from (ROOT / "bench" / "variants").glob("*.py")
     yield ROOT / Path(*BAD.split(".")).with_suffix(".py")
@@ -225,6 +225,39 @@ def test_an_op_that_is_not_there_is_named() -> None:
 def test_reads_of_a_register_that_nothing_has_set(instruction: str, reads: int) -> None:
     machine_code = f"        /*0470*/                   {instruction}\n"
     assert unset_reads(machine_code) == reads
+
+
+_LOOP = """
+.L_x_0:
+        /*0010*/                   MOV R{spare}, 0x64006400 ;
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x64x16.F32 R24, R84, gdesc[UR20], R24 ;
+        /*0040*/                   HGMMA.64x64x16.F32 R24, R88, gdesc[UR20], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0060*/                   HGMMA.64x64x16.F32 R24, R92, gdesc[UR20], R24, gsb0 ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, {running} ;
+        /*0080*/                   LDS.128 R{loaded}, [R4+0x30020] ;
+        /*0090*/                   STS.64 [R92], R94 ;
+        /*00a0*/               @P0 BRA `(.L_x_0) ;
+        /*00b0*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("spare", "loaded", "running", "places"),
+    [
+        (96, 100, "0x1", 0),  # other registers
+        (84, 88, "0x1", 0),  # products that have ended
+        (93, 100, "0x1", 1),  # by the next round
+        (96, 89, "0x1", 1),  # the last of four registers
+        (93, 89, "0x0", 0),
+    ],
+)
+def test_registers_that_products_still_read(
+    spare: int, loaded: int, running: str, places: int
+) -> None:
+    machine_code = _LOOP.format(spare=spare, loaded=loaded, running=running)
+    assert sass.overwritten(machine_code) == places
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from qoff.kernels.triton.linear.linear import ScratchConfig, w4_linear
 from qoff.kernels.triton.linear.product import Epilogue, sums_bytes
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 from tests.kernels.packed import quantized
-from tests.tolerances import assert_close
+from tests.tolerances import RELATIVE_RMS, assert_close
 
 DTYPES = [torch.float16, torch.bfloat16]
 # bits, group, rows, columns: neither rows nor columns are multiples of any tile.
@@ -42,7 +42,8 @@ def check(tokens, bits, group, rows, columns, dtype, config=None, scale_dtype=to
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     y = w4_linear(x, q, bias, config)
     assert y.dtype == dtype
-    assert_close(y, expected(x, q, bias), dtype=dtype)
+    few = 2 if y.numel() < 16 else 1  # numbers, whose mean error is chance
+    assert_close(y, expected(x, q, bias), tolerance=few * RELATIVE_RMS[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,10 +182,11 @@ def test_splits_give_the_same_bits_each_time():
 def test_the_rule():
     assert op.way(1, 32, 75) is FmaConfig
     assert op.way(5, 32, 75) is ScratchConfig
-    assert [op.way(m, 32, 90) for m in (1, 16)] == [GemvConfig] * 2
-    assert [op.way(m, 16, 90) for m in (4, 5)] == [GemvConfig, GemmConfig]
+    assert [op.way(m, 32, 89) for m in (1, 16)] == [GemvConfig] * 2
+    assert [op.way(m, 16, 89) for m in (4, 5)] == [GemvConfig, SkinnyConfig]
     assert [op.way(m, 32, 89) for m in (17, 64, 65)] == [SkinnyConfig] * 2 + [ScratchConfig]
-    assert [op.way(m, 32, 90) for m in (17, 1024, 1025)] == [GemmConfig] * 2 + [ScratchConfig]
+    assert [op.way(m, 32, 90) for m in (1, 2, 3)] == [GemvConfig] * 2 + [GemmConfig]
+    assert [op.way(m, 32, 90) for m in (1024, 1025)] == [GemmConfig, ScratchConfig]
 
 
 @pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000])

@@ -268,7 +268,8 @@ def _heuristic(capability: int, head_dim: int) -> PrefillConfig:
         return PrefillConfig(rows=64, num_warps=4, num_stages=2 if head_dim <= 64 else 3)
     if capability == 120:
         return PrefillConfig(rows=64, num_warps=4 if head_dim <= 64 else 8, num_stages=2)
+    if capability == 90:  # on an H200 faster by a quarter than 128 rows by 8 warps in 2 stages
+        return PrefillConfig(rows=64, num_warps=4, num_stages=3)
     # Before Hopper every warp dequantizes for itself, so that the scratch pays earlier.
-    tiles = 8 if capability == 90 else 3
     rows = 64 if capability == 89 or head_dim == 96 else 128
-    return PrefillConfig(rows, num_warps=8, num_stages=2, scratch_tiles=tiles)
+    return PrefillConfig(rows, num_warps=8, num_stages=2, scratch_tiles=3)

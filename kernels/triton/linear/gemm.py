@@ -1,4 +1,4 @@
-"""y = x W^T for tens to a thousand tokens, with Hopper's `wgmma` fed from registers.
+"""y = x W^T for a few to a thousand tokens, with Hopper's `wgmma` fed from registers.
 
 The product is y^T = W x^T: `wgmma` takes its left operand from registers, so the weights that a
 warp dequantizes never go to shared memory. The right operand lies in shared memory in the order of
@@ -7,6 +7,10 @@ as two neighbouring bytes: with split32 these are two inputs and, in the high ni
 lie 16 further on, which are the next 16 that an instruction takes.
 
 A weight is (code - centre) * scale + (minimum + centre * scale), as in `skinny`.
+
+`wgmma` reads its left operand while later instructions run. Triton 3.6 and 3.9 leave products of a
+step in flight when the next step begins, and ptxas gives registers that they read to its
+temporaries. So a step ends with a wait for its products (`_finish`).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.sizes import cdiv
+from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import dot16, load_scale_min
 from .planes import halves
@@ -101,6 +105,7 @@ _BYTES_BF16 = tl.constexpr("""{
     fma.rn.bf16x2 pair, high, sixteen, low;
     fma.rn.bf16x2 $0, pair, $2, $3;
 }""")
+_FINISH = tl.constexpr("wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;")
 _TWICE_F16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
 _TWICE_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
@@ -126,13 +131,9 @@ class GemmConfig(Config):
 # other multiplies; the largest tile has eight warps.
 _TILES = (
     GemmConfig(warps=8, block_m=256),
-    GemmConfig(block_m=128, row_bytes=32, stages=4),
-    GemmConfig(block_n=64, block_m=128, row_bytes=32, stages=4),
-    GemmConfig(block_m=64),
-    GemmConfig(block_n=64, block_m=64, stages=4),
-    GemmConfig(block_m=32, stages=4),
-    GemmConfig(block_m=16, stages=4),
+    GemmConfig(block_n=64, block_m=128),
 )
+_FEW = 64  # tokens, up to which programs along K matter more than tiles
 _WARPS = 8  # of an SM
 # To read and dequantize a weight takes an SM as long as to multiply it by so many tokens; to write
 # and add up a partial sum as long as a product along so many inputs.
@@ -224,6 +225,12 @@ def _weights(codes, scale, minimum, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM
 
 
 @triton.jit
+def _finish(step):
+    """Wait for all products; `step` is only there because inline assembly wants an operand."""
+    tl.inline_asm_elementwise(_FINISH, "=r,r", [step], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def gemm_sums(
     x, codes, scale_min, row, token, N, row_bytes, x_stride, start, steps, FORM: tl.constexpr
 ):
@@ -270,6 +277,8 @@ def gemm_sums(
         scale, minimum = load_scale_min(scale_min, index, live, FORM.bits)
         weights = _weights(packed, scale, minimum, DTYPE, FORM.bits, FORM.asm)
         total = dot16(weights, inputs, total, FORM.asm)
+        if FORM.wgmma:
+            _finish(step)
     return total
 
 
@@ -290,17 +299,30 @@ def gemm_kernel(
 
 
 def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -> GemmConfig:
-    """The configuration without a measured one: the tile, and programs along K, that take the
-    least time by a rough count of cycles."""
-    configs = _configs(tokens, row_bytes)
+    """The configuration without a measured one: for few tokens enough programs along K, for more
+    the tile that takes the least time by a rough count of cycles."""
+    if tokens <= _FEW:
+        return _for_few(tokens, rows, row_bytes, gpu)
+    configs = _configs(row_bytes)
     return min(configs, key=lambda config: _cost(config, tokens, rows, row_bytes, gpu))
 
 
-def _configs(tokens: int, row_bytes: int) -> Iterator[GemmConfig]:
-    """Each tile that is not much smaller than the tokens, with each number of programs along K."""
+def _for_few(tokens: int, rows: int, row_bytes: int, gpu: Gpu) -> GemmConfig:
+    """What was fastest, or nearly so, of a dozen tiles on an H200, for 4, 16 and 64 tokens."""
+    wide = tokens <= 32
+    tile = GemmConfig(
+        block_n=64, block_m=max(16, next_power_of_2(tokens)), row_bytes=128 if wide else 64
+    )
+    programs, splits = cdiv(rows, tile.block_n), 1
+    most = min(SPLITS_MAX, row_bytes // max(SUMS_BYTES, 4 * tile.row_bytes))
+    while 10 * programs * splits < 19 * gpu.processors and 2 * splits <= most:
+        splits *= 2
+    return replace(tile, splits=splits)
+
+
+def _configs(row_bytes: int) -> Iterator[GemmConfig]:
+    """Each tile with each number of programs along K."""
     for tile in _TILES:
-        if tile.block_m < min(64, tokens):
-            continue
         yield tile
         splits = 2
         while splits <= min(SPLITS_MAX, row_bytes // max(SUMS_BYTES, 4 * tile.row_bytes)):

@@ -222,6 +222,10 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     there are about two programs for each multiprocessor.
     """
     registers = 255 if tokens > 8 or group_bytes > 64 else 168
+    if gpu.capability == 90 and tokens <= 2:
+        config = _for_hopper(rows, row_bytes, tokens, group_bytes, registers, gpu)
+        if config.splits > 1 or 5 * cdiv(rows, config.block_n) > 6 * gpu.processors:
+            return config
     config = GemvConfig(block_n=32 if tokens <= 2 else 64, registers=registers)
     wanted = 2 * gpu.processors
     while config.block_n > 16 and cdiv(rows, config.block_n) < wanted:
@@ -230,6 +234,18 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     step = config.warps * groups_per_step(tokens, group_bytes) * group_bytes
     splits = min(wanted // programs, row_bytes // (2 * step), SPLITS_MAX)
     return replace(config, splits=splits if splits >= 2 else 1)
+
+
+def _for_hopper(
+    rows: int, row_bytes: int, tokens: int, group_bytes: int, registers: int, gpu: Gpu
+) -> GemvConfig:
+    """What was fastest, or nearly so, of 16 on an H200 where there is work for all processors."""
+    config = GemvConfig(warps=2, block_n=32, registers=registers)
+    programs, splits = cdiv(rows, config.block_n), 1
+    step = config.warps * groups_per_step(tokens, group_bytes) * group_bytes
+    while 2 * programs * splits < 7 * gpu.processors and 12 * splits * step <= row_bytes:
+        splits *= 2
+    return replace(config, splits=min(splits, SPLITS_MAX))
 
 
 def in_pairs(x: Tensor) -> Tensor:

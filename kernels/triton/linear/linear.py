@@ -1,10 +1,11 @@
 """The quantized linear op on a GPU: y = x W^T + bias, with W in 4- or 8-bit codes.
 
-One rule, `way`, chooses where nothing was measured (`tuned`). Up to 16 tokens (4 for groups of 32):
-sums over groups of raw codes (`gemv`). Beyond, weights are dequantized in registers: on Hopper up
-to GEMM_MAX tokens for `wgmma` (`gemm`), elsewhere up to SKINNY_MAX for `mma.sync` (`skinny`). More
-tokens: the matrix is dequantized to a scratch, a piece of rows at a time, for cuBLAS. Compute
-capability 7.5, where Triton has no tensor cores: `fma` up to 4 tokens, beyond that the scratch.
+One rule, `way`, chooses where nothing was measured (`tuned`). Up to 16 tokens (4 for groups of 32,
+2 on Hopper): sums over groups of raw codes (`gemv`). Beyond, weights are dequantized in registers:
+on Hopper up to GEMM_MAX tokens for `wgmma` (`gemm`), elsewhere up to SKINNY_MAX for `mma.sync`
+(`skinny`). More tokens: the matrix is dequantized to a scratch, a piece of rows at a time, for
+cuBLAS. Compute capability 7.5, where Triton has no tensor cores: `fma` up to 4 tokens, beyond that
+the scratch.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .skinny import choose as choose_skinny
 CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
 GEMM_MAX = 1024  # tokens, likewise on Hopper
+HOPPER_GEMV_MAX = 2  # tokens; from 4 on `gemm` was faster on an H200 in all shapes
 
 Config = FmaConfig | GemvConfig | SkinnyConfig | GemmConfig | ScratchConfig
 # The ways that can be tuned, by the name that files of tuned configurations have for them.
@@ -118,7 +120,7 @@ def way(tokens: int, group_bytes: int, capability: int) -> type[Config]:
     """The rule: which way is taken for a number of tokens, by the type of its configuration."""
     if capability < 80:
         return FmaConfig if tokens <= FMA_MAX else ScratchConfig
-    if tokens <= tokens_max(group_bytes):
+    if tokens <= (HOPPER_GEMV_MAX if capability == 90 else tokens_max(group_bytes)):
         return GemvConfig
     if capability == 90:
         return GemmConfig if tokens <= GEMM_MAX else ScratchConfig

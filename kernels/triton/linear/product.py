@@ -66,10 +66,16 @@ class Form:
     partial: bool = False  # a program along K writes its sums for itself
     residual: bool = False
     aligned: bool = False  # W has a multiple of TURN rows
+    wgmma: bool = False  # the GPU multiplies by it
     asm: bool = field(default_factory=use_asm)
 
 
 form = cache(Form)
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether kernels for the GPU `device` multiply by Hopper's `wgmma`."""
+    return use_asm() and Gpu.of(device).capability == 90
 
 
 class Epilogue(NamedTuple):
@@ -249,6 +255,7 @@ def prepare(
             partial=splits > 1,
             residual=case.residual and splits == 1,
             aligned=case.n % TURN.value == 0,
+            wgmma=has_wgmma(case.device),
         ),
         **config.options,
     )

@@ -20,7 +20,7 @@ from qoff.kernels.triton.launch.sizes import cdiv
 from qoff.kernels.triton.linear.fma import FmaConfig
 from qoff.kernels.triton.linear.gemm import GemmConfig
 from qoff.kernels.triton.linear.gemv import GemvConfig
-from qoff.kernels.triton.linear.product import form
+from qoff.kernels.triton.linear.product import form, has_wgmma
 from qoff.kernels.triton.linear.skinny import SkinnyConfig
 
 UNIT = 16  # bytes, in which distances of experts are told: what 128-bit loads are aligned to
@@ -87,7 +87,7 @@ class Product(NamedTuple):
             row_bytes,
             k,
             *steps,
-            FORM=form(config, *what, aligned=n % TURN.value == 0),
+            FORM=form(config, *what, aligned=n % TURN.value == 0, wgmma=has_wgmma(x.device)),
             **config.options,
         )
         return out
