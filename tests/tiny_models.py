@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -53,9 +55,15 @@ QUANT = QuantConfig(group_size=32, solver="rtn")
 
 
 def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:
-    """Save a random model of a family in float32, without a tokenizer."""
+    """Save a random model of a family in float32, without a tokenizer.
+
+    Skips the test where the installed transformers does not know the family yet.
+    """
+    given = {**TINY, **FAMILIES[family], **changes}
+    if given["model_type"] not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not know {given['model_type']}")
     torch.manual_seed(len(family))
-    config = AutoConfig.for_model(**{**TINY, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(**given)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -212,6 +212,15 @@ def test_other_dtypes_leave_scales_alone(base: Path, dtype: torch.dtype) -> None
     assert model.lm_head.weight.dtype == dtype
 
 
+def test_norms_are_rounded_once(base: Path) -> None:
+    path = tiny_checkpoint(base, "gemma")
+    narrow, wide = load(path, dtype=torch.bfloat16), load(path, dtype=torch.float32)
+    given = {name: x for name, x in wide.named_parameters() if "norm" in name}
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in given.values())
+    for name, x in given.items():
+        assert torch.equal(narrow.get_parameter(name), x.bfloat16()), name
+
+
 def test_a_copy_is_a_model_of_its_own(base: Path, tmp_path: Path) -> None:
     model = load(tiny_checkpoint(base, "qwen3-tied"))
     expected = logits(model)

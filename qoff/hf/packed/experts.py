@@ -242,8 +242,10 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
     """
     if type(module).__name__ == "Llama4TextExperts":
         return ExpertsForm(False, True, True, QoffWeighedExperts)
-    known = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+    known = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
     own: Any = module
-    if not all(hasattr(own, x) for x in known) or not own.has_gate or own.has_post_expert_norm:
+    if not all(hasattr(own, x) for x in known) or not own.has_gate:
+        return None
+    if getattr(own, "has_post_expert_norm", False):  # which transformers knows since 5.20
         return None
     return ExpertsForm(bool(own.has_bias), bool(own.is_transposed), bool(own.is_concatenated))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from qoff.checkpoint import Checkpoint
-from qoff.checkpoint.layout import CODES, SCALE_MIN
+from qoff.checkpoint import Checkpoint, read_weight
+from qoff.checkpoint.layout import CODES, SCALE_MIN, TensorEntry, WeightFile
 from qoff.errors import FormatError, QoffError
 from qoff.hf.packed.derived import is_router
 from qoff.hf.packed.experts import DOWN, GATE_UP, stacked
@@ -45,8 +45,6 @@ class Operation(ConversionOps):
     transformers would report an error as one of many and without its text, so the first of ours is
     kept in `errors` for the quantizer to raise when transformers is done; nothing more is loaded.
     """
-
-    supports_many_to_many = True
 
     def __init__(self, errors: list[QoffError]) -> None:
         self._errors = errors
@@ -86,14 +84,17 @@ class Operation(ConversionOps):
 class Unfuse(Operation):
     """A weight of a qoff checkpoint to the parameters that it was made of."""
 
-    def __init__(self, stored: Stored, errors: list[QoffError]) -> None:
+    def __init__(
+        self, stored: Stored, errors: list[QoffError], file: WeightFile | None = None
+    ) -> None:
+        """file: has the weight, which transformers before 5.21 may have rounded."""
         super().__init__(errors)
-        self._stored = stored
+        self._stored, self._file = stored, file
 
     def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
         stored, weight, tensors = self._stored, self._stored.weight, tuple(found.values())
         if weight.columns is None:
-            parts = stored.split(tensors[0])
+            parts = stored.split(self._vector(tensors[0]))
             dtypes = {key: into.model.get_parameter_or_buffer(key).dtype for key in parts}
             return {k: v.to(dtypes[k]) for k, v in parts.items() if isinstance(v, Tensor)}
         whole = qtensor_of(tensors[0], tensors[1], (weight.rows, weight.columns))
@@ -101,6 +102,16 @@ class Unfuse(Operation):
             assert isinstance(part, QTensor)
             into.put(target, part)
         return {}
+
+    def _vector(self, given: Tensor) -> Tensor:
+        """As the checkpoint has it: a norm's may lose its 1, and is rounded only then."""
+        if self._file is None:
+            return given
+        entry = self._file.weights[self._stored.name]
+        assert isinstance(entry, TensorEntry)
+        if given.dtype == entry.dtype:
+            return given
+        return cast(Tensor, read_weight(self._file, entry)).to(given.device)
 
 
 class PlaceExperts(Operation):
@@ -192,16 +203,19 @@ def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> li
     units = stored_weights(DecoderSpec.from_config(checkpoint.config), model)
     check_stored(checkpoint, units)
     found, of_experts = [], []
-    for stored in (stored for unit in units for stored in unit):
+    of_files = zip(checkpoint.files, units, strict=True)
+    for file, stored in ((file, stored) for file, unit in of_files for stored in unit):
         parts = ("",) if stored.weight.columns is None else (CODES, SCALE_MIN)
         if stored.expert is None:
             sources = ["^" + _end(stored.name + part) for part in parts]
-            found.append(WeightConverter(sources, [*stored.targets], [Unfuse(stored, errors)]))
+            found.append(
+                WeightConverter(sources, stored.targets[0], [Unfuse(stored, errors, file)])
+            )
         elif stored.expert == 0:  # for the matrices of a layer that are like this one
             before, after = (re.escape(x) for x in stored.name.split(".experts.0."))
             sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in parts]
             place: list[ConversionOps] = [PlaceExperts(True, errors)]
-            of_experts.append(WeightConverter(sources, [*stored.targets], place))
+            of_experts.append(WeightConverter(sources, stored.targets[0], place))
     return found + of_experts
 
 

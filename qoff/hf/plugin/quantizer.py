@@ -162,7 +162,7 @@ class QoffHfQuantizer(HfQuantizer):
 
         return Quantize(self.quantization_config.quant(), self._bits, self._errors)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
         """Those of a checkpoint with codes, which has no others."""
         return self._converters if self.pre_quantized else list(weight_conversions)
 

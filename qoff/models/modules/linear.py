@@ -102,7 +102,7 @@ class QuantizedExperts:
             inner = self._multiply(hidden[token], matrix, self._bias(self._first, e))
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             found = self._multiply(inner, self.bound["down_proj"][e], self._bias("down_proj", e))
-            if module.has_post_expert_norm:
+            if getattr(module, "has_post_expert_norm", False):  # transformers has it since 5.20
                 found = module.post_expert_norm(found)
             out.index_add_(0, token, found * topk_weights[token, place, None].to(found.dtype))
         return out

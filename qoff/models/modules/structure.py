@@ -156,7 +156,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds experts as transformers' interface for their forward pass has them."""
-    known = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+    known = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
     return all(hasattr(module, name) for name in known)
 
 
