@@ -116,9 +116,12 @@ def delta_chunk_kernel(
     ba_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, PANEL: tl.constexpr,
-    COLUMNS: tl.constexpr, ORDERED: tl.constexpr, ASM: tl.constexpr,
+    COLUMNS: tl.constexpr, ORDERED: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's state through all chunks of a sequence."""
+    """Some columns of a head's state through all chunks of a sequence.
+
+    EARLY: what the state is to gain of U is rounded before the outputs are computed.
+    """
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
     DTYPE: tl.constexpr = mixed.dtype.element_ty
@@ -160,12 +163,13 @@ def delta_chunk_kernel(
         new = dot16(inverse, lacks.to(DTYPE), tl.zeros([CHUNK, COLUMNS], tl.float32), ASM)
         q = tl.load(line[:, None] + query[None, :], mask=mask, other=0.0)
         found = dot16(q, rounded, tl.zeros([CHUNK, COLUMNS], tl.float32), ASM) * grown
-        # Here, not where it is read: in shared memory it would begin where `q` began, and ptxas
-        # 12.8 (of Triton 3.6) would then read it by an address that nothing has set.
-        kept = (new * tl.exp(last - total)[:, None]).to(DTYPE)
+        if EARLY:
+            kept = (new * tl.exp(last - total)[:, None]).to(DTYPE)
         found = dot16(tl.load(scores + square), new.to(DTYPE), found, ASM)
         target = out + row.to(tl.int64)[:, None] * VALUES + column[None, :]
         tl.store(target, found.to(out.dtype.element_ty), mask=there[:, None])
+        if not EARLY:
+            kept = (new * tl.exp(last - total)[:, None]).to(DTYPE)
         state = dot16(tl.trans(k), kept, state * tl.exp(last), ASM)
     tl.store(states, state, mask=inside[:, None])
 
@@ -213,6 +217,9 @@ def _bound(
     own = {name: sizes.pop(name) for name in ("PANEL", "COLUMNS")}
     last = {"ORDERED": ordered, "ASM": use_asm(), "num_stages": 1}
     solve = BoundKernel(delta_solve_kernel, **sizes, **last, num_warps=4)
-    warps = 4 if capability == 90 else 8  # others have operands in registers, too
-    chunk = BoundKernel(delta_chunk_kernel, **sizes, **own, **last, num_warps=warps)
+    hopper = capability == 90
+    warps = 4 if hopper else 8  # others have operands in registers, too
+    # Later, it would begin in shared memory where `q` begins, and ptxas 12.8 (of Triton 3.6) would
+    # have `wgmma` read it by an address that nothing has set. Elsewhere registers are short of it.
+    chunk = BoundKernel(delta_chunk_kernel, **sizes, **own, **last, EARLY=hopper, num_warps=warps)
     return solve, chunk, shape.value_dim // own["COLUMNS"]
