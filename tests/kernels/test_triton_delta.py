@@ -103,6 +103,13 @@ def test_passes_of_any_lengths_are_the_references(shape: DeltaShape, dtype: torc
     assert all(kept[1].isnan().all() for kept in run.found)  # a slot of nobody's
 
 
+def test_other_gpus_than_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op.Gpu, "of", lambda device: op.Gpu(80, 4))
+    run = Run(DeltaShape(1, 2, 16, 16, 4), torch.float16, [2, 0])
+    run.forward([67, 1], chunked=True)
+    run.forward([2, 65], chunked=True)
+
+
 def test_a_step_of_some_slots_leaves_the_others_and_rows_of_no_token() -> None:
     run = Run(SHAPES[0], torch.float16, [0, 1, 3])
     run.forward([3, 1, 2], chunked=None)
