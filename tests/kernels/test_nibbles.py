@@ -163,7 +163,8 @@ def test_the_emulation_covers_all_assembly():
             if isinstance(value, tl.constexpr) and isinstance(value.value, str):
                 statements = re.sub(r"//.*|[{}]", "", value.value).split(";")
                 used |= {text.split()[0] for text in statements if text.strip()}
-    assert used - {".reg"} <= set(INSTRUCTIONS), used
+    waits = "wgmma.wait_group.sync.aligned"  # computes nothing
+    assert used - {".reg", waits} <= set(INSTRUCTIONS), used
 
 
 @triton.jit
