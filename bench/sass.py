@@ -1,8 +1,8 @@
 """What machine code shows of `wgmma`, as `nvdisasm -c` prints it.
 
 `wgmma` reads its left operand, where that is in registers, while later instructions run; a wait
-(`WARPGROUP.DEPBAR`) says how many of the latest may still run. ptxas keeps those registers as they
-are up to the end of a loop's body, but not into its next round.
+(`WARPGROUP.DEPBAR`) says how many of the latest may still run. ptxas 12.8 keeps those registers as
+they are up to the end of a loop's body, but not into its next round.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ lie 16 further on, which are the next 16 that an instruction takes.
 
 A weight is (code - centre) * scale + (minimum + centre * scale), as in `skinny`.
 
-`wgmma` reads its left operand while later instructions run. Triton 3.6 and 3.9 leave products of a
-step in flight when the next step begins, and ptxas gives registers that they read to its
+`wgmma` reads its left operand while later instructions run. Triton 3.6 leaves products of a step in
+flight when the next step begins, and its ptxas (12.8) gives registers that they read to
 temporaries. So a step ends with a wait for its products (`_finish`).
 """
 
