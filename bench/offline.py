@@ -35,10 +35,6 @@ from bench.variants.variant import (
 from qoff.errors import OpError
 
 _SCALES = "scale_min"  # the argument of kernels that leads to scales, which may be uint8 as codes
-_FULL_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # for all products
-# What reads R1, the stack pointer, which a kernel's first instruction sets. PRMT may do so for
-# bytes that nobody looks at.
-_STACK_READ = re.compile(r"^\s*/\*\w+\*/\s+(?!\s|(?:@\S+ )?(?:PRMT |\S+ R1, .*c\[)).*\bR1\b", re.M)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -59,8 +55,9 @@ class Artefact:
     slow_dots: int = 0
     from_shared: int = 0  # see `ptx.Found`
     full_waits: int = 0  # for all `wgmma` under way, read only if a trait asks for it
-    unset_reads: int = 0  # see `unset_reads`
+    unset_reads: int = 0  # see `sass.unset_reads`
     overwritten: int = 0  # see `sass.overwritten`
+    early: int = 0  # see `sass.early`, of a kernel that begins before others have ended
     code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads of codes
     code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
     wide_bytes: int = 0  # of a block: codes that loads of 128 bits and more bring
@@ -90,6 +87,8 @@ class Artefact:
             found.append(f"reads registers that nothing has set, in {self.unset_reads} places")
         elif self.overwritten:
             found.append(f"overwrites what `wgmma` still reads, in {self.overwritten} places")
+        elif self.early:
+            found.append(f"does not wait for kernels before, in {self.early} places")
         if not self.error:
             found += self._missing_traits()
         return [f"{self.op} {self.variant} sm_{self.capability}: {text}" for text in found]
@@ -165,9 +164,10 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
         tensor_cores=code.tensor_cores,
         slow_dots=tiles.slow_dots,
         from_shared=code.from_shared,
-        full_waits=full_waits(machine_code) if FROM_REGISTERS in variant.traits else 0,
-        unset_reads=0 if spilled else unset_reads(machine_code),
+        full_waits=sass.full_waits(machine_code) if FROM_REGISTERS in variant.traits else 0,
+        unset_reads=0 if spilled else sass.unset_reads(machine_code),
         overwritten=sass.overwritten(machine_code),
+        early=sass.early(machine_code) if launch.options["launch_pdl"] else 0,
         code_widths={str(w): n for w, n in sorted(code.widths(codes).items())},
         code_bytes=tiles.code_bytes,
         wide_bytes=threads * sum(load.nbytes for load in wide),
@@ -185,22 +185,6 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
         raise RuntimeError(f"cuobjdump printed no resource usage: {said!r}")
     registers, stack, local = map(int, usage.groups())
     return registers, stack + local
-
-
-def full_waits(machine_code: str) -> int:
-    """Waits for all `wgmma` under way. Two are needed, at the end of a loop's body and after it;
-    where ptxas cannot follow the registers of accumulators it adds one to every product (its
-    warning C7515)."""
-    return len(_FULL_WAIT.findall(machine_code))
-
-
-def unset_reads(machine_code: str) -> int:
-    """Reads of the stack pointer by a kernel that has no stack.
-
-    It is what ptxas puts where it has lost the register that was meant: an address from it leads
-    anywhere.
-    """
-    return len(_STACK_READ.findall(machine_code))
 
 
 def _said(cubin: bytes, tool: str, option: str) -> str:

@@ -1,4 +1,4 @@
-"""What machine code shows of `wgmma`, as `nvdisasm -c` prints it.
+"""What machine code shows that no source does, as `nvdisasm -c` prints it.
 
 `wgmma` reads its left operand, where that is in registers, while later instructions run; a wait
 (`WARPGROUP.DEPBAR`) says how many of the latest may still run. ptxas 12.8 keeps those registers as
@@ -18,6 +18,11 @@ _ANY_PRODUCT = re.compile(r"[A-Z]GMMA\b")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _BRANCH = re.compile(r"BRA +`\((\.L_x_\d+)\)")
 _WRITES = re.compile(r"(?!\w*SETP)(\S+) +(?:U?P\w, +)*R(\d+)\b")
+_FULL_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0")  # for all products
+# What reads R1, the stack pointer, which a kernel's first instruction sets. PRMT may do so for
+# bytes that nobody looks at.
+_STACK_READ = re.compile(r"^\s*/\*\w+\*/\s+(?!\s|(?:@\S+ )?(?:PRMT |\S+ R1, .*c\[)).*\bR1\b", re.M)
+_MEMORY = re.compile(r"(?:LD|ST|LDGSTS|LDG|STG|ATOM|ATOMG|RED|REDG|UBLKCP|UTMALDG|EXIT)\b")
 _LEFT = 4  # registers of a left operand
 _WIDTHS = {"64": 2, "128": 4, "WIDE": 2, "4": 4, "2": 2}  # by a part of an instruction's name
 
@@ -40,6 +45,35 @@ def overwritten(machine_code: str) -> int:
         if start < end and any(_ANY_PRODUCT.match(each.text) for each in body):
             found.update(_overwriting([*body, *body]))
     return len(found)
+
+
+def full_waits(machine_code: str) -> int:
+    """Waits for all `wgmma` under way. Two are needed, at the end of a loop's body and after it;
+    where ptxas cannot follow the registers of accumulators it adds one to every product (its
+    warning C7515)."""
+    return len(_FULL_WAIT.findall(machine_code))
+
+
+def unset_reads(machine_code: str) -> int:
+    """Reads of the stack pointer by a kernel that has no stack.
+
+    It is what ptxas puts where it has lost the register that was meant: an address from it leads
+    anywhere.
+    """
+    return len(_STACK_READ.findall(machine_code))
+
+
+def early(machine_code: str) -> int:
+    """Accesses to global memory, and ends, before the wait for kernels that still run (`ACQBULK`).
+
+    All of them where there is no wait.
+    """
+    found = 0
+    for one in _parsed(machine_code)[0]:
+        if one.text.startswith("ACQBULK"):
+            break
+        found += bool(_MEMORY.match(one.text))
+    return found
 
 
 def _parsed(machine_code: str) -> tuple[list[_Instruction], dict[str, int]]:

@@ -31,7 +31,7 @@ import pytest
 
 from bench import sass, static
 from bench.gpu_limits import CAPABILITIES, LIMITS, blocks_per_sm
-from bench.offline import Artefact, collect, unset_reads
+from bench.offline import Artefact, collect
 from bench.static import OPS
 from bench.variants.shipped import shipped
 from bench.variants.variant import FROM_REGISTERS
@@ -224,7 +224,24 @@ def test_an_op_that_is_not_there_is_named() -> None:
 )
 def test_reads_of_a_register_that_nothing_has_set(instruction: str, reads: int) -> None:
     machine_code = f"        /*0470*/                   {instruction}\n"
-    assert unset_reads(machine_code) == reads
+    assert sass.unset_reads(machine_code) == reads
+
+
+@pytest.mark.parametrize(
+    ("before", "wait", "places"),
+    [
+        ("LDC R1, c[0x0][0x28]", "ACQBULK", 0),
+        ("@P0 LDG.E R4, desc[UR4][R2.64]", "ACQBULK", 1),
+        ("@P0 EXIT", "ACQBULK", 1),
+        ("PREEXIT", "NOP", 3),
+    ],
+)
+def test_what_comes_before_the_wait_for_other_kernels(before: str, wait: str, places: int) -> None:
+    after = ["LDGSTS.E [R21], desc[UR12][R150.64]", "STG.E desc[UR4][R2.64], R4", "EXIT"]
+    lines = [
+        f"        /*{16 * i:04x}*/    {text} ;" for i, text in enumerate([before, wait, *after])
+    ]
+    assert sass.early("\n".join(lines)) == places
 
 
 _LOOP = """

@@ -6,8 +6,8 @@ do where the other way round sixteen rows would be needed. All sums over channel
 such dots too: of K's minima with the queries, of probabilities with V's minima and with ones. So a
 block costs a few operations per tile beside the unpacking, whatever the number of queries.
 
-A sequence is cut into runs of blocks, one program each, and its recent window, one more; `merge`
-joins them (flash-decoding).
+A sequence is cut into runs of blocks and, where that fills the GPU, runs of its recent window, one
+program each; `merge` joins them (flash-decoding).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -33,10 +33,16 @@ from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.options import use_asm
+from qoff.kernels.triton.launch.overlap import (
+    let_next_begin,
+    overlap_options,
+    overlaps,
+    wait_for_earlier,
+)
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
-from qoff.kernels.triton.linear.nibbles import use_asm
 
-from .decode_tiles import attend_blocks, attend_ring, load_queries
+from .decode_tiles import RING_TOKENS, attend_blocks, attend_ring, load_queries
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .merge import join, merge_bytes
 from .new_token import NewTokens, keep_new, load_new
@@ -53,7 +59,7 @@ class DecodeConfig:
     min_blocks: int = 4  # in a run
 
 
-@triton.jit(do_not_specialize=["run", "max_blocks", "rows"])
+@triton.jit(do_not_specialize=["recent_parts", "recent_run", "run", "max_blocks", "rows"])
 def decode_attention_kernel(
     q,  # [rows, Hq, D]
     pool, block_table, compressed, length, recent_k, recent_v, sinks, resident_from,
@@ -71,6 +77,8 @@ def decode_attention_kernel(
     q_stride,
     key_stride,
     value_stride,
+    recent_parts,  # of the recent window
+    recent_run,  # tokens in each
     run,  # blocks in a run
     max_blocks,
     rows,
@@ -80,13 +88,14 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
     NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     V_RUN: tl.constexpr, QUERY_SCALE: tl.constexpr,
-    PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One run of blocks, or (the first of a sequence) its recent window, for COLUMNS queries.
+    """A run of blocks, or (the first ones of a sequence) of its recent window, for COLUMNS queries.
 
-    With NEW the row of a sequence is at `row_start`, and unless that is 2 the first program of a KV
-    head and sequence puts the new token into the ring before it attends to it: see `new_token`.
+    With NEW the row of a sequence is at `row_start`, and unless that is 2 the program that attends
+    to the new token of a KV head puts it into the ring before: see `new_token`.
     """
+    wait_for_earlier(OVERLAP)
     HALF: tl.constexpr = HEAD_DIM // 2
     TILES: tl.constexpr = (GROUP + COLUMNS - 1) // COLUMNS
     kv_head = tl.program_id(0) // TILES
@@ -120,10 +129,12 @@ def decode_attention_kernel(
             q3 = (q3.to(tl.float32) * factor).to(q3.dtype)
     else:
         q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
-    if part == 0:
+    if part < recent_parts:
         row = kv_heads * HEAD_DIM
         ring_base = s.to(tl.int64) * ring * row + kv_head * HEAD_DIM
-        if NEW == 1:
+        first = tl.maximum(in_blocks, first_key) + part * recent_run
+        stop = tl.minimum(first + recent_run, end)
+        if NEW == 1 and first < end and stop == end:
             slot = ring_base + (position % ring) * row
             keep_new(
                 key + at_row.to(tl.int64) * key_stride + kv_head * HEAD_DIM,
@@ -133,10 +144,10 @@ def decode_attention_kernel(
             )  # fmt: skip
         o0, o1, o2, o3, top, total = attend_ring(
             q0, q1, q2, q3, recent_k + ring_base, recent_v + ring_base, row, ring,
-            tl.maximum(in_blocks, first_key), end, scale, soft_cap,
+            first, stop, scale, soft_cap,
             COLUMNS, HEAD_DIM, PAIRS, SOFT_CAP, ASM,
         )  # fmt: skip
-        if SINKS:
+        if SINKS and part == 0:
             top, total, fade = add_sink(sinks, head, in_group < GROUP, top, total)
             o0 = o0 * fade[None, :]
             o1 = o1 * fade[None, :]
@@ -146,7 +157,7 @@ def decode_attention_kernel(
         first_block = first_key // TOKENS
         if RESIDENT_FROM:
             first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
-        begin = (part - 1) * run + first_block
+        begin = (part - recent_parts) * run + first_block
         stop = tl.minimum(begin + run, in_blocks // TOKENS)
         o0, o1, o2, o3, top, total = attend_blocks(
             q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16),
@@ -155,6 +166,7 @@ def decode_attention_kernel(
             COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE,
             SOFT_CAP, WINDOW, PREFETCH, STAGES, ASM,
         )  # fmt: skip
+    let_next_begin(OVERLAP)
     safe = tl.where(total == 0, 1.0, total)
     inverse = (1.0 / safe)[None, :]
     lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
@@ -203,7 +215,10 @@ def decode_attention(
         *(0 if by is None else 1 + shape.norm_last for by in norms),
         value_run(form.head_dim) if new is not None and new.rotated else 1,
     )
-    kernel, split, most_parts = _bound(q.device, q.dtype, form, shape, sequences, flags, config)
+    ring = cache.recent_k.shape[1]
+    kernel, split, most_parts = _bound(
+        q.device, q.dtype, form, shape, sequences, ring, flags, config
+    )
     parts, run = split.of(step.max_packed // BLOCK_TOKENS)
     outs = q.new_empty(parts, rows, *outputs)
     lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)
@@ -218,14 +233,15 @@ def decode_attention(
             q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
             sinks, step.resident_from, outs, lses, *fresh, shape.scale * LOG2E.value,
             shape.soft_cap * LOG2E.value, shape.norm_eps, abs(shape.reach), *by,
-            cache.recent_k.shape[1], shape.kv_heads, q.stride(0), *strides,
-            run, step.table.stride(0), rows,
+            ring, shape.kv_heads, q.stride(0), *strides,
+            *split.recent, run, step.table.stride(0), rows,
         )  # fmt: skip
     if parts == 1 and flags[-1] == 1:
         return outs[0], lses[0]
     return join(outs, lses, most_parts, flags[-1])
 
 
+_RECENT_PARTS = 4
 _NOTHING = (None,) * 7  # of new tokens
 
 
@@ -248,19 +264,27 @@ class Split(NamedTuple):
     processors: int
     config: DecodeConfig
     most_blocks: int  # that a query can see
+    ring: int  # tokens
 
     def of(self, blocks: int) -> tuple[int, int]:
         """Parts, the ring among them, and blocks of a run, for so many of the longest sequence."""
         blocks = min(blocks, self.most_blocks)
         programs = self.tiles * self.sequences
         run = blocks_per_run(programs, blocks, self.processors, self.config)
-        return 1 + cdiv(blocks, run), run
+        return self.recent[0] + cdiv(blocks, run), run
+
+    @property
+    def recent(self) -> tuple[int, int]:
+        """Parts of the recent window, and tokens of each: a multiple of a tile's."""
+        parts = most_recent_parts(self.tiles * self.sequences, self.processors)
+        run = cdiv(cdiv(self.ring, parts), RING_TOKENS.value) * RING_TOKENS.value
+        return cdiv(self.ring, run), run
 
     @property
     def most_parts(self) -> int:
         """Of sequences of any length."""
         runs = _most_runs(self.tiles * self.sequences, self.processors, self.config)
-        return 1 + min(runs, cdiv(self.most_blocks, self.config.min_blocks))
+        return self.recent[0] + min(runs, cdiv(self.most_blocks, self.config.min_blocks))
 
 
 @cache
@@ -270,6 +294,7 @@ def _bound(
     form: KVFormat,
     shape: HeadShape,
     sequences: int,
+    ring: int,
     flags: tuple[int, ...],
     config: DecodeConfig | None,
 ) -> tuple[BoundKernel, Split, int]:
@@ -285,7 +310,7 @@ def _bound(
     tiles, processors = shape.kv_heads * cdiv(group, columns), Gpu.of(device).processors
     # A window that starts inside a block reaches into one more.
     most_blocks = window // BLOCK_TOKENS + 1 if window else 1 << 30
-    split = Split(tiles, sequences, processors, config, most_blocks)
+    split = Split(tiles, sequences, processors, config, most_blocks, ring)
     names = ("SINKS", "RESIDENT_FROM", "NEW", "TURNED", "Q_NORM", "K_NORM", "V_RUN")
     kernel = BoundKernel(
         decode_attention_kernel,
@@ -299,9 +324,11 @@ def _bound(
         QUERY_SCALE=shape.query_scale is not None,
         PREFETCH=bool(config.prefetch) and use_asm(),
         STAGES=config.num_stages,
+        OVERLAP=overlaps(device),
         ASM=use_asm(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **overlap_options(device),
     )
     return kernel, split, split.most_parts
 
@@ -341,9 +368,15 @@ def decode_bytes(
     columns = _columns(group)
     config = _configured(device, dtype, form, columns)
     tiles = sequences * kv_heads * cdiv(group, columns)
-    runs = _most_runs(tiles, Gpu.of(device).processors, config)
-    parts = 1 + min(cdiv(blocks, config.min_blocks), runs)
+    processors = Gpu.of(device).processors
+    runs = min(cdiv(blocks, config.min_blocks), _most_runs(tiles, processors, config))
+    parts = most_recent_parts(tiles, processors) + runs
     return (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
+
+
+def most_recent_parts(tiles: int, processors: int) -> int:
+    """Into how many parts the recent window is cut, at most: each takes a program microseconds."""
+    return min(_RECENT_PARTS, max(1, processors // max(1, tiles)))
 
 
 def _most_runs(tiles: int, processors: int, config: DecodeConfig) -> int:

@@ -16,6 +16,12 @@ from qoff.errors import OpError
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
+from qoff.kernels.triton.launch.overlap import (
+    let_next_begin,
+    overlap_options,
+    overlaps,
+    wait_for_earlier,
+)
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .kv_tiles import LOG2E
@@ -39,8 +45,10 @@ def merge_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the parts, PARTS at a time; most of a row's parts are in one thread."""
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, D_PADDED)
     inside = row < rows
@@ -63,6 +71,7 @@ def merge_kernel(
         joined = joined * keep[:, None] + tl.sum(used * weight[:, :, None], axis=0)
         total = total * keep + tl.sum(weight, axis=0)
         top = new_top
+    let_next_begin(OVERLAP)
     joined = joined / tl.where(total > 0.0, total, 1.0)[:, None]
     if RUN > 1:
         joined = rotated(joined, RUN, True)
@@ -130,8 +139,10 @@ def _bound(
         PARTS=config.parts,
         ROWS=config.rows,
         RUN=run,
+        OVERLAP=overlaps(device),
         num_warps=config.num_warps,
         num_stages=1,
+        **overlap_options(device),
     )
     return kernel, config.rows
 

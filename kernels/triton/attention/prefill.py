@@ -24,9 +24,8 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS
+from qoff.kernels.triton.launch.options import LAUNCH, WARPS_OVER_ROWS, use_asm
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
-from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .prefill_scratch import dequantize_blocks, scratch_heads

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.options import LAUNCH, use_asm
 from qoff.kernels.triton.launch.sizes import next_power_of_2
-from qoff.kernels.triton.linear.nibbles import use_asm
 
 from .kv_tiles import TOKENS, first_seen, form_constants, window_constants
 from .prefill_tiles import load_packed_tile

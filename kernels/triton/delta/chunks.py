@@ -26,8 +26,9 @@ from torch import Tensor
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.options import use_asm
 from qoff.kernels.triton.launch.sizes import cdiv
-from qoff.kernels.triton.linear.nibbles import dot16, use_asm
+from qoff.kernels.triton.linear.nibbles import dot16
 
 from .recur import gates, state_at, tile_sizes
 

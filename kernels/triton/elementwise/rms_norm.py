@@ -13,6 +13,12 @@ from torch import Tensor
 
 from qoff.kernels.operands import FLOATS_AND_32, require
 from qoff.kernels.triton.launch.bound import BoundKernel
+from qoff.kernels.triton.launch.overlap import (
+    let_next_begin,
+    overlap_options,
+    overlaps,
+    wait_for_earlier,
+)
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 
@@ -29,8 +35,10 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two from `columns` up
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out = norm(x + residual) * weight, new_residual = x + residual; without ADD only x."""
+    wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     within = column < columns
@@ -41,6 +49,7 @@ def rms_norm_kernel(
     if ADD:
         value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(new_residual + offset, value.to(new_residual.dtype.element_ty), mask=mask)
+    let_next_begin(OVERLAP)
     inverse = tl.rsqrt(tl.sum(value * value, axis=1) / columns + eps)
     normed = value * inverse[:, None] * gain[None, :]
     tl.store(out + offset, normed.to(out.dtype.element_ty), mask=mask)
@@ -62,18 +71,19 @@ def rms_norm(
         require("residual", residual, (x.dtype,), x.shape, x.device)
     out = torch.empty_like(x)
     new_residual = x if residual is None else torch.empty_like(x)
-    kernel, rows = _bound(columns, residual is not None)
+    kernel, rows = _bound(columns, residual is not None, x.device)
     added = x if residual is None else residual
     kernel((cdiv(tokens, rows), 1, 1), x, added, weight, out, new_residual, tokens, columns, eps)
     return out, new_residual
 
 
 @cache
-def _bound(columns: int, add: bool) -> tuple[BoundKernel, int]:
+def _bound(columns: int, add: bool, device: torch.device) -> tuple[BoundKernel, int]:
     """The kernel, and the rows of a program."""
     width = next_power_of_2(columns)
     rows = max(1, 1024 // width)  # short rows (the norm of a head) share a program
-    sizes = {"ROWS": rows, "COLUMNS": width, "ADD": add}
+    sizes = {"ROWS": rows, "COLUMNS": width, "ADD": add, "OVERLAP": overlaps(device)}
     # 16 values a thread, so that a row needs few loads one after another.
     warps = min(32, max(1, rows * width // 512))
-    return BoundKernel(rms_norm_kernel, **sizes, num_warps=warps, num_stages=1), rows
+    options = {"num_warps": warps, "num_stages": 1, **overlap_options(device)}
+    return BoundKernel(rms_norm_kernel, **sizes, **options), rows

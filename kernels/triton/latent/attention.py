@@ -29,8 +29,9 @@ from qoff.kernels.triton.attention.prefill_tiles import load_packed_values, weig
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.options import use_asm
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
-from qoff.kernels.triton.linear.nibbles import dot16, use_asm
+from qoff.kernels.triton.linear.nibbles import dot16
 
 from .tiles import attend_dense, load_packed_part, packed_scores
 

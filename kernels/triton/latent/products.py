@@ -21,13 +21,13 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS, FLOATS_AND_32, require
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.options import use_asm
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 from qoff.kernels.triton.linear.nibbles import (
     byte_values,
     dot16,
     load_scale_min,
     low_high,
-    use_asm,
 )
 
 _TOKENS = 64  # of a tile, at most; without tensor cores a fourth, in a fourth of the channels

@@ -16,10 +16,10 @@ from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.operands import FLOATS
 from qoff.kernels.triton.launch import tuned
-from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.options import LAUNCH, use_asm
 from qoff.kernels.triton.launch.sizes import cdiv
 
-from .nibbles import byte_values, load_scale_min, low_high, use_asm
+from .nibbles import byte_values, load_scale_min, low_high
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.overlap import wait_for_earlier
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import dot16, load_scale_min
@@ -294,6 +295,7 @@ def gemm_kernel(
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = tl.minimum(token, M - 1)
     start = tl.program_id(2) * steps
+    wait_for_earlier(FORM.overlap)
     y = gemm_sums(x, codes, scale_min, row, some, N, row_bytes, x_stride, start, steps, FORM)
     write(y, row, token, M, tl.program_id(2), bias, residual, out, M, N, FORM)
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.launch.gpu import Gpu
+from qoff.kernels.triton.launch.overlap import wait_for_earlier
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 from .nibbles import dot16, load_scale_min
@@ -200,6 +201,7 @@ def gemv_kernel(
     part = tl.program_id(2)
     row = rows_of(tl.program_id(0), FORM.config.block_n, FORM)
     start = part * steps * FORM.config.warps
+    wait_for_earlier(FORM.overlap)
     y = gemv_sums(x, codes, scale_min, row, M, N, row_bytes, x_stride, start, steps, FORM)
     token = tl.arange(0, y.shape[1])
     write(y, row, token, tl.minimum(FORM.tokens, M), part, bias, residual, out, M, N, FORM)
@@ -239,9 +241,11 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
 def _for_hopper(
     rows: int, row_bytes: int, tokens: int, group_bytes: int, registers: int, gpu: Gpu
 ) -> GemvConfig:
-    """What was fastest, or nearly so, of 16 on an H200 where there is work for all processors."""
+    """What was fastest, or nearly so, on an H200 where there is work for all processors."""
     config = GemvConfig(warps=2, block_n=32, registers=registers)
     programs, splits = cdiv(rows, config.block_n), 1
+    if 5 * gpu.processors <= programs <= 9 * gpu.processors:
+        config = replace(config, stages=4)  # they do not all run at once with three
     step = config.warps * groups_per_step(tokens, group_bytes) * group_bytes
     while 2 * programs * splits < 7 * gpu.processors and 12 * splits * step <= row_bytes:
         splits *= 2

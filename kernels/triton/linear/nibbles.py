@@ -14,8 +14,6 @@ operations give the same values, bit for bit.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -77,11 +75,6 @@ BYTES_BF16 = tl.constexpr("""{
 BYTES_F16 = tl.constexpr(
     "prmt.b32 $0, $2, 0x64646464, 0x4140; prmt.b32 $1, $2, 0x64646464, 0x4342;"
 )
-
-
-def use_asm() -> bool:
-    """Whether kernels may use inline assembly: everywhere but in Triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0") != "1"
 
 
 @triton.jit

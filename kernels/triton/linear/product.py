@@ -18,10 +18,14 @@ from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.options import LAUNCH, use_asm
+from qoff.kernels.triton.launch.overlap import (
+    let_next_begin,
+    overlap_options,
+    overlaps,
+    wait_for_earlier,
+)
 from qoff.kernels.triton.launch.sizes import cdiv
-
-from .nibbles import use_asm
 
 SPLITS_MAX = 16
 TURN = tl.constexpr(16)  # rows of gate, then as many of up
@@ -67,6 +71,7 @@ class Form:
     residual: bool = False
     aligned: bool = False  # W has a multiple of TURN rows
     wgmma: bool = False  # the GPU multiplies by it
+    overlap: bool = False  # it begins before those before it have ended
     asm: bool = field(default_factory=use_asm)
 
 
@@ -161,6 +166,7 @@ def write(y, row, token, tokens, part, bias, residual, out, M, N, FORM: tl.const
 
     row: see `rows_of`; of program_id(0).
     """
+    let_next_begin(FORM.overlap)
     if FORM.bias:
         y += tl.load(bias + tl.minimum(row, N - 1)).to(tl.float32)[:, None]
     column = row
@@ -193,12 +199,13 @@ def _add_parts(partial, bias, at, inside, size, N, SPLITS: tl.constexpr, BIAS: t
 @triton.jit
 def add_splits_kernel(
     partial, bias, residual, out, size, N, SPLITS: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = f(bias + the sum of SPLITS partial results of `size` = M * N elements each) + residual.
 
     f: with SILU silu(gate) * up, otherwise nothing.
     """
+    wait_for_earlier(OVERLAP)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if SILU:
         inside = index < size // 2
@@ -210,6 +217,7 @@ def add_splits_kernel(
     else:
         inside = index < size
         total = _add_parts(partial, bias, index, inside, size, N, SPLITS, BIAS)
+    let_next_begin(OVERLAP)
     if RESIDUAL:
         total += tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
@@ -256,8 +264,10 @@ def prepare(
             residual=case.residual and splits == 1,
             aligned=case.n % TURN.value == 0,
             wgmma=has_wgmma(case.device),
+            overlap=overlaps(case.device),
         ),
         **config.options,
+        **overlap_options(case.device),
     )
     added = BoundKernel(
         add_splits_kernel,
@@ -266,8 +276,10 @@ def prepare(
         RESIDUAL=case.residual,
         SILU=case.silu_mul,
         BLOCK=_BLOCK,
+        OVERLAP=overlaps(case.device),
         num_warps=2,
         num_stages=3,
+        **overlap_options(case.device),
     )
     return Prepared(kernel, (*programs, splits), steps, splits, added)
 

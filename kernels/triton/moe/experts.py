@@ -20,6 +20,12 @@ from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH
+from qoff.kernels.triton.launch.overlap import (
+    let_next_begin,
+    overlap_options,
+    overlaps,
+    wait_for_earlier,
+)
 from qoff.kernels.triton.launch.sizes import cdiv
 
 from .pairs import fma_pairs, gemv_pairs
@@ -32,14 +38,18 @@ _WARPS = 4
 
 
 @triton.jit
-def experts_sum_kernel(weighted, out, H, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+def experts_sum_kernel(
+    weighted, out, H, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """out [M, H] = the sum of each token's PER_TOKEN rows of float32 [M * T, H], in their order."""
+    wait_for_earlier(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < H
     total = tl.zeros((BLOCK,), tl.float32)
     for t in tl.static_range(PER_TOKEN):
         total += tl.load(weighted + (token * PER_TOKEN + t) * H + column, mask=mask, other=0.0)
+    let_next_begin(OVERLAP)
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -177,7 +187,9 @@ def add_up(weighted: Tensor, out: Tensor) -> None:
         hidden,
         PER_TOKEN=len(weighted) // tokens,
         BLOCK=_BLOCK,
+        OVERLAP=overlaps(out.device),
         num_warps=_WARPS,
         num_stages=1,
+        **overlap_options(out.device),
         **LAUNCH,
     )

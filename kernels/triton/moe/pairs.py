@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.triton.launch.overlap import wait_for_earlier
 from qoff.kernels.triton.linear.fma import FmaConfig, fma_sums
 from qoff.kernels.triton.linear.gemv import GemvConfig, gemv_sums, groups_per_step, in_pairs
 
@@ -27,6 +28,7 @@ def experts_gemv_kernel(
     scale_distance, N, row_bytes, x_stride, steps, FORM: tl.constexpr,
 ):  # fmt: skip
     """Rows program_id(0) * BLOCK_N .. of pair program_id(1); see `gemv_sums` and `finish`."""
+    wait_for_earlier(FORM.overlap)
     BLOCK_N: tl.constexpr = FORM.config.block_n
     pair = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
@@ -45,6 +47,7 @@ def experts_fma_kernel(
     scale_distance, N, row_bytes, x_stride, FORM: tl.constexpr,
 ):  # fmt: skip
     """Rows program_id(0) * BLOCK_N .. of pair program_id(1); see `fma_sums` and `finish`."""
+    wait_for_earlier(FORM.overlap)
     BLOCK_N: tl.constexpr = FORM.config.block_n
     pair = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.triton.launch.overlap import let_next_begin, overlap_options, overlaps
 from qoff.kernels.triton.launch.sizes import cdiv
 from qoff.kernels.triton.linear.fma import FmaConfig
 from qoff.kernels.triton.linear.gemm import GemmConfig
@@ -87,8 +88,15 @@ class Product(NamedTuple):
             row_bytes,
             k,
             *steps,
-            FORM=form(config, *what, aligned=n % TURN.value == 0, wgmma=has_wgmma(x.device)),
+            FORM=form(
+                config,
+                *what,
+                aligned=n % TURN.value == 0,
+                wgmma=has_wgmma(x.device),
+                overlap=overlaps(x.device),
+            ),
             **config.options,
+            **overlap_options(x.device),
         )
         return out
 
@@ -125,6 +133,7 @@ def finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM: t
     COLS: tl.constexpr = y.shape[1]
     ACTIVATION: tl.constexpr = FORM.activation
     row = first_row + tl.arange(0, BLOCK_N)
+    let_next_begin(FORM.overlap)
     if FORM.bias:
         expert_bias = tl.load(bias + expert * N + row, mask=row < N, other=0.0)
         y += expert_bias.to(tl.float32)[:, None]

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qoff.kernels.triton.launch.overlap import wait_for_earlier
 from qoff.kernels.triton.linear.gemm import GemmConfig, gemm_sums
 from qoff.kernels.triton.linear.skinny import SkinnyConfig, skinny_sums
 
@@ -40,6 +41,7 @@ def experts_tile_kernel(
     code_distance, scale_distance, N, row_bytes, x_stride, steps, FORM: tl.constexpr,
 ):  # fmt: skip
     """Rows program_id(0) * BLOCK_N .. of tile program_id(1); see `finish` and the sums."""
+    wait_for_earlier(FORM.overlap)
     BLOCK_N: tl.constexpr = FORM.config.block_n
     tile = tl.program_id(1)
     first_row = tl.program_id(0) * BLOCK_N
