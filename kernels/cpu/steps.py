@@ -113,6 +113,16 @@ class Steps:
         self._jobs = replay.jobs.between([self._count], [])
         self._choosing: _Choosing | None = None
 
+    overshoots = False
+
+    def put(self, tokens: Tensor) -> None:
+        """These are the next step's."""
+        self.ids.copy_(tokens)
+
+    def chooses(self, choice: Choice) -> bool:
+        """Any way."""
+        return True
+
     def step(self) -> bool:
         """Do the next one, of the tokens that lie where it finds them; False where it is stale."""
         return self._replay.run(self._jobs)

@@ -48,6 +48,8 @@ class PassTables:
     resident_from: Tensor | None = None  # int32 [S], multiples of 64; None: 0
     offloaded_until: Tensor | None = None  # int32 [S], at least `packed`; None: no write-back
     max_offloaded_blocks: int = 0  # new ones of a sequence to be written back
+    # int32 [2, n]: `start`, `length`, `positions`, and how much larger they are in the next step.
+    counters: Tensor | None = None
 
     def __post_init__(self) -> None:
         slots, device = len(self.start), self.start.device

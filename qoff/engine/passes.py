@@ -27,7 +27,7 @@ class Round(NamedTuple):
 def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
     """A token more of each sequence, or more of its prompt.
 
-    Where a CPU can do several steps together, several tokens more. reads: batches that may read
+    Where several steps can be done together, several tokens more. reads: batches that may read
     prompts, in turn by the round's number.
     """
     executor = opened.executor

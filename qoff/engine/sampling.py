@@ -91,12 +91,12 @@ class Sampler:
         return len(numbers) - numbers.count(-1)
 
     def choice(self, rows: Many[tuple[int, Sequence]]) -> Choice | None:
-        """How several tokens of sequences at places are chosen one after another by a CPU's jobs.
+        """How several tokens of sequences at places are chosen one after another.
 
         None where each token needs more than its logits. What came of it is told to `chose`.
         """
         sequences = [sequence for _, sequence in rows]
-        if self._device.type != "cpu" or any(
+        if any(
             _early(one) or one.grammar or one.params.logits_processors or one.params.logit_bias
             for one in sequences
         ):

@@ -59,7 +59,7 @@ class TokenChoice:
         self.before = LogitsProcessorList(processors[:first])
 
     def compiled(self, rows: int, ends: Set[int]) -> Choice | None:
-        """The same for several steps, in jobs of the CPU; None where only Python can do it."""
+        """The same for several steps, without Python; None where only Python can do it."""
         if self.before or (self.do_sample and self.shape is None):
             return None
         return Choice(None if self.shape is None else [self.shape] * rows, tuple(ends))

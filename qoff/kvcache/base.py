@@ -39,6 +39,11 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
         return False
 
     @property
+    def takes_back(self) -> bool:
+        """Whether steps that were computed, and that `advance` does not count, left nothing."""
+        return True
+
+    @property
     def in_place(self) -> bool:
         """Whether kernels alone read and write what is in it, and torch, until it ends."""
         return False
@@ -69,7 +74,10 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
         return 0
 
     def counters(self) -> list[Tensor]:
-        """Numbers in memory, int64 [n], that are one larger in a step that follows."""
+        """Numbers in memory, int64 [n], that are one larger in a step that follows.
+
+        On a GPU int32 [2, n]: numbers, and how much larger each is.
+        """
         return []
 
     def going_on(self) -> None:

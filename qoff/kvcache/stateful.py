@@ -83,6 +83,10 @@ class _StatefulPass(SlotPass):
         super().end()
         self._cache.states.spoiled = False
 
+    @property
+    def takes_back(self) -> bool:
+        return False  # states sum up all tokens
+
     def going_on(self) -> None:
         self._cache.states.spoiled = True
 

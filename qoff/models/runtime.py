@@ -185,7 +185,7 @@ class Runtime:
         check_interrupts()
         if self._timeline is not None:
             return []
-        with self._turn, refusals():
+        with self._turn, refusals(), device_guard(self._device):
             return followed_tokens(self.decoder, self.store, run, choice, most, noise)
 
     def _computed(self, run: ForwardPass) -> Tensor:

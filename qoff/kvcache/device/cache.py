@@ -255,10 +255,9 @@ class DeviceCachePass(SlotPass):
 
         None where the next pass's numbers will be in other memory, and where blocks move.
         """
-        cache, step = self._cache, self._step
-        decodes = self._steady and step.max_rows == 1 and step.order is None
-        if not decodes or self._view is not None or self._new_offloaded:
+        if not self._stays:
             return None
+        cache, step = self._cache, self._step
         rings = (*cache.recent_k, *cache.recent_v)
         pools = [layer for store in cache.stores for layer in store.pool.layers]
         memory = [*pools, *rings]
@@ -267,6 +266,25 @@ class DeviceCachePass(SlotPass):
             memory += [one.start, one.positions]
             sizes += [*one.table.shape, one.max_packed, one.max_new_blocks]
         return (cache.kind, step.slots is None, *sizes, *(part.data_ptr() for part in memory))
+
+    @property
+    def _stays(self) -> bool:
+        """Whether it is a decode step, in which nothing moves."""
+        decodes = self._steady and self._step.max_rows == 1 and self._step.order is None
+        return decodes and self._view is None and not self._new_offloaded
+
+    def steps_ahead(self, ragged: Ragged) -> int:
+        if not ragged.goes_on(self.ragged, self._cache.lengths):
+            return 0
+        return min(self._cache.room(span.slot) for span in ragged.spans)
+
+    def counters(self) -> list[Tensor]:
+        return [step.counters for step in self._steps if step.counters is not None]
+
+    def advance(self, steps: int) -> None:
+        self._cache.lengthen(self.ragged, steps)
+        for span in self.ragged.spans:
+            self._cache.free(span.slot)
 
     def prefetch(self, layer: int) -> None:
         number, inner = self._cache.place[layer]
@@ -357,6 +375,9 @@ class DeviceCachePass(SlotPass):
         self._write_backs = {}
         self._release_spare()
         super().end()
+        # What a step packs, the next one reads elsewhere.
+        if self._stays and not any(step.max_new_blocks for step in self._steps):
+            self._cache.ended = self
 
     @property
     def spoils(self) -> bool:

@@ -15,7 +15,8 @@ from qoff.kernels.upload import pinned
 
 _STEADY_BLOCKS = 16
 _COLUMNS = 16  # a block table grows by so many: its rows stay aligned
-_COUNTS = 10  # rows of counts, at most: seven, positions, and slots of two numbers each
+# Rows of counts, at most: seven, positions, what three of these grow by, slots of two numbers each.
+_COUNTS = 13
 _ALIGN = 4  # numbers: what lies behind each other starts at multiples of 16 bytes
 
 
@@ -77,6 +78,14 @@ class DeviceTables:
         found = [self._memory[table + begin : table + end] for begin, end in ends]
         return found, self._memory[:table].view(self._sequences, -1)
 
+    def counters(self, count: int) -> Tensor:
+        """The first `count` rows of counts, and by how much they grow in a step: int32 [2, n].
+
+        That is in as many rows behind them.
+        """
+        table = self._blocks.numel()
+        return self._memory[table : table + 2 * count * self._width].view(2, -1)
+
 
 def pass_tables(
     tables: DeviceTables,
@@ -94,7 +103,8 @@ def pass_tables(
     packed: tokens in blocks of each of the S slots. new: blocks that the pass fills, negative ones
     elsewhere than on the device (offloads: there may be some). resident_from: tokens of each slot
     that are attended to elsewhere. steady: at decode, numbers of rows and the bound of packed
-    tokens take few values; rows behind those of the new tokens are in slots without any.
+    tokens take few values; rows behind those of the new tokens are in slots without any. What the
+    next step counts on from is there, too.
     """
     sequences = len(packed)
     start, rows, length, before, after, until = ([0] * sequences for _ in range(6))
@@ -107,29 +117,35 @@ def pass_tables(
         after[slot] = packed[slot] + BLOCK_TOKENS * len(blocks)
         until[slot] = packed[slot] + BLOCK_TOKENS * offloaded[slot]
         in_pool[slot] = packed[slot] - resident_from[slot]
-    numbers: list[Sequence[int]] = [start, [0, *accumulate(rows)], length, before, after]
-    if offloads:
-        numbers += [resident_from, until]
     decodes = ragged.is_decode and tuple(spans) == ragged.spans
     some = decodes and len(spans) < sequences
+    rows_in = _decode_rows([span.slot for span in spans], sequences, steady) if some else []
+    counted, grow = [start, length], [rows, rows]
     if some:
-        rows_in = _decode_rows([span.slot for span in spans], sequences, steady)
-        numbers += [start[slot] for slot in rows_in], [n for slot in rows_in for n in (slot, 0)]
+        counted.append([start[slot] for slot in rows_in])
+        grow.append([rows[slot] for slot in rows_in])
+    numbers: list[Sequence[int]] = [*counted, *(grow if steady and decodes else ())]
+    others = len(numbers)
+    numbers += [[0, *accumulate(rows)], before, after]
+    if offloads:
+        numbers += [resident_from, until]
+    if some:
+        numbers.append([n for slot in rows_in for n in (slot, 0)])
     there, table = tables.upload(numbers)
     most = max(in_pool)
     if steady and decodes:
         most = min(_rounded_up(most // BLOCK_TOKENS), table.shape[1]) * BLOCK_TOKENS
     positions, order, slots = there[0], None, None
     if some:
-        positions, slots = there[-2], there[-1].view(torch.int64)
+        positions, slots = there[2], there[-1].view(torch.int64)
     elif not decodes:
         positions, order, slots = _row_tables(spans, ragged, there[0])
     return PassTables(
         start=there[0],
-        row_start=there[1],
-        length=there[2],
-        packed=there[3],
-        after=there[4],
+        row_start=there[others],
+        length=there[1],
+        packed=there[others + 1],
+        after=there[others + 2],
         table=table,
         positions=positions,
         order=order,
@@ -137,9 +153,10 @@ def pass_tables(
         max_rows=max(rows),
         max_packed=most,
         max_new_blocks=max((len(b) - offloaded[slot] for slot, b in new.items()), default=0),
-        resident_from=there[5] if offloads else None,
-        offloaded_until=there[6] if any(offloaded) else None,
+        resident_from=there[others + 3] if offloads else None,
+        offloaded_until=there[others + 4] if any(offloaded) else None,
         max_offloaded_blocks=max(offloaded),
+        counters=tables.counters(len(counted)) if steady and decodes else None,
     )
 
 

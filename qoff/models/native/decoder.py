@@ -132,7 +132,6 @@ class Decoder:
         self.replays = replays
         self._embed, self._embed_layers = embed, embed_layers
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
-        self._whole = None if replays is None else WholePasses(spec, replays, self._from_ids)
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -142,6 +141,10 @@ class Decoder:
         self._head = Linear(ops)
         # Logits are scaled in float32: by the head's op, or behind it.
         self._scaled = dtype == torch.float32
+        ending = PLAIN if self._scaled else logits_ending(spec)
+        self._whole = None
+        if replays is not None:
+            self._whole = WholePasses(spec, replays, self._from_ids, ending)
 
     @property
     def caches_on_device(self) -> bool:
@@ -222,7 +225,11 @@ class Decoder:
         run.hidden = None
         if isinstance(run.activations, ResidentActivations):
             run.activations.forget()
-        return logits if self._scaled else ended(logits.float(), logits_ending(self.spec))
+        return self._finished(logits)
+
+    def _finished(self, products: Tensor) -> Tensor:
+        """Logits, float32 [R, vocab_size], of what the head leaves."""
+        return products if self._scaled else ended(products.float(), logits_ending(self.spec))
 
     def begin(self, run: ForwardPass) -> Begun:
         """Have the cache ready for a pass, and what its layers are told beside."""
@@ -267,8 +274,8 @@ class Decoder:
         """
         if self._whole is None or run.states is not None:
             return None
-        logits = self._whole.following.logits(run)
-        return None if logits is None else taken(logits, run.logit_rows)
+        products = self._whole.following.logits(run)
+        return None if products is None else self._finished(taken(products, run.logit_rows))
 
     def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
@@ -20,15 +20,14 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.interrupts import HEARD_S
 from qoff.kernels.layout.distribution import Choice
+from qoff.kernels.layout.ending import Ending
 from qoff.kvcache import CachePass
 from qoff.kvcache.slots import SlotSubset
 from qoff.models.forward_pass import ForwardPass, ResidentActivations
 from qoff.models.spec import DecoderSpec
 
+from .graph_steps import StepsAhead
 from .graphs import Recording, Replays
-
-if TYPE_CHECKING:
-    from qoff.kernels.cpu.steps import Steps
 
 # Of a number of steps, float64 [steps, R, noise_size]: what their tokens are drawn by.
 Noise: TypeAlias = Callable[[int], Tensor]
@@ -44,10 +43,13 @@ class _Pass:
 
 
 class Following:
-    """Steps that follow the last pass on a cache, if that is a recorded one."""
+    """Steps that follow the last pass on a cache, if that is a recorded one.
 
-    def __init__(self, spec: DecoderSpec, replays: Replays) -> None:
-        self._spec, self._replays = spec, replays
+    ending: what makes logits of what recordings leave.
+    """
+
+    def __init__(self, spec: DecoderSpec, replays: Replays, ending: Ending) -> None:
+        self._spec, self._replays, self._ending = spec, replays, ending
         self._passes = WeakKeyDictionary[CachePass, _Pass]()  # caches may outlive weights
         self._step_s = 0, math.inf  # what a step of so many rows took last
 
@@ -57,17 +59,15 @@ class Following:
         counters = [] if cached is None else cached.counters()
         if cached is None or recording is None or not counters:
             return
-        from qoff.kernels.cpu.steps import Steps  # compiled when it is imported
-
         if recording.steps is None:
-            replay, x, logits = recording.replay, recording.x, recording.result
-            recording.steps = Steps(replay, counters, x, logits)
+            recording.steps = self._replays.steps_after(recording, counters, self._ending)
         tables = [len(table[0]) for table in run.rotary if table is not None]
         keep = keep, run.workspace, run.rotary, run.positions
         self._passes[cached] = _Pass(ref(recording), keep, min(tables, default=sys.maxsize))
 
     def logits(self, run: ForwardPass) -> Tensor | None:
-        """Do a step: its logits, float32 [R, vocab_size]; None, and nothing is done, if it cannot.
+        """Do a step: what its recording leaves, [R, vocab_size]; None, and nothing is done, if it
+        cannot.
 
         Raises OpError for tokens that are not there.
         """
@@ -75,7 +75,7 @@ class Following:
         if following is None:
             return None
         steps, cached, _ = following
-        cached.going_on()
+        self._go_on(run, steps, cached)
         if not steps.step():
             cached.advance(0)
             return None
@@ -92,15 +92,17 @@ class Following:
         Raises OpError for tokens that are not there.
         """
         following, rows = self._next(run), len(run.tokens)
-        if following is None:
+        if following is None or not following[0].chooses(choice):
             return []
         steps, cached, ahead = following
         of, seconds = self._step_s
         in_time = max(1, int(HEARD_S / seconds)) if of == rows else 1
+        if steps.overshoots and not cached.takes_back:
+            in_time = 1
         count = min(most, ahead, in_time)
         drawn_by = None if noise is None else noise(count)
         start = time.perf_counter()
-        cached.going_on()
+        self._go_on(run, steps, cached)
         found = steps.tokens(choice, count, drawn_by)
         if found:
             self._step_s = rows, (time.perf_counter() - start) / len(found)
@@ -109,8 +111,8 @@ class Following:
             cached.advance(0)
         return found
 
-    def _next(self, run: ForwardPass) -> tuple[Steps, CachePass, int] | None:
-        """What follows the last pass, and how often; the cache forgets that until it is done."""
+    def _next(self, run: ForwardPass) -> tuple[StepsAhead, CachePass, int] | None:
+        """What follows the last pass, and how often."""
         cache, cached = run.cache, run.cache.ended
         last = None if cached is None else self._passes.get(cached)
         recording = None if last is None else last.recording()
@@ -123,9 +125,14 @@ class Following:
             return None
         self._spec.check_positions(longest + 1)
         check_ids(run.tokens, self._spec.vocab_size)
-        cache.ended = None
-        steps.ids.copy_(run.tokens)
         return steps, cached, ahead if limit is None else min(ahead, limit - longest)
+
+    def _go_on(self, run: ForwardPass, steps: StepsAhead, cached: CachePass) -> None:
+        """Steps are about to be computed: until they are done, the cache forgets what ended."""
+        assert not isinstance(run.cache, SlotSubset)
+        run.cache.ended = None
+        steps.put(run.tokens)
+        cached.going_on()
 
     def _done(self, run: ForwardPass, cached: CachePass, count: int) -> None:
         self._replays.replayed += count

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.ending import Ending
 from qoff.kernels.ops import RecordWhileDone, Scratch
 from qoff.kernels.upload import on_device, pinned
 
-if TYPE_CHECKING:
-    from qoff.kernels.cpu.steps import Steps
+from .graph_steps import GraphSteps, Replay, StepsAhead
 
 _MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
 
-Replay = Callable[[], object]
 Record = Callable[[Callable[[], None]], Replay]
 
 
@@ -31,7 +30,7 @@ class Recording:
     x: Tensor  # where the replay finds its input
     result: Any  # where it leaves it: tensors
     replay: Any = None  # a Replay, or a WorkReplay
-    steps: Steps | None = None  # what does those that follow it
+    steps: StepsAhead | None = None  # what does those that follow it
     kept: object = None  # in the scratch of the ops, once it was replayed
 
 
@@ -109,14 +108,11 @@ class Replays:
             return result
         if entry.replay is None:
             kept = None if scratch is None else scratch.snapshot()
-            try:
-                entry.replay = self._record(lambda: _into(entry.result, work(fixed)))
-            except Exception as error:
+            entry.replay = self._recording_of(lambda: _into(entry.result, work(fixed)))
+            if entry.replay is None:
                 if scratch is not None:  # what was recorded has not happened
                     scratch.restore(kept)
-                self._give_up(error)
                 return work(fixed)
-            self.recorded += 1
         entry.replay()
         self.replayed += 1
         if scratch is not None and base in self._dequantizing:
@@ -130,10 +126,44 @@ class Replays:
         return self._memory(role, x).copy_(x)
 
     def find(self, key: Hashable, x: Tensor) -> Recording | None:
-        """What was recorded while it was done, for an input like x."""
-        entry = self._entries.get((tuple(x.shape), key))
-        recorded = entry is not None and self.while_done is not None and entry.replay is not None
-        return entry if recorded else None
+        """What was recorded for an input like x."""
+        whole: tuple[Hashable, Hashable] = (tuple(x.shape), key)
+        if whole in self._dequantizing:
+            assert self._scratch is not None
+            whole = whole, self._scratch.key
+        entry = self._entries.get(whole)
+        return None if entry is None or entry.replay is None else entry
+
+    def steps_after(
+        self, recording: Recording, counters: Sequence[Tensor], ending: Ending
+    ) -> StepsAhead:
+        """What does the steps that follow a whole pass; see `CachePass.counters`.
+
+        ending: what makes logits of its result, where the recording has not.
+        """
+        replay, x, result = recording.replay, recording.x, recording.result
+        if self.while_done is not None:
+            from qoff.kernels.cpu.steps import Steps  # compiled when it is imported
+
+            return Steps(replay, counters, x, result)
+        scratch = self._scratch
+
+        def replayed() -> None:
+            if scratch is not None:
+                scratch.forget()
+            replay()
+
+        return GraphSteps(replayed, self._recording_of, counters, x, result, ending)
+
+    def _recording_of(self, work: Callable[[], None]) -> Replay | None:
+        """A replay of work; None where it cannot be recorded, and nothing is any more."""
+        try:
+            replay = self._record(work)
+        except Exception as error:
+            self._give_up(error)
+            return None
+        self.recorded += 1
+        return replay
 
     def _replay_or_do(
         self,

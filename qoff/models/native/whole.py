@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from qoff.kernels.layout.ending import Ending
 from qoff.memory import HEAD, Unit, Weights
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.spec import DecoderSpec
@@ -21,12 +22,17 @@ Compute: TypeAlias = Callable[[ForwardPass, Tensor, Tensor | None], Steps]
 
 
 class WholePasses:
-    """Passes whose hidden states and KV cache stay where they are, too."""
+    """Passes whose hidden states and KV cache stay where they are, too.
 
-    def __init__(self, spec: DecoderSpec, replays: Replays, compute: Compute) -> None:
+    ending: what makes logits of what `compute` returns.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, replays: Replays, compute: Compute, ending: Ending
+    ) -> None:
         self._units: list[Unit] = [*range(spec.num_layers), HEAD]
         self._replays, self._compute = replays, compute
-        self.following = Following(spec, replays)
+        self.following = Following(spec, replays, ending)
 
     def recorded(self, run: ForwardPass, key: Hashable) -> Steps:
         """Compute a pass as its recording, or record it: when all its weights are there."""
