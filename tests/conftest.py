@@ -8,11 +8,8 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 # For `bench` and `tests`; last, or the folder `kernels` would stand for the PyPI package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -120,48 +117,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreted_calls_are_cheap() -> None:
-    """Save Triton's interpreter half of its time.
-
-    It patches `triton.language` at a launch, and then again for each call from one kernel function
-    to another. Here a launch patches all that any of them may use. Types of blocks, and what a
-    tensor says of its type, are made once.
-    """
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-        import triton.language as tl
-        from triton.runtime import interpreter
+        from tests.interpreter import make_fast
 
-        patch = interpreter._patch_lang
-        everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-        interpreter._patch_lang = lambda function: patch(everything)
-        interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: self.rewrite()(
-            *args, **options
-        )
-        pointer, scalar = np.dtype(np.uint64), lru_cache(interpreter._get_np_dtype)
-        interpreter._get_np_dtype = lambda dtype: (
-            pointer if isinstance(dtype.scalar, tl.pointer_type) else scalar(dtype.scalar)
-        )
-        blocks: dict[object, Any] = {}
-        fill, describe = tl.block_type.__init__, tl.tensor.__init__
-
-        def block(cls: type, element: Any, shape: Any) -> Any:
-            sizes = tuple([getattr(size, "value", size) for size in shape])
-            return blocks.setdefault((cls, element.name, sizes), object.__new__(cls))
-
-        def fill_once(self: Any, element: Any, shape: Any) -> None:
-            if "name" not in vars(self):
-                fill(self, element, shape)
-
-        def tensor(self: Any, handle: object, type: Any) -> None:
-            said = vars(type).get("of_tensors")
-            if said is None:
-                describe(self, handle, type)
-                type.of_tensors = self.shape, self.numel, self.dtype
-            else:
-                self.handle, self.type = handle, type
-                self.shape, self.numel, self.dtype = said
-
-        tl.block_type.__new__, tl.block_type.__init__ = block, fill_once
-        tl.tensor.__init__ = tensor
+        make_fast()
 
 
 @pytest.fixture(scope="session", autouse=True)

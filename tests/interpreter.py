@@ -1,0 +1,237 @@
+"""Triton's interpreter made several times as fast; what kernels compute stays the same.
+
+What a function of `triton.language` does follows from its operands' types and constants alone: a
+few steps of numpy, found by thousands of lines of Python. Here they are found once, and repeated
+for other operands of the same types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from types import NoneType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle, interpreter_builder, interpreter_semantic
+
+# What the builder is asked for that is not the same each time, or is done for its effect.
+_NOT_CONSTANT = frozenset(
+    {
+        "create_get_program_id",
+        "create_get_num_programs",
+        "create_assert",
+        "create_assume",
+        "create_barrier",
+        "create_print",
+    }
+)
+_MOST = 4096  # lists of steps that are kept of one function
+
+
+class _UnknownError(Exception):
+    """An operand that is neither a tensor nor a constant."""
+
+
+def _describe(x: Any, handles: list[TensorHandle]) -> Any:
+    """The type of a tensor, whose handle is added to `handles`, or the value of a constant."""
+    kind = type(x)
+    if kind is tl.tensor:
+        handles.append(x.handle)
+        return x.type.name
+    if kind in (int, bool, str, NoneType):
+        return kind, x
+    if kind is tl.constexpr:
+        return kind, _describe(x.value, handles)
+    if kind is float:
+        return kind, x.hex()
+    if kind is slice:
+        return kind, *[_describe(y, handles) for y in (x.start, x.stop, x.step)]
+    if kind in (tuple, list, tl.tuple):
+        return kind, *[_describe(y, handles) for y in x]
+    if isinstance(x, tl.dtype):
+        return kind, x.name
+    raise _UnknownError
+
+
+class _Recorder:
+    """The interpreter's builder, which notes what it does in one call of a function.
+
+    Handles have numbers: the operands' come first, then those that the steps make.
+    """
+
+    def __init__(self, handles: list[TensorHandle]) -> None:
+        # A method, its arguments, which of these are which handles, and whether it makes several.
+        self.steps: list[tuple[Any, list[Any], dict[str, Any], list[tuple[int, int]], bool]] = []
+        self.complete = True  # the steps say all
+        self._count = len(handles)
+        self._numbers = {id(handle): number for number, handle in enumerate(handles)}
+        self._constants: set[int] = set()
+        self._alive: list[Any] = [*handles]  # so that an id stands for one of them
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(interpreter_builder, name)
+        return partial(self._call, name, found) if callable(found) else found
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        self._alive.append(result)
+        made = result if isinstance(result, tuple) else (result,)
+        fills = [(at, self._numbers[id(x)]) for at, x in enumerate(args) if id(x) in self._numbers]
+        if fills or name in _NOT_CONSTANT:
+            self.complete &= all(map(self._is_known, (*args, *kwargs.values())))
+            self.complete &= not any(id(x) in self._numbers for x in kwargs.values())
+            self.steps.append((method, [*args], kwargs, fills, made is result))
+            for one in made:
+                if isinstance(one, TensorHandle):
+                    self._numbers[id(one)] = self._count
+                self._count += 1
+        else:
+            self._constants.update(id(one) for one in made if isinstance(one, TensorHandle))
+        return result
+
+    def _is_known(self, x: Any) -> bool:
+        if isinstance(x, list | tuple):
+            return not any(isinstance(y, TensorHandle) for y in x)
+        return not isinstance(x, TensorHandle) or id(x) in self._numbers or id(x) in self._constants
+
+    def place(self, result: Any) -> tuple[int | TensorHandle, Any]:
+        """The number of a result's handle, or the handle if it is constant, and its type."""
+        if type(result) is tl.tensor and self._is_known(result.handle):
+            return self._numbers.get(id(result.handle), result.handle), result.type
+        self.complete = False
+        return 0, None
+
+
+def _repeat(recorder: _Recorder, result: Any) -> Callable[[list[TensorHandle]], Any] | None:
+    """The recorded steps as a function of the operands' handles, if they can be repeated."""
+    several = type(result) in (tuple, list, tl.tuple)
+    found = result if several else () if result is None else (result,)
+    places = [recorder.place(x) for x in found]
+    if not recorder.complete:
+        return None
+    steps, kind = recorder.steps, type(result)
+
+    def repeated(handles: list[Any]) -> Any:
+        for method, args, kwargs, fills, makes_several in steps:
+            args = args.copy()
+            for at, number in fills:
+                args[at] = handles[number]
+            made = method(*args, **kwargs)
+            handles.extend(made) if makes_several else handles.append(made)
+        found = [
+            tl.tensor(handles[place] if type(place) is int else place, type_)
+            for place, type_ in places
+        ]
+        return kind(found) if several else found[0] if found else None
+
+    return repeated
+
+
+def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `triton.language` that finds the steps for operands of each types once."""
+    known: dict[Any, Callable[[list[TensorHandle]], Any] | None] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("_semantic", None)
+        if interpreter_semantic.builder is not interpreter_builder:  # of a call that is recorded
+            return function(*args, **kwargs, _semantic=interpreter_semantic)
+        handles: list[TensorHandle] = []
+        try:
+            key: Any = tuple([_describe(x, handles) for x in args])
+            if kwargs:
+                key += (*kwargs, *[_describe(x, handles) for x in kwargs.values()])
+        except _UnknownError:
+            return function(*args, **kwargs, _semantic=interpreter_semantic)
+        if len(handles) > 1 and len({*map(id, handles)}) < len(handles):
+            key += ("same", *[[id(x) for x in handles].index(id(handle)) for handle in handles])
+        if key not in known:
+            recorder = _Recorder(handles)
+            interpreter_semantic.builder = recorder
+            try:
+                result = function(*args, **kwargs, _semantic=interpreter_semantic)
+            finally:
+                interpreter_semantic.builder = interpreter_builder
+            if len(known) == _MOST:
+                known.clear()
+            known[key] = _repeat(recorder, result)
+            return result
+        if repeated := known[key]:
+            return repeated(handles)
+        return function(*args, **kwargs, _semantic=interpreter_semantic)
+
+    return call
+
+
+def _refuse_overflow(lhs: TensorHandle, rhs: TensorHandle, how: np.ufunc) -> None:
+    """What the interpreter's own check does, which takes six steps."""
+    exact = how(lhs.data, rhs.data, dtype=np.int64)
+    least, most = lhs.dtype.get_int_min_value(), lhs.dtype.get_int_max_value()
+    inside = exact.min() >= least and exact.max() <= most
+    assert inside, f"int{lhs.dtype.int_bitwidth} overflow detected for operation {how.__name__}"
+
+
+def _check_overflow(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
+    if lhs.dtype.int_bitwidth < 64:
+        self.builder.refuse_overflow(lhs.handle, rhs.handle, _EXACT[operation.__name__])
+
+
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def make_fast() -> None:
+    """Save most of the interpreter's time, in this process from now on.
+
+    It patches `triton.language` at a launch, and then again for each call from one kernel function
+    to another. Here a launch patches all that any of them may use. Types of blocks, and what a
+    tensor says of its type, are made once, as are the steps of its functions.
+    """
+    patch, remembered = interpreter._patch_lang, lru_cache(None)(_remembered)
+    everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda function: patch(everything)
+    interpreter._patch_attr = lambda owner, name, member, builder, scope: scope.set_attr(
+        owner, name, remembered(member)
+    )
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **options: self.rewrite()(
+        *args, **options
+    )
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+    interpreter_builder.refuse_overflow = _refuse_overflow
+    bytes_of: dict[str, int] = {}
+
+    def fits(array: Any, dtype: Any) -> bool:
+        if dtype.name not in bytes_of:
+            wide = isinstance(dtype, tl.pointer_type)
+            bytes_of[dtype.name] = 8 if wide else max(1, dtype.primitive_bitwidth // 8)
+        return array.itemsize <= bytes_of[dtype.name]
+
+    interpreter._validate_np_data_size = fits
+    pointer, scalar = np.dtype(np.uint64), lru_cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (
+        pointer if isinstance(dtype.scalar, tl.pointer_type) else scalar(dtype.scalar)
+    )
+    blocks: dict[object, Any] = {}
+    fill, describe = tl.block_type.__init__, tl.tensor.__init__
+
+    def block(cls: type, element: Any, shape: Any) -> Any:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        return blocks.setdefault((cls, element.name, sizes), object.__new__(cls))
+
+    def fill_once(self: Any, element: Any, shape: Any) -> None:
+        if "name" not in vars(self):
+            fill(self, element, shape)
+
+    def tensor(self: Any, handle: object, type: Any) -> None:
+        said = vars(type).get("of_tensors")
+        if said is None:
+            describe(self, handle, type)
+            type.of_tensors = self.shape, self.numel, self.dtype
+        else:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = said
+
+    tl.block_type.__new__, tl.block_type.__init__ = block, fill_once
+    tl.tensor.__init__ = tensor
