@@ -46,6 +46,7 @@ from .product import (
     ended,
     multiply,
     prepare,
+    splits_for,
     write,
 )
 
@@ -315,10 +316,8 @@ def _for_few(tokens: int, rows: int, row_bytes: int, gpu: Gpu) -> GemmConfig:
     tile = GemmConfig(
         block_n=64, block_m=max(16, next_power_of_2(tokens)), row_bytes=128 if wide else 64
     )
-    programs, splits = cdiv(rows, tile.block_n), 1
-    most = min(SPLITS_MAX, row_bytes // max(SUMS_BYTES, 4 * tile.row_bytes))
-    while 10 * programs * splits < 19 * gpu.processors and 2 * splits <= most:
-        splits *= 2
+    most = row_bytes // max(SUMS_BYTES, 4 * tile.row_bytes)
+    splits = splits_for(cdiv(rows, tile.block_n), 1.9 * gpu.processors, most)
     return replace(tile, splits=splits)
 
 

@@ -46,6 +46,7 @@ from .product import (
     multiply,
     prepare,
     rows_of,
+    splits_for,
     write,
 )
 
@@ -243,13 +244,12 @@ def _for_hopper(
 ) -> GemvConfig:
     """What was fastest, or nearly so, on an H200 where there is work for all processors."""
     config = GemvConfig(warps=2, block_n=32, registers=registers)
-    programs, splits = cdiv(rows, config.block_n), 1
+    programs = cdiv(rows, config.block_n)
     if 5 * gpu.processors <= programs <= 9 * gpu.processors:
         config = replace(config, stages=4)  # they do not all run at once with three
     step = config.warps * groups_per_step(tokens, group_bytes) * group_bytes
-    while 2 * programs * splits < 7 * gpu.processors and 12 * splits * step <= row_bytes:
-        splits *= 2
-    return replace(config, splits=min(splits, SPLITS_MAX))
+    splits = splits_for(programs, 3.5 * gpu.processors, row_bytes // (6 * step))
+    return replace(config, splits=splits)
 
 
 def in_pairs(x: Tensor) -> Tensor:

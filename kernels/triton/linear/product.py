@@ -223,6 +223,14 @@ def add_splits_kernel(
     tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
 
 
+def splits_for(programs: int, wanted: float, most: int) -> int:
+    """Programs along K, a power of two up to `most`: until there are `wanted` of `programs` each."""
+    splits = 1
+    while programs * splits < wanted and 2 * splits <= min(most, SPLITS_MAX):
+        splits *= 2
+    return splits
+
+
 class Prepared(NamedTuple):
     """How products with matrices of one shape are launched."""
 
