@@ -224,7 +224,7 @@ def add_splits_kernel(
 
 
 def splits_for(programs: int, wanted: float, most: int) -> int:
-    """Programs along K, a power of two up to `most`: until there are `wanted` of `programs` each."""
+    """Programs along K, a power of two up to `most`: until there are `wanted` in all."""
     splits = 1
     while programs * splits < wanted and 2 * splits <= min(most, SPLITS_MAX):
         splits *= 2
