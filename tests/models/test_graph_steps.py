@@ -146,10 +146,11 @@ def attention(qkv: Tensor, shape: HeadShape, cache: DeviceLayerCache, *_: Any, *
     k, v = (x.repeat_interleave(group, 2).float() for x in (cache.recent_k, cache.recent_v))
     scores = torch.einsum("shd,swhd->shw", query[rows].float(), k) * shape.scale
     weights = scores.masked_fill(~seen[:, None], -1e9).softmax(-1)
-    found = torch.einsum("shw,swhd->shd", weights, v)
-    blocks = cache.pool[step.table.long()].float().mean((2, 3))  # [S, columns]
-    packed = torch.arange(blocks.shape[1]) * BLOCK_TOKENS < step.packed[:, None]
-    found = found + (blocks * packed).sum(1)[:, None, None] / 128
+    found = torch.einsum("shw,swhd->shd", weights, v.where(seen[..., None, None], 0))
+    if len(cache.pool):
+        blocks = cache.pool[step.table.long()].float().mean((2, 3))  # [S, columns]
+        packed = torch.arange(blocks.shape[1]) * BLOCK_TOKENS < step.packed[:, None]
+        found = found + (blocks * packed).sum(1)[:, None, None] / 128
     for slot in range(len(slots)) if step.max_new_blocks else ():
         first = step.packed[slot : slot + 1] // BLOCK_TOKENS
         number = step.table[slot].long().gather(0, first.long())

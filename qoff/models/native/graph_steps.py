@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from qoff.kernels.layout.distribution import Choice
@@ -17,7 +16,7 @@ from qoff.kernels.layout.ending import PLAIN, Ending
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.upload import pinned
 
-_MOST = 64  # steps at once
+MOST = 64  # steps at once
 
 Replay = Callable[[], object]
 
@@ -51,8 +50,9 @@ class GraphSteps:
 
     replay: of the pass, which reads `ids`, int64 [rows], and leaves `products` of the head, [rows,
     V]; rows behind those of the new tokens have no meaning. ending: what makes logits of these.
-    counters: int32 [2, n] each, numbers and how much larger each is in a step that follows. record:
-    makes a replay of work, or None. All tensors stay where they are.
+    counters: int32 [2, n] each, numbers and how much larger each is in a step that follows. found:
+    int64 [MOST, rows], for tokens that are chosen; at: int64 [1], for where the next ones go.
+    record: makes a replay of work, or None. All tensors stay where they are.
     """
 
     overshoots = True
@@ -65,14 +65,14 @@ class GraphSteps:
         ids: Tensor,
         products: Tensor,
         ending: Ending,
+        found: Tensor,
+        at: Tensor,
     ) -> None:
         self._replay, self._record = replay, record
         self._counters = [(numbers, by) for numbers, by in counters]
         self._ids, self._products, self._ending = ids, products, ending
+        self._found, self._at = found, at
         self._rows = len(ids)
-        with torch.inference_mode(False):  # they are written in that mode and outside of it
-            self._found = ids.new_empty(_MOST, len(ids))  # tokens that were chosen
-            self._at = ids.new_zeros(1)  # where the next ones go
         self._warm = False  # whether `_pass_on` was done
         self._recorded: Replay | None = None
 
@@ -99,7 +99,7 @@ class GraphSteps:
         Those launched after a token that ends an answer are of no consequence: they write behind
         what is remembered.
         """
-        most = min(most, _MOST)
+        most = min(most, len(self._found))
         pass_on = self._passing_on()
         self._at.zero_()
         self._count(1)

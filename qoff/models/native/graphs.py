@@ -15,7 +15,7 @@ from qoff.kernels.layout.ending import Ending
 from qoff.kernels.ops import RecordWhileDone, Scratch
 from qoff.kernels.upload import on_device, pinned
 
-from .graph_steps import GraphSteps, Replay, StepsAhead
+from .graph_steps import MOST, GraphSteps, Replay, StepsAhead
 
 _MOST = 128  # recordings of a whole pass, or as many of each layer; then the oldest are forgotten
 
@@ -153,7 +153,8 @@ class Replays:
                 scratch.forget()
             replay()
 
-        return GraphSteps(replayed, self._recording_of, counters, x, result, ending)
+        found = self._memory("found", x.expand(MOST, -1)), self._memory("at", x[:1])
+        return GraphSteps(replayed, self._recording_of, counters, x, result, ending, *found)
 
     def _recording_of(self, work: Callable[[], None]) -> Replay | None:
         """A replay of work; None where it cannot be recorded, and nothing is any more."""
