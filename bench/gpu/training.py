@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.gpu.child import Emit
 from bench.random_model import write_random_checkpoint
-from qoff.budgets import resolve_dtype
+from qoff.budgets import resolve_device, resolve_dtype
 
 SMALL: Mapping[str, Any] = MappingProxyType(
     {
@@ -87,6 +87,7 @@ def measure(
 
     as_gpu: what the steps that are compared with the CPU's are taken within, in a rehearsal.
     """
+    device = resolve_device(device)
     config = TINY if tiny else SMALL
     tokens, batches = (16, 2) if tiny else (256, 4)
     ids = torch.randint(3, config["vocab_size"], (batches, 1, tokens))

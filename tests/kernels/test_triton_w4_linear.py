@@ -8,7 +8,7 @@ import torch
 from qoff.errors import OpError
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.linear import gemm
+from qoff.kernels.triton.linear import gemm, gemv
 from qoff.kernels.triton.linear import linear as op
 from qoff.kernels.triton.linear.fma import FmaConfig
 from qoff.kernels.triton.linear.gemm import GemmConfig
@@ -191,14 +191,16 @@ def test_the_rule():
     assert [op.way(m, 32, 90) for m in (1024, 1025)] == [GemmConfig, ScratchConfig]
 
 
-@pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000])
+@pytest.mark.parametrize("tokens", [1, 4, 17, 64, 100, 256, 1000])
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(64, 64), (1536, 2048), (4096, 14336), (28672, 4096)]
+    ("rows", "columns"), [(64, 64), (1184, 28672), (1536, 2048), (4096, 14336), (28672, 4096)]
 )
-def test_sums_of_splits_stay_within_what_is_said(tokens, rows, columns, monkeypatch):
-    gpu = Gpu(90, 132)
+@pytest.mark.parametrize("processors", [78, 132])
+def test_sums_of_splits_stay_within_what_is_said(tokens, rows, columns, processors, monkeypatch):
+    gpu = Gpu(90, processors)
     monkeypatch.setattr(Gpu, "of", staticmethod(lambda device: gpu))
-    splits = gemm.choose(tokens, rows, columns // 2, 32, gpu).splits
+    way = gemv if op.way(tokens, 32, 90) is GemvConfig else gemm
+    splits = way.choose(tokens, rows, columns // 2, 32, gpu).splits
     assert splits in (1, 2, 4, 8, 16)
     nbytes = 4 * splits * tokens * rows if splits > 1 else 0
     assert nbytes <= sums_bytes(tokens, rows, columns, torch.device("cpu"))

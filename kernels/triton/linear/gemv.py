@@ -129,7 +129,7 @@ def gemv_sums(
     IS_FLOAT16: tl.constexpr = tl.float16 == DTYPE
     OFFSET: tl.constexpr = 1024.0 if IS_FLOAT16 else 128.0 if BITS == 4 else 0.0
     RAISED: tl.constexpr = IS_FLOAT16 and BITS == 4 and FORM.tokens <= RAISED_TOKENS
-    safe_row = tl.minimum(row, N - 1)
+    safe_row = row if FORM.whole else tl.minimum(row, N - 1)
     part = tl.arange(0, WARPS)
     pair = tl.arange(0, PAIRS)
     column = tl.arange(0, COLS)
@@ -225,11 +225,12 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
     there are about two programs for each multiprocessor.
     """
     registers = 255 if tokens > 8 or group_bytes > 64 else 168
-    if gpu.capability == 90 and tokens <= 2:
-        config = _for_hopper(rows, row_bytes, tokens, group_bytes, registers, gpu)
-        if config.splits > 1 or 5 * cdiv(rows, config.block_n) > 6 * gpu.processors:
-            return config
     config = GemvConfig(block_n=32 if tokens <= 2 else 64, registers=registers)
+    if gpu.capability == 90 and tokens <= 2:
+        wide = 64 if group_bytes <= 64 else 32  # as registers allow
+        one_warp = replace(config, warps=1)
+        if found := _for_hopper(one_warp, wide, rows, row_bytes, gpu):
+            return found
     wanted = 2 * gpu.processors
     while config.block_n > 16 and cdiv(rows, config.block_n) < wanted:
         config = replace(config, block_n=config.block_n // 2)
@@ -240,16 +241,18 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
 
 
 def _for_hopper(
-    rows: int, row_bytes: int, tokens: int, group_bytes: int, registers: int, gpu: Gpu
-) -> GemvConfig:
-    """What was fastest, or nearly so, on an H200 where there is work for all processors."""
-    config = GemvConfig(warps=2, block_n=32, registers=registers)
+    config: GemvConfig, wide: int, rows: int, row_bytes: int, gpu: Gpu
+) -> GemvConfig | None:
+    """What was fastest, or nearly so, for a token on an H200; None for too little work.
+
+    Programs of one warp, with many rows; of few rows programs along K of four steps at least.
+    """
+    if cdiv(rows, wide) >= 3 * gpu.processors:
+        return replace(config, block_n=wide, registers=255)
     programs = cdiv(rows, config.block_n)
-    if 5 * gpu.processors <= programs <= 9 * gpu.processors:
-        config = replace(config, stages=4)  # they do not all run at once with three
-    step = config.warps * groups_per_step(tokens, group_bytes) * group_bytes
-    splits = splits_for(programs, 3.5 * gpu.processors, row_bytes // (6 * step))
-    return replace(config, splits=splits)
+    splits = splits_for(programs, 4 * gpu.processors, row_bytes // (4 * STEP_BYTES))
+    enough = 5 * programs * splits > 6 * gpu.processors
+    return replace(config, splits=splits) if enough else None
 
 
 def in_pairs(x: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ from qoff.kernels.triton.launch.sizes import cdiv
 
 SPLITS_MAX = 16
 TURN = tl.constexpr(16)  # rows of gate, then as many of up
-# Where K is split and no configuration was measured: rows and tokens of a program at most, bytes of
-# codes of a row at least.
-_ROWS, SUMS_TOKENS, SUMS_BYTES = 128, 128, 128
+# Where K is split and no configuration was measured: tokens of a program at most, bytes of codes of
+# a row at least, and, were they of 32 rows, programs for each processor at most.
+SUMS_TOKENS, SUMS_BYTES, _PROGRAMS = 128, 128, 8
 _BLOCK = 256  # elements that a program adds up
 
 
@@ -70,6 +70,7 @@ class Form:
     partial: bool = False  # a program along K writes its sums for itself
     residual: bool = False
     aligned: bool = False  # W has a multiple of TURN rows
+    whole: bool = False  # and of those of a program
     wgmma: bool = False  # the GPU multiplies by it
     overlap: bool = False  # it begins before those before it have ended
     asm: bool = field(default_factory=use_asm)
@@ -244,7 +245,7 @@ class Prepared(NamedTuple):
 def prepare(
     kernel: Any,
     programs: tuple[int, int],
-    config: Config,
+    config: Any,
     step: int,
     case: Case,
     tokens: int = 1,
@@ -271,6 +272,7 @@ def prepare(
             partial=splits > 1,
             residual=case.residual and splits == 1,
             aligned=case.n % TURN.value == 0,
+            whole=case.n % config.block_n == 0,
             wgmma=has_wgmma(case.device),
             overlap=overlaps(case.device),
         ),
@@ -312,9 +314,9 @@ def multiply(
 def sums_bytes(tokens: int, n: int, k: int, device: torch.device) -> int:
     """The most bytes that `multiply` allocates beside its result for up to `tokens` rows of x.
 
-    K is split until there are two programs for each processor, or as was measured to be fastest.
+    K is split until there are enough programs for all processors, or as was measured to be fastest.
     """
-    wanted = 2 * Gpu.of(device).processors // cdiv(n, _ROWS)
+    wanted = _PROGRAMS * Gpu.of(device).processors // cdiv(n, 32)
     splits = min(SPLITS_MAX, wanted, k // SUMS_BYTES)
     sums = [splits * min(tokens, SUMS_TOKENS) * n if splits > 1 else 0]
     for op in ("w4_gemv", "w4_skinny", "w4_gemm"):

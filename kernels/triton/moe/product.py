@@ -92,6 +92,7 @@ class Product(NamedTuple):
                 config,
                 *what,
                 aligned=n % TURN.value == 0,
+                whole=n % config.block_n == 0,
                 wgmma=has_wgmma(x.device),
                 overlap=overlaps(x.device),
             ),
