@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
 from qoff.memory.io.spill import SpillFile
 from qoff.plan.machine import fingerprint, profile_file, usable_memory
-from qoff.plan.profile import Link, MachineProfile, typical
+from qoff.plan.profile import IN_FLIGHT, Link, MachineProfile, typical
 from qoff.schema import replace_text
 
 from . import processor
@@ -29,8 +31,9 @@ _LARGE, _SMALL, _TINY = 8 << 20, 1 << 20, 64 << 10  # bytes of a request
 _FILE = 256 << 20  # bytes that are written and read, around the page cache
 _SHORT = 1024  # rows and columns of a matrix that takes tens of microseconds
 _LEAST = 64 << 10  # bytes that files are measured with
+_LEAST_ALONE = 8 << 10  # bytes of a request that none is beside
 _PART = 4  # requests at a time beside matmuls
-_IN_FLIGHT, _MANY = 2, 128  # requests at a time, as slots are; small ones
+_MANY = 128  # small requests
 _BESIDE_S = 0.15  # that is computed alone, and beside a link
 _TURNS = 3  # in each of which all is measured: others have busy seconds
 Submit = Callable[[int, int, int], Future[None]]  # offset, bytes, buffer
@@ -116,7 +119,7 @@ def _disk(folder: Path, writes: bool = True, reads: bool = True) -> tuple[Link, 
     with closing(DiskReader()) as reader, tempfile.TemporaryDirectory(dir=folder) as inside:
         spill = SpillFile(Path(inside), _FILE, reader)
         with closing(spill):
-            buffers = [map_pages(_LARGE) for _ in range(_IN_FLIGHT)]
+            buffers = [map_pages(_LARGE) for _ in range(IN_FLIGHT)]
             for buffer in buffers:
                 buffer.random_(256)
 
@@ -125,9 +128,16 @@ def _disk(folder: Path, writes: bool = True, reads: bool = True) -> tuple[Link, 
 
             if not writes:
                 _run(write, _LARGE, _FILE)  # there is something to read
-            found = [_link(write)] if writes else []
+            small = buffers[0][:_LEAST_ALONE]
+            found = []
+            if writes:
+                link = _link(write)
+                alone = _alone(lambda at: spill.write_here(at, small))
+                found.append(replace(link, alone_s=alone))
             if reads:
-                found.append(_link(lambda at, n, i: spill.read(at, buffers[i][:n])))
+                link = _link(lambda at, n, i: spill.read(at, buffers[i][:n]))
+                alone = _alone(lambda at: spill.read_here(at, small))
+                found.append(replace(link, alone_s=alone))
     return found[0], found[-1]
 
 
@@ -136,14 +146,16 @@ def _file_reads(files: Sequence[Path]) -> Link:
     size = min(file.stat().st_size for file in files) // _LEAST * _LEAST
     large = min(_LARGE, size)
     with closing(DiskReader()) as reader:
-        buffers = [map_pages(large) for _ in range(_IN_FLIGHT)]
+        buffers = [map_pages(large) for _ in range(IN_FLIGHT)]
 
         def submit(at: int, nbytes: int, number: int) -> Future[None]:
             turn, which = divmod(at // nbytes, len(files))
             first = turn * nbytes % (size - nbytes + 1) // _LEAST * _LEAST
             return reader.submit(files[which], first, buffers[number][:nbytes])
 
-        return _link(submit, large)
+        small = buffers[0][:_LEAST_ALONE]
+        alone = _alone(lambda at: reader.read_here(files[0], at % (size - _LEAST), small))
+        return replace(_link(submit, large), alone_s=alone)
 
 
 def _link(submit: Submit, large: int = _LARGE) -> Link:
@@ -159,6 +171,16 @@ def _link(submit: Submit, large: int = _LARGE) -> Link:
     of_request = max(0.0, _TINY * (by_tiny - of_byte))
     request_s = max(0.0, alone - large * each)
     return Link(1 / max(each, 1 / rate), request_s, of_byte, of_request)
+
+
+def _alone(move: Callable[[int], None]) -> float:
+    """Seconds of a request of `_LEAST_ALONE` bytes at an offset, each after the other."""
+    taken = list[float]()
+    for number in range(_MANY):
+        start = time.perf_counter()
+        move(number * _LEAST)
+        taken.append(time.perf_counter() - start)
+    return median(taken)
 
 
 def _beside(submit: Submit, sizes: Sequence[int]) -> list[tuple[float, float]]:
@@ -209,9 +231,9 @@ def _run(submit: Submit, size: int, total: int) -> float:
     start = time.perf_counter()
     pending: list[Future[None]] = []
     for number, at in enumerate(range(0, total, size)):
-        if len(pending) == _IN_FLIGHT:
+        if len(pending) == IN_FLIGHT:
             pending.pop(0).result()
-        pending.append(submit(at, size, number % _IN_FLIGHT))
+        pending.append(submit(at, size, number % IN_FLIGHT))
     for one in pending:
         one.result()
     return time.perf_counter() - start

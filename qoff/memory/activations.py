@@ -94,15 +94,14 @@ class ActivationStore:
         return self._homes[number]
 
     def _move_spilled(self, spill: SpillFile, number: int, window: Tensor, out: bool) -> None:
+        # Here, as the next move waits for this one: other threads would only have to be woken.
         home = self._homes[0][: round_up(window.nbytes, PAGE)]
         at = self._spill_at[number]
         if out:
             self.copies.put(home[: window.nbytes], window)
-            moved = spill.write(at, home)
+            spill.write_here(at, home)
         else:
-            moved = spill.read(at, home)
-        self.copies.clock.result(moved)
-        if not out:
+            spill.read_here(at, home)
             self.copies.put(window, home[: window.nbytes])
 
 

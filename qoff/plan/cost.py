@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kvcache import KVQuant
+from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.groups import LayerGroup, layer_groups
+from qoff.kvcache.store.storage import READ_THROUGH
 from qoff.memory.arena import PAGE, round_up
 
-from .calls import as_used, call_s, pass_s
+from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
 from .mixture import Array, Mixture, Moves
+from .oldest import Oldest
+from .parked import Parked
 from .phase import PLACED, RESOURCES, Choices, Phase
 from .processor import Processor
-from .profile import Link, MachineProfile
+from .profile import MachineProfile
 from .sizes import ModelSizes
 from .workload import Workload
 
-_READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
+_READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY, _HIDDEN = range(len(RESOURCES))
 _OPS = 5  # of a layer
 _FLOAT = 4  # bytes
 
@@ -129,8 +131,31 @@ class CostModel:
     @cached_property
     def mean_blocks(self) -> float:
         """Packed blocks of a sequence, halfway through its answer."""
-        tokens = self.workload.prompt.mean + self.workload.answer.mean / 2
-        return max(0.0, tokens - self.kv.window) / BLOCK_TOKENS
+        return self._blocks_of(self.workload.prompt.mean + self.workload.answer.mean / 2)
+
+    def _blocks_of(self, tokens: float) -> float:
+        """Packed blocks of sequences of about so many tokens; half a block waits to be whole."""
+        packed = tokens - self.kv.window - self.kv.sinks - BLOCK_TOKENS / 2
+        return max(0.0, packed) / BLOCK_TOKENS
+
+    @cached_property
+    def _oldest(self) -> Oldest:
+        prompt, kv = self.workload.prompt.mean, self.kv
+        tokens = prompt + self.workload.answer.mean
+        most = PackedCache.blocks_of(int(tokens), kv.window, kv.sinks)
+        return Oldest(self._blocks_of(prompt), self._blocks_of(tokens), most)
+
+    @cached_property
+    def _unused(self) -> float | None:
+        """Blocks that are read for nothing between two sequences' on disk, to save a request.
+
+        None where each sequence is a request: they are too far from each other.
+        """
+        kv = self.kv
+        most = PackedCache.blocks_of(self.workload.context, kv.window, kv.sinks)
+        unused = max(0.0, most - self.mean_blocks)
+        stride = round_up(max(self._records, default=1), PAGE)
+        return unused if unused * stride <= READ_THROUGH else None
 
     def active(self, c: Choices) -> Array:
         """Sequences of a round of decoding, on average."""
@@ -151,7 +176,7 @@ class CostModel:
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has
         sizes, device = self.sizes, self.machine.device
-        seconds = self._passes(rows, rows, passes, c.block)
+        seconds = self._passes(rows, rows, passes, c)
         blocks = active * self.mean_blocks * self.kv.attention_top
         shape, past = sizes.shapes[0], self.mean_blocks * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(each_has * shape.heads / shape.kv_heads)
@@ -165,9 +190,31 @@ class CostModel:
         hidden = active * each_has * spec.hidden_size * self.activation_bytes
         made = np.ones_like(active)
         past_ = np.full_like(active, past)
-        return self._phase(
-            c, rounds, seconds, queries, past_, blocks, new, made, hidden, passes, rows, rows
+        runs, unused = passes, np.zeros_like(active)
+        if not any(group.reach for group in self._groups) and self.kv.attention_top == 1:
+            runs = passes if self._unused is not None else np.maximum(passes, active)
+            unused = np.maximum(0.0, active - passes) * (self._unused or 0.0)
+        found = self._phase(
+            c,
+            rounds,
+            seconds,
+            queries,
+            past_,
+            blocks,
+            new,
+            made,
+            hidden,
+            passes,
+            rows,
+            rows,
+            runs,
         )
+        if self.kv.attention_top < 1:
+            return found
+        bytes_ = np.zeros((len(c), 4, 1))
+        bytes_[:, _READ, 0] = unused * self._block_bytes(self._seen(past_), on_disk=True, read=True)
+        between = on_links(self.machine, bytes_, np.zeros_like(bytes_))[:, :, 0]
+        return replace(found, oldest=self._oldest, between=between)
 
     def prefill(self, c: Choices) -> Phase:
         """Rounds in which batches read pieces of prompts."""
@@ -180,7 +227,7 @@ class CostModel:
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         ends = np.minimum(prompts, c.batch_size)
-        seconds = self._passes(piece, ends, passes, c.block)
+        seconds = self._passes(piece, ends, passes, c)
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
         heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
@@ -190,11 +237,23 @@ class CostModel:
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
         queries = own * self.sizes.shapes[0].heads / self.sizes.shapes[0].kv_heads
-        new = read / BLOCK_TOKENS
+        new = read * self._blocks_of(work.prompt.mean) / work.prompt.mean
         hidden = read * spec.hidden_size * self.activation_bytes
         past = past * BLOCK_TOKENS
         return self._phase(
-            c, rounds, seconds, queries, past, blocks, new, own, hidden, passes, piece, ends
+            c,
+            rounds,
+            seconds,
+            queries,
+            past,
+            blocks,
+            new,
+            own,
+            hidden,
+            passes,
+            piece,
+            ends,
+            passes,
         )
 
     def _phase(
@@ -211,13 +270,15 @@ class CostModel:
         passes: Array,
         rows: Array,
         last_rows: Array,
+        runs: Array,
     ) -> Phase:
         """The work of a round.
 
         seconds: of the device without attention to packed blocks. queries: of a KV head, past:
         packed tokens of each sequence. blocks: that are attended to, new: that are made, of `made`
         tokens of a sequence. hidden: bytes of all hidden states. rows: of a pass, last_rows: of
-        those that go on behind the last layer's attention.
+        those that go on behind the last layer's attention. runs: of blocks of a layer that are
+        read from disk.
         """
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
@@ -243,7 +304,7 @@ class CostModel:
         bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
         asked = np.zeros((len(c), 4, 1 + len(PLACED)))
         bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
-        bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, passes * layers
+        bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, runs * layers
         bytes_[:, _WRITE, 4] = new * new_on_disk
         asked[:, _WRITE, 4] = new * layers / 8
         if on_gpu or self.mixture is not None:  # else a CPU computes with them where they lie
@@ -256,22 +317,22 @@ class CostModel:
             bytes_[:, _IN, 4], asked[:, _IN, 4] = moved, brought
             bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
             asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
-        parked = np.where(c.activations > 0, hidden * self.units, 0.0)
-        bytes_[:, _IN, 0] += parked
-        bytes_[:, _OUT, 0] += parked
-        calls = np.where(c.activations > 0, passes * self.units, 0.0)
+        unit = self.weight_bytes / self.units
+        by_jobs = copied_by_jobs(machine, self.sizes.spec)
+        last = hidden * np.minimum(1.0, last_rows / rows)
+        parked = Parked.of(c, machine, by_jobs, hidden, last, passes, self.units, unit)
         for way in (_IN, _OUT):
-            asked[:, way, 0] += calls
+            bytes_[:, way, 0] += parked.copied
+            asked[:, way, 0] += parked.moves
         for way in (_READ, _WRITE):
-            bytes_[:, way, 0] += np.where(c.activations == 2, parked, 0.0)
-            asked[:, way, 0] += np.where(c.activations == 2, calls, 0.0)
-        used = as_used(machine, self.sizes.spec)
-        links = (used.disk_read, used.disk_write, used.to_device, used.from_device)
-        busy = np.zeros((len(c), len(RESOURCES), 1 + len(PLACED)))
-        for number, link in enumerate(links):
-            busy[:, number] = _link_s(link, bytes_[:, number], asked[:, number])
-            busy[:, _CPU] += bytes_[:, number] * link.cpu_s_per_byte / machine.cores
-            busy[:, _CPU] += asked[:, number] * link.cpu_s_per_request / machine.cores
+            bytes_[:, way, 0] += parked.spilled
+        spilled = c.activations == 2
+        listed = on_links(as_used(machine, self.sizes.spec), bytes_, asked)
+        busy = np.where(spilled[:, None, None], on_links(machine, bytes_, asked), listed)
+        by_request = machine.disk_read.cpu_s_per_request + machine.disk_write.cpu_s_per_request
+        busy[:, _CPU, 0] += np.where(spilled, parked.moves * by_request / machine.cores, 0.0)
+        busy[:, _HIDDEN, 0] = parked.in_a_row
+        busy[:, _HIDDEN, 2] = parked.behind
         compute = _GPU if on_gpu else _CPU
         attention = self._attention(machine.device, queries, past) * blocks
         busy[:, compute, 0] += seconds + attention
@@ -300,16 +361,15 @@ class CostModel:
         held = self.sizes.expert_bytes * experts.count * sum(experts.layers)
         return Mixture(experts, held / self.weight_bytes, routes)
 
-    def _passes(
-        self, rows: Array, head_rows: Array, passes: Array, block: npt.NDArray[np.bool_]
-    ) -> Array:
+    def _passes(self, rows: Array, head_rows: Array, passes: Array, c: Choices) -> Array:
         """Seconds of a round's passes in matrices, in calling the ops, and between them.
 
         In the block schedule, those behind the first find what fits in the cache.
         """
         device, sizes = self.machine.device, self.sizes
         calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)
-        seconds = passes * (calls + pass_s(self.machine, passes, self.units))
+        between = pass_s(self.machine, passes, self.units, c.activations == 2)
+        seconds = passes * (calls + between)
         largest = max(sizes.layer_bytes)
         parts: list[tuple[int, Array | int, int, Array]] = [  # bits, weights, of a layer, rows
             (self.layer_bits, sizes.layer_columns - sizes.last_columns, largest, rows),
@@ -331,7 +391,7 @@ class CostModel:
                 if nbytes <= device.cache_bytes
                 else first
             )
-            again = np.where(block, near, first)
+            again = np.where(c.block, near, first)
             seconds = seconds + columns * (first + (passes - 1) * again)
         return seconds
 
@@ -384,7 +444,3 @@ class CostModel:
         """Bits of the matrix of the logits."""
         bits = 8 * self.sizes.head_bytes / self.sizes.head_columns
         return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
-
-
-def _link_s(link: Link, nbytes: Array, requests: Array) -> Array:
-    return nbytes / link.bytes_per_s + requests * link.request_s

@@ -12,10 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from .mixture import Array, Moves
+from .oldest import Oldest
 
-RESOURCES = ("disk read", "disk write", "to device", "from device", "cpu", "gpu", "memory")
+RESOURCES = (
+    "disk read",
+    "disk write",
+    "to device",
+    "from device",
+    "cpu",
+    "gpu",
+    "memory",
+    "hidden states",  # their moves, one after another
+)
 PLACED = ("weights on host", "weights on disk", "KV on host", "KV on disk")
-_NEAR, _FAR = 0, 1  # of PLACED: weights
+_NEAR, _FAR, _KV_NEAR, _KV_FAR = range(len(PLACED))
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,9 @@ class Phase:
     rounds: how many the workload has. base: seconds that each resource is busy in a round where
     nothing is offloaded, [plans, RESOURCES]. each: seconds more where all of the weights, or all of
     the KV cache, come from a tier, [plans, RESOURCES, PLACED]. passes: of a round. moves: what of
-    the weights that are away comes.
+    the weights that are away comes. oldest: blocks of a sequence, of which the first are far; None:
+    of all that is attended to as large a part as of all. between: seconds more where the whole KV
+    cache is on disk, of what is read in the places of blocks to come, [plans, RESOURCES].
     """
 
     rounds: Array
@@ -53,16 +65,28 @@ class Phase:
     units: int
     passes: Array
     moves: Moves
+    oldest: Oldest | None = None
+    between: Array | None = None
 
     def busy(self, placed: Array) -> Array:
         """Seconds that each resource is busy; placed: parts, [plans, PLACED]."""
-        return self.base + np.einsum("prq,pq->pr", self.each, self.moved(placed))
+        found: Array = self.base + np.einsum("prq,pq->pr", self.each, self.moved(placed))
+        if self.between is not None and self.oldest is not None:
+            found += self.between * self.oldest.beyond(placed[:, _KV_FAR])[:, None]
+        return found
 
     def moved(self, placed: Array) -> Array:
-        """The parts that a round moves of what is placed: of experts those that are not near."""
+        """The parts that a round moves of what is placed, and attends to there.
+
+        Of experts those that are not near, of the KV cache those blocks that there are already.
+        """
         found = placed.copy()
         found[:, _FAR] = self.moves.of(placed[:, _FAR])
         found[:, _NEAR] = self.moves.of(placed[:, _NEAR] + placed[:, _FAR]) - found[:, _FAR]
+        if self.oldest is not None:
+            found[:, _KV_FAR] = self.oldest.of(placed[:, _KV_FAR])
+            away = self.oldest.of(placed[:, _KV_NEAR] + placed[:, _KV_FAR])
+            found[:, _KV_NEAR] = away - found[:, _KV_FAR]
         return found
 
     def seconds(self, placed: Array) -> Array:

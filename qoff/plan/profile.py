@@ -18,15 +18,18 @@ from qoff.schema import read_object, shown
 
 from .processor import Processor, check, with_curves
 
-VERSION = 4
+VERSION = 5
+IN_FLIGHT = 2  # requests at a time while a link is measured, as slots are
 
 
 @dataclass(frozen=True)
 class Link:
-    """bytes_per_s: of large requests, several in flight. request_s: seconds that each request adds.
+    """bytes_per_s: of large requests, `IN_FLIGHT` of them. request_s: seconds that each of as many
+    adds.
 
     cpu_s_per_byte, cpu_s_per_request: seconds of one core that a byte, and a request whatever its
     size, take from what is computed on the CPU: threads are woken, and interrupt others.
+    alone_s: of a small request while no other is under way; 0: as `request_s`.
     Raises ArgumentError for what is no rate.
     """
 
@@ -34,16 +37,23 @@ class Link:
     request_s: float = 0.0
     cpu_s_per_byte: float = 0.0
     cpu_s_per_request: float = 0.0
+    alone_s: float = 0.0
 
     def __post_init__(self) -> None:
         check("bytes_per_s", self.bytes_per_s)
         check("request_s", self.request_s, zero=True)
         check("cpu_s_per_byte", self.cpu_s_per_byte, zero=True)
         check("cpu_s_per_request", self.cpu_s_per_request, zero=True)
+        check("alone_s", self.alone_s, zero=True)
 
     def seconds(self, nbytes: float, requests: float) -> float:
         """Seconds that the link is busy."""
         return nbytes / self.bytes_per_s + requests * self.request_s
+
+    @property
+    def small_s(self) -> float:
+        """Seconds of a small request while no other is under way."""
+        return self.alone_s or self.request_s
 
 
 @dataclass(frozen=True)

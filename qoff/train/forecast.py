@@ -23,7 +23,7 @@ from .planned import Planned, Work
 from .swaps import Place
 
 PHASES = ("forward", "backward", "update")
-_READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY = range(len(RESOURCES))
+_READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY, _ = range(len(RESOURCES))
 _FORWARD, _BACKWARD, _UPDATE = range(len(PHASES))
 _LINKS = (_READ, _WRITE, _IN, _OUT)
 

@@ -155,7 +155,7 @@ def test_a_damaged_or_foreign_profile_counts_as_none(
     for text, what in (
         ("{", "JSON"),
         (machine().text(), "another machine"),
-        (old, "it has version 3, and this qoff needs 4"),
+        (old, "it has version 3, and this qoff needs 5"),
     ):
         caplog.clear()
         path.write_text(text)

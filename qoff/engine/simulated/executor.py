@@ -90,7 +90,8 @@ class _Simulated(Executor):
         self.machine, self._router = machine, router
         self.simulated_ops = ops = SimulatedOps(machine, _matrices(checkpoint))
         units = len(checkpoint.layers) + 1
-        ops.pass_s = float(pass_s(machine.profile, np.asarray(plan.batches), units))
+        spilled = plan.activations == "disk"
+        ops.pass_s = float(pass_s(machine.profile, np.asarray(plan.batches), units, spilled))
         ops.call_s = call_s(machine.profile)
         hooks = Instrumentation(
             clock=machine.clock,

@@ -60,14 +60,24 @@ class VirtualLink:
         self._clock, self._stolen, self._through = clock, stolen, through
         self.rate, self._request_s = link.bytes_per_s, link.request_s
         self._taken, self._asked = link.cpu_s_per_byte / cores, link.cpu_s_per_request / cores
+        self._alone_s = link.small_s
         self._free_at = 0.0
         self.bytes = 0
 
     def ask(self) -> None:
         """A request more, whatever it moves."""
-        now = self._clock.now()
-        self._free_at = max(now, self._free_at) + self._request_s
+        self._free_at = max(self._clock.now(), self._free_at) + self._request_s
+        self._interrupt()
+
+    def move_alone(self, nbytes: int) -> None:
+        """Have a small request move bytes behind all others, and wait until they have arrived."""
+        self._interrupt()
+        self._clock.sleep_until(self.start(nbytes) + self._alone_s)
+
+    def _interrupt(self) -> None:
+        """Take from the CPU what a request does."""
         if self._stolen is not None:
+            now = self._clock.now()
             self._stolen.add(now, now + self._asked, self._asked)
 
     def start(self, nbytes: int) -> float:

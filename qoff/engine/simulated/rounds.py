@@ -33,7 +33,8 @@ class SimulatedRounds(OnMachine):
     """
 
     def __init__(self, sizes: ModelSizes, plan: Plan, profile: MachineProfile) -> None:
-        super().__init__(VirtualMachine(as_used(profile, sizes.spec), VirtualClock()))
+        used = profile if plan.activations == "disk" else as_used(profile, sizes.spec)
+        super().__init__(VirtualMachine(used, VirtualClock()))
         self.machine.loading = False  # opening takes its time
         self._sizes = sizes
         opened = self.open(plan)

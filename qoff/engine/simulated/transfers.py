@@ -73,6 +73,10 @@ class SimulatedReader(DiskReader):
         self._link.ask()
         return super().submit_runs(path, runs, dest)
 
+    def read_here(self, path: str | Path, offset: int, dest: Tensor) -> None:
+        self.count(dest.nbytes)
+        self._link.move_alone(dest.nbytes)
+
     def count(self, nbytes: int) -> None:
         """Note bytes that are read in another way."""
         self._bytes += nbytes
@@ -90,6 +94,10 @@ class SimulatedSpill(SpillFile):
         self._link = machine.write
         super().__init__(folder, nbytes, reader, pwritev=self._pass, **more)
         self._path = folder / "spill"
+
+    def write_here(self, offset: int, source: Tensor) -> None:
+        self.written += source.nbytes
+        self._link.move_alone(source.nbytes)
 
     def _pass(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         self._link.ask()

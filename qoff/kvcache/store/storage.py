@@ -25,7 +25,7 @@ from .sparse import BlockBounds, Numbers, Records, record_runs
 from .staging import Staging
 from .sweep import BlockSweep, Bringing
 
-_READ_THROUGH = 128 << 10  # bytes between two runs that take as long as another read
+READ_THROUGH = 128 << 10  # bytes between two runs that take as long as another read
 
 
 class BlockStorage(BlockStore):
@@ -160,7 +160,7 @@ class BlockStorage(BlockStore):
         blocks more saves another read.
         """
         room = max(room, len(blocks)) - len(blocks)
-        widest = _READ_THROUGH // self.plan.stride
+        widest = READ_THROUGH // self.plan.stride
         placed: list[tuple[int, str, int]] = []
         at, before, following = -1, "", 0
         for pool, local in map(self.place, blocks):

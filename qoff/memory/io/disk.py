@@ -92,10 +92,13 @@ class DiskReader:
     listed in `stats.buffered_files`. `preadv` replaces `os.preadv` in tests.
     """
 
+    THREADS, CHUNK = 4, 1 << 20
+    IN_FLIGHT = THREADS * CHUNK  # bytes that are asked for at a time, by default
+
     def __init__(
         self,
-        threads: int = 4,
-        chunk: int = 1 << 20,
+        threads: int = THREADS,
+        chunk: int = CHUNK,
         direct: bool = True,
         preadv: Preadv = os.preadv,
         clock: Clock = SYSTEM,
@@ -181,6 +184,11 @@ class DiskReader:
         else:
             request.follow([self._workers.submit(chunk, urgent) for chunk in chunks])
         return request
+
+    def read_here(self, path: str | Path, offset: int, dest: Tensor) -> None:
+        """As `submit`, in the calling thread and behind no other read. Raises DiskReadError."""
+        file, memory = self._file(Path(path)), dest.numpy().data
+        self._read(ReadRequest(), file, offset, memory, dest.data_ptr())
 
     def submit_runs(self, path: Path, runs: Sequence[Run], dest: Tensor) -> ReadRequest:
         """Start reading many short runs of a file into `dest`, some by each thread in turn."""

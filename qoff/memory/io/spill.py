@@ -96,9 +96,18 @@ class SpillFile:
         It must not change before the future is done, which ends with DiskWriteError when the write
         fails.
         """
-        assert offset % PAGE == source.nbytes % PAGE == source.data_ptr() % PAGE == 0
-        assert offset + source.nbytes <= self.nbytes
+        self._check_pages(offset, source)
         return self._workers.submit(partial(self._write, offset, source))
+
+    def read_here(self, offset: int, dest: Tensor) -> None:
+        """`read` in the calling thread, behind no other read. Raises DiskReadError."""
+        self._check_open()
+        self._reader.read_here(self._path, offset, dest)
+
+    def write_here(self, offset: int, source: Tensor) -> None:
+        """`write` in the calling thread, behind no other write. Raises DiskWriteError."""
+        self._check_pages(offset, source)
+        self._write(offset, source)
 
     def copy_to(self, fd: int, place: int, offset: int, nbytes: int) -> None:
         """Copy what has been written to another file, in the calling thread. Raises OSError."""
@@ -134,6 +143,10 @@ class SpillFile:
             for request in list(self._lists):  # no slot may ever be free
                 request.abandon()
             self._workers.close()
+
+    def _check_pages(self, offset: int, source: Tensor) -> None:
+        assert offset % PAGE == source.nbytes % PAGE == source.data_ptr() % PAGE == 0
+        assert offset + source.nbytes <= self.nbytes
 
     def _check_open(self) -> None:
         if self._fd < 0:
