@@ -24,6 +24,7 @@ from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.decoder import check_on_gpu
+from qoff.models.native.graph_steps import MOST
 from qoff.models.native.pass_bytes import embedded_bytes, held_bytes, layer_bytes, logits_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import packed_bytes
@@ -217,11 +218,13 @@ def _kept_bytes(plan: Plan, spec: DecoderSpec, groups: int) -> int:
 
 
 def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Bytes of what recordings read and leave: tokens or hidden states, and products of the head.
+    """Bytes of what recordings read and leave: tokens or hidden states, products of the head, and
+    tokens of steps that follow each other.
 
     For each number of rows, each about half of the next, up to this many.
     """
-    return 2 * rows * (8 + (spec.hidden_size + spec.vocab_size) * dtype.itemsize)
+    values = (spec.hidden_size + spec.vocab_size) * dtype.itemsize
+    return 2 * rows * (8 + values + 8 * MOST)
 
 
 def _attends_on_host(plan: Plan) -> bool:
