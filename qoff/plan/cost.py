@@ -7,22 +7,19 @@ computed for many plans at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kvcache import KVQuant, PackedCache
-from qoff.kvcache.groups import LayerGroup, layer_groups
-from qoff.kvcache.store.storage import READ_THROUGH
-from qoff.memory.arena import PAGE, round_up
+from qoff.kvcache import KVQuant
 
 from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
+from .kv_blocks import KVBlocks
 from .mixture import Array, Mixture, Moves
-from .oldest import Oldest
 from .parked import Parked
 from .phase import PLACED, RESOURCES, Choices, Phase
 from .processor import Processor
@@ -33,6 +30,23 @@ from .workload import Workload
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY, _HIDDEN = range(len(RESOURCES))
 _OPS = 5  # of a layer
 _FLOAT = 4  # bytes
+
+
+class _Work(NamedTuple):
+    """What a round of plans does, an element of each array a plan."""
+
+    rounds: Array
+    passes: Array
+    rows: Array  # of a pass
+    last_rows: Array  # of those that go on behind the last layer's attention
+    seconds: Array  # of the device without attention to packed blocks
+    queries: Array  # of a KV head
+    past: Array  # packed tokens of each sequence
+    blocks: Array  # that are attended to
+    new: Array  # blocks that are made
+    made: Array  # tokens of a sequence that these are made of
+    runs: Array  # of blocks of a layer that are read from disk
+    hidden: Array  # bytes of all hidden states
 
 
 @dataclass(frozen=True)
@@ -62,100 +76,10 @@ class CostModel:
         """Bytes of the weights that a pass computes with."""
         return sum(self.sizes.layer_bytes) + self.sizes.head_bytes
 
-    def kv_bytes(self, blocks: int) -> int:
-        """Bytes of the packed blocks of a sequence that has this many, where they may be anywhere.
-
-        At its end, when it is as long as the workload has them.
-        """
-        found = 0
-        for group in self._groups:
-            most = blocks
-            if self._stays(group):
-                continue
-            if group.reach and self.frees:
-                at_once = group.blocks_at_once(self.workload.context, self.kv.window)
-                most = min(blocks, at_once)
-            found += most * sum(self._records[layer] for layer in group.layers)
-        return found
-
-    def _block_bytes(
-        self, seen: Sequence[Array], on_disk: bool = False, read: bool = False
-    ) -> Array:
-        """Bytes of a block in all layers. seen: the part of the blocks of each group that count.
-
-        on_disk: where those of each group begin at pages. read: by each layer that attends to them.
-        """
-        each = [[self._records[layer] for layer in group.layers] for group in self._groups]
-        if on_disk and self.frees:
-            each = [[round_up(max(records), PAGE)] * len(records) for records in each]
-        elif on_disk:
-            each = [[round_up(max(self._records), PAGE)] * len(records) for records in each]
-        if read:
-            groups = zip(each, self._groups, strict=True)
-            each = [
-                [n * self.sizes.readers[i] for n, i in zip(r, group.layers, strict=True)]
-                for r, group in groups
-            ]
-        found: Array = np.sum([sum(r) * part for r, part in zip(each, seen, strict=True)], axis=0)
-        return found
-
-    def _stays(self, group: LayerGroup) -> bool:
-        """Whether the blocks of a group are on the device, wherever others are."""
-        all_of_them = len(self._groups) > 1 and not self._groups[0].reach
-        return self.frees and self.machine.on_gpu and group.reach != 0 and all_of_them
-
-    def _seen(self, tokens: Array) -> list[Array]:
-        """The part of so many packed tokens that the layers of each group attend to."""
-        found = list[Array]()
-        recent = self.kv.window + BLOCK_TOKENS / 2
-        for group in self._groups:
-            reach = float(group.reach) if group.reach >= 0 else -group.reach / 2  # half a chunk
-            packed = max(0.0, reach - recent) + BLOCK_TOKENS  # of whole blocks
-            part = np.minimum(1.0, packed / np.maximum(1.0, tokens))
-            found.append(part if group.reach else np.ones_like(part))
-        return found
-
     @cached_property
-    def _groups(self) -> tuple[LayerGroup, ...]:
-        return layer_groups(self.sizes.shapes, 0, self.workload.context)
-
-    @cached_property
-    def _records(self) -> list[int]:
-        shapes = self.sizes.shapes
-        return [s.kv_heads * f.nbytes for s, f in zip(shapes, self._forms, strict=True)]
-
-    @cached_property
-    def _forms(self) -> list[KVFormat]:
-        return self.kv.packed_forms(self.sizes.shapes)
-
-    @cached_property
-    def mean_blocks(self) -> float:
-        """Packed blocks of a sequence, halfway through its answer."""
-        return self._blocks_of(self.workload.prompt.mean + self.workload.answer.mean / 2)
-
-    def _blocks_of(self, tokens: float) -> float:
-        """Packed blocks of sequences of about so many tokens; half a block waits to be whole."""
-        packed = tokens - self.kv.window - self.kv.sinks - BLOCK_TOKENS / 2
-        return max(0.0, packed) / BLOCK_TOKENS
-
-    @cached_property
-    def _oldest(self) -> Oldest:
-        prompt, kv = self.workload.prompt.mean, self.kv
-        tokens = prompt + self.workload.answer.mean
-        most = PackedCache.blocks_of(int(tokens), kv.window, kv.sinks)
-        return Oldest(self._blocks_of(prompt), self._blocks_of(tokens), most)
-
-    @cached_property
-    def _unused(self) -> float | None:
-        """Blocks that are read for nothing between two sequences' on disk, to save a request.
-
-        None where each sequence is a request: they are too far from each other.
-        """
-        kv = self.kv
-        most = PackedCache.blocks_of(self.workload.context, kv.window, kv.sinks)
-        unused = max(0.0, most - self.mean_blocks)
-        stride = round_up(max(self._records, default=1), PAGE)
-        return unused if unused * stride <= READ_THROUGH else None
+    def kv_blocks(self) -> KVBlocks:
+        """Where those of a sequence are, and their bytes."""
+        return KVBlocks(self.sizes, self.kv, self.workload, self.frees, self.machine.on_gpu)
 
     def active(self, c: Choices) -> Array:
         """Sequences of a round of decoding, on average."""
@@ -175,10 +99,10 @@ class CostModel:
         rounds = work.at_once * work.answer.mean / (active * gained)
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has
-        sizes, device = self.sizes, self.machine.device
+        sizes, device, kv = self.sizes, self.machine.device, self.kv_blocks
         seconds = self._passes(rows, rows, passes, c)
-        blocks = active * self.mean_blocks * self.kv.attention_top
-        shape, past = sizes.shapes[0], self.mean_blocks * self.kv.attention_top * BLOCK_TOKENS
+        blocks = active * kv.mean * self.kv.attention_top
+        shape, past = sizes.shapes[0], kv.mean * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(each_has * shape.heads / shape.kv_heads)
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
         attending = zip(sizes.shapes, sizes.readers, strict=True)
@@ -191,30 +115,21 @@ class CostModel:
         made = np.ones_like(active)
         past_ = np.full_like(active, past)
         runs, unused = passes, np.zeros_like(active)
-        if not any(group.reach for group in self._groups) and self.kv.attention_top == 1:
-            runs = passes if self._unused is not None else np.maximum(passes, active)
-            unused = np.maximum(0.0, active - passes) * (self._unused or 0.0)
+        if not any(group.reach for group in kv.groups) and self.kv.attention_top == 1:
+            runs = passes if kv.unused is not None else np.maximum(passes, active)
+            unused = np.maximum(0.0, active - passes) * (kv.unused or 0.0)
         found = self._phase(
             c,
-            rounds,
-            seconds,
-            queries,
-            past_,
-            blocks,
-            new,
-            made,
-            hidden,
-            passes,
-            rows,
-            rows,
-            runs,
+            _Work(
+                rounds, passes, rows, rows, seconds, queries, past_, blocks, new, made, runs, hidden
+            ),
         )
         if self.kv.attention_top < 1:
             return found
         bytes_ = np.zeros((len(c), 4, 1))
-        bytes_[:, _READ, 0] = unused * self._block_bytes(self._seen(past_), on_disk=True, read=True)
+        bytes_[:, _READ, 0] = unused * kv.each_bytes(kv.seen(past_), on_disk=True, read=True)
         between = on_links(self.machine, bytes_, np.zeros_like(bytes_))[:, :, 0]
-        return replace(found, oldest=self._oldest, between=between)
+        return replace(found, oldest=kv.oldest, between=between)
 
     def prefill(self, c: Choices) -> Phase:
         """Rounds in which batches read pieces of prompts."""
@@ -237,74 +152,56 @@ class CostModel:
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
         queries = own * self.sizes.shapes[0].heads / self.sizes.shapes[0].kv_heads
-        new = read * self._blocks_of(work.prompt.mean) / work.prompt.mean
+        new = read * self.kv_blocks.count_of(work.prompt.mean) / work.prompt.mean
         hidden = read * spec.hidden_size * self.activation_bytes
         past = past * BLOCK_TOKENS
         return self._phase(
             c,
-            rounds,
-            seconds,
-            queries,
-            past,
-            blocks,
-            new,
-            own,
-            hidden,
-            passes,
-            piece,
-            ends,
-            passes,
+            _Work(
+                rounds,
+                passes,
+                piece,
+                ends,
+                seconds,
+                queries,
+                past,
+                blocks,
+                new,
+                own,
+                runs=passes,
+                hidden=hidden,
+            ),
         )
 
-    def _phase(
-        self,
-        c: Choices,
-        rounds: Array,
-        seconds: Array,
-        queries: Array,
-        past: Array,
-        blocks: Array,
-        new: Array,
-        made: Array,
-        hidden: Array,
-        passes: Array,
-        rows: Array,
-        last_rows: Array,
-        runs: Array,
-    ) -> Phase:
-        """The work of a round.
-
-        seconds: of the device without attention to packed blocks. queries: of a KV head, past:
-        packed tokens of each sequence. blocks: that are attended to, new: that are made, of `made`
-        tokens of a sequence. hidden: bytes of all hidden states. rows: of a pass, last_rows: of
-        those that go on behind the last layer's attention. runs: of blocks of a layer that are
-        read from disk.
-        """
+    def _phase(self, c: Choices, work: _Work) -> Phase:
+        """The work of a round of plans."""
+        rounds, passes, blocks, new = work.rounds, work.passes, work.blocks, work.new
+        queries, past, kv = work.queries, work.past, self.kv_blocks
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
         moves, pieces = Moves.all_of(len(c)), float(self.units)
         if self.mixture is not None:  # experts come one by one
-            moves = self.mixture.moves(rows * passes / times, last_rows * passes / times)
+            moves = self.mixture.moves(work.rows * passes / times, work.last_rows * passes / times)
             pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
         weights = self.weight_bytes * times
         requests = pieces * times
-        seen, kept = self._seen(past), self._seen(made)
-        away = [not self._stays(group) for group in self._groups]
-        if not self.frees or (on_gpu and self._groups[0].reach):
+        seen, kept = kv.seen(past), kv.seen(work.made)
+        away = [not kv.stays(group) for group in kv.groups]
+        if not self.frees or (on_gpu and kv.groups[0].reach):
             seen, kept = ([np.ones_like(part) for part in parts] for parts in (seen, kept))
         seen, kept = (
             [part * there for part, there in zip(parts, away, strict=True)]
             for parts in (seen, kept)
         )
-        packed = self._block_bytes(seen, read=True)
-        packed_on_disk = self._block_bytes(seen, on_disk=True, read=True)
-        new_packed, new_on_disk = self._block_bytes(kept), self._block_bytes(kept, on_disk=True)
-        pairs = zip(self._groups, away, strict=True)
+        packed = kv.each_bytes(seen, read=True)
+        packed_on_disk = kv.each_bytes(seen, on_disk=True, read=True)
+        new_packed, new_on_disk = kv.each_bytes(kept), kv.each_bytes(kept, on_disk=True)
+        pairs = zip(kv.groups, away, strict=True)
         layers = sum(len(group.layers) for group, there in pairs if there)
         bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
         asked = np.zeros((len(c), 4, 1 + len(PLACED)))
         bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
-        bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, runs * layers
+        bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, work.runs * layers
         bytes_[:, _WRITE, 4] = new * new_on_disk
         asked[:, _WRITE, 4] = new * layers / 8
         if on_gpu or self.mixture is not None:  # else a CPU computes with them where they lie
@@ -319,8 +216,8 @@ class CostModel:
             asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
         unit = self.weight_bytes / self.units
         by_jobs = copied_by_jobs(machine, self.sizes.spec)
-        last = hidden * np.minimum(1.0, last_rows / rows)
-        parked = Parked.of(c, machine, by_jobs, hidden, last, passes, self.units, unit)
+        last = work.hidden * np.minimum(1.0, work.last_rows / work.rows)
+        parked = Parked.of(c, machine, by_jobs, work.hidden, last, passes, self.units, unit)
         for way in (_IN, _OUT):
             bytes_[:, way, 0] += parked.copied
             asked[:, way, 0] += parked.moves
@@ -335,7 +232,7 @@ class CostModel:
         busy[:, _HIDDEN, 2] = parked.behind
         compute = _GPU if on_gpu else _CPU
         attention = self._attention(machine.device, queries, past) * blocks
-        busy[:, compute, 0] += seconds + attention
+        busy[:, compute, 0] += work.seconds + attention
         if on_gpu:
             # What is not on the device is attended on the CPU, or moved and attended there.
             shape = self.sizes.shapes[0]  # of prompts' queries, what is far comes to the device
@@ -408,13 +305,13 @@ class CostModel:
         far: of those layers whose blocks may be away from the device.
         """
         each = [np.zeros_like(past)]
-        for group, part in zip(self._groups, self._seen(past), strict=True):
-            if far and self._stays(group):
+        for group, part in zip(self.kv_blocks.groups, self.kv_blocks.seen(past), strict=True):
+            if far and self.kv_blocks.stays(group):
                 continue
             heads = Counter[KVFormat]()
             for layer in group.layers:
                 read = self.sizes.readers[layer]
-                heads[self._forms[layer]] += read * self.sizes.shapes[layer].kv_heads
+                heads[self.kv_blocks.forms[layer]] += read * self.sizes.shapes[layer].kv_heads
             tokens = np.maximum(BLOCK_TOKENS, past * part)
             each += [
                 part * n * processor.attention_s(form, queries, tokens) for form, n in heads.items()

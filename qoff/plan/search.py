@@ -197,7 +197,7 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
     one = certifier.memory_of(certifier.plan_of(choices.one(smallest(choices)[0])))
     unpacked = one.purposes[DEVICE]["recent KV"] * choices.batch_size * choices.batches
     blocks = PackedCache.blocks_of(cost.workload.context, cost.kv.window, cost.kv.sinks)
-    kv = cost.kv_bytes(blocks) * choices.batch_size * choices.batches
+    kv = cost.kv_blocks.bytes_of(blocks) * choices.batch_size * choices.batches
     usable = cost.machine.usable
     nbytes = np.stack([np.full_like(kv, cost.weight_bytes)] * 2 + [kv] * 2, -1)
     room = usable[DEVICE] - unpacked

@@ -137,7 +137,7 @@ def test_rounds_are_never_shorter_than_what_the_busiest_resource_takes(
     if found is None:
         return
     timed = simulated(found, sizes(), on, work)
-    rounded = 0.05 + 0.5 / cost.mean_blocks * (on_disk > 0)  # virtual time has whole blocks
+    rounded = 0.05 + 0.5 / cost.kv_blocks.mean * (on_disk > 0)  # virtual time has whole blocks
     for said, done in ((found.decode, timed.decode), (found.prefill, timed.prefill)):
         busiest = said.rounds * max(said.busy.values())
         assert done.seconds * done.rounds >= (1 - rounded) * busiest
