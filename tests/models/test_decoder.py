@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, RELATIVE_RMS, assert
 
 OPS = [cpu, reference_ops]
 DECODE_STEPS = 10
-LENGTHS = [1, 21, 8]  # of the sequences of a ragged batch
+LENGTHS = (1, 21, 8)  # of the sequences of a ragged batch
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -44,6 +45,15 @@ def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:
     ragged = Ragged.of([len(t) for t in tokens], cache.lengths)
     batch = ForwardPass(torch.cat(tokens), ragged, cache, torch.arange(ragged.tokens))
     return run.forward(batch)
+
+
+@lru_cache(1)
+def inputs_and_logits(path: Path, lengths: tuple[int, ...], vocab: int) -> Any:
+    """Prompts, the tokens that follow, and transformers' logits."""
+    torch.manual_seed(4)  # tokens for which no two experts of any family are nearly as likely
+    prompts = [torch.randint(3, vocab, (n,)) for n in lengths]
+    decoded = torch.randint(3, vocab, (len(prompts), DECODE_STEPS))
+    return prompts, decoded, expected_logits(path, prompts, decoded)
 
 
 @torch.no_grad()
@@ -74,18 +84,15 @@ def expected_logits(path: Path, prompts: list[Tensor], decoded: Tensor) -> list[
 
 @pytest.mark.parametrize(
     ("lengths", "ops"),
-    [([17], cpu), (LENGTHS, cpu), (LENGTHS, reference_ops)],
+    [((17,), cpu), (LENGTHS, cpu), (LENGTHS, reference_ops)],
     ids=lambda x: getattr(x, "PACKING", str(x)),
 )
 def test_logits_are_those_of_transformers(
-    checkpoint: Path, lengths: list[int], ops: ModuleType
+    checkpoint: Path, lengths: tuple[int, ...], ops: ModuleType
 ) -> None:
     run = PlainRun(checkpoint, ops)
     vocab = run.decoder.spec.vocab_size
-    torch.manual_seed(4)  # tokens for which no two experts of any family are nearly as likely
-    prompts = [torch.randint(3, vocab, (n,)) for n in lengths]
-    decoded = torch.randint(3, vocab, (len(prompts), DECODE_STEPS))
-    prefill, *steps = expected_logits(checkpoint, prompts, decoded)
+    prompts, decoded, (prefill, *steps) = inputs_and_logits(checkpoint, lengths, vocab)
     cache = run.decoder.new_cache(len(prompts))
     assert_close(forward(run, cache, prompts), prefill, tolerance=tolerance(run, ops))
     for column, wanted in zip(decoded.T, steps, strict=True):

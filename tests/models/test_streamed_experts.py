@@ -56,7 +56,7 @@ def test_the_logits_do_not_depend_on_the_budget(base: Path, family: str, packing
     expected = resident_logits(path)
     least, everything = budgets(path)
     slots = set()
-    for part in (0, 0.3, 0.6, 0.99):
+    for part in (0, 0.5, 0.99):
         budget = least + int(part * (everything - least))
         with Runtime(path, device_memory=budget, instrumentation=POISON) as runtime:
             assert runtime.residency.device_bytes <= budget
@@ -138,6 +138,12 @@ def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint"
 
 
+@pytest.fixture(scope="module")
+def expected(packable: Path) -> list[tuple[int, ...]]:
+    """The answers when all weights are there."""
+    return answers(packable, PLAN)[0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -150,9 +156,12 @@ def packable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("part", [0.0, 0.7])
 def test_the_answers_of_many_sequences_do_not_depend_on_it(
-    packable: Path, changes: dict[str, Any], part: float, monkeypatch: pytest.MonkeyPatch
+    packable: Path,
+    expected: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    part: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected, _ = answers(packable, PLAN)
     give_weights(packable, part, monkeypatch)
     found, stats = answers(packable, replace(PLAN, **changes))
     assert found == expected
