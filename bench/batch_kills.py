@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         requests=(int, 600, "of a job"),
         seed=(int, 0, "of all that is drawn"),
     )
-    kills, requests = (3, 150) if given.quick else (given.kills, given.requests)
+    kills, requests = (3, 80) if given.quick else (given.kills, given.requests)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         counts, jobs = run(Path(folder), kills, requests, given.seed)
