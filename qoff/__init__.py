@@ -7,6 +7,8 @@ All but the errors is imported on first use, so `import qoff` is fast. It also r
 checkpoints and `qoff.QoffConfig` with transformers (see `hf.plugin.register`):
 
     model = AutoModelForCausalLM.from_pretrained("path-or-hub-id-of-a-qoff-checkpoint")
+
+Imported before torch, it has torch's idle threads sleep early (`settings.shorten_openmp_spins`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from qoff.errors import (
     UnsupportedModelError,
 )
 from qoff.hf.plugin.register import register_with_transformers
+from qoff.settings import shorten_openmp_spins
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion, SamplingParams
@@ -108,3 +111,4 @@ def __dir__() -> list[str]:
 
 
 register_with_transformers()
+shorten_openmp_spins()

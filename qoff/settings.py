@@ -1,4 +1,4 @@
-"""Every environment variable that qoff reads, and nothing else.
+"""Every environment variable that qoff reads or sets, and nothing else.
 
 QOFF_CACHE: where models that were converted on the way are kept, and what was measured or verified
 once; by default $XDG_CACHE_HOME/qoff, or ~/.cache/qoff.
@@ -13,12 +13,16 @@ the kernels with that version too; by default .triton-3.6 (`make triton-3.6`).
 The libraries below read their own: HF_HOME, HF_HUB_OFFLINE and HF_TOKEN (downloads),
 OMP_NUM_THREADS (threads of torch and so of qoff's CPU kernels), NUMBA_CACHE_DIR (compiled CPU
 kernels). For Ray, `qoff batch --ray` sets RAY_USAGE_STATS_ENABLED=0, so that it reports nothing.
+`import qoff` sets GOMP_SPINCOUNT, see `shorten_openmp_spins`.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+OPENMP_SPINS = 1000  # some 20 to 50 microseconds
 
 
 def cache_directory() -> Path:
@@ -32,3 +36,13 @@ def cache_directory() -> Path:
 def cuda_graphs() -> bool:
     """Return whether decoding on a GPU is recorded and replayed as CUDA graphs."""
     return os.environ.get("QOFF_CUDA_GRAPHS", "1") not in ("", "0")
+
+
+def shorten_openmp_spins() -> None:
+    """Have torch's idle threads sleep early, unless torch is loaded or the user has said how long.
+
+    By default GNU OpenMP's threads spin 300,000 times after each operation that they share, which
+    is milliseconds: on the cores that the next forward pass computes on.
+    """
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(OPENMP_SPINS))

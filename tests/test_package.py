@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import qoff
 from qoff import errors
 from qoff.models.convert.convert import convert
+from qoff.settings import shorten_openmp_spins
 
 
 @pytest.mark.parametrize("name", qoff.__all__)
@@ -46,3 +48,29 @@ def test_importing_and_listing_import_nothing_heavy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "loaded", "expected"),
+    [
+        ({}, False, "1000"),
+        ({}, True, None),
+        ({"GOMP_SPINCOUNT": "7"}, False, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, False, None),
+    ],
+    ids=["set", "torch is there", "given", "a policy is given"],
+)
+def test_torchs_idle_threads_sleep_early_unless_the_user_said_otherwise(
+    given: dict[str, str], loaded: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back, whatever happens to it
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "torch", sys)
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    shorten_openmp_spins()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected

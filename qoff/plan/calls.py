@@ -43,15 +43,19 @@ def copied_by_jobs(machine: MachineProfile, spec: DecoderSpec) -> bool:
     return not machine.on_gpu and spec.experts is None
 
 
-def as_used(machine: MachineProfile, spec: DecoderSpec) -> MachineProfile:
-    """The machine with links as a model uses them: on a CPU by the jobs of its lists.
+def as_used(
+    machine: MachineProfile, spec: DecoderSpec, activations: str = "device"
+) -> MachineProfile:
+    """The machine with links as a plan uses them: on a CPU by the jobs of its lists.
 
     All threads copy together, and compute nothing meanwhile. Python has asked for what is read, so
     that it takes no more of the CPU than its bytes do. Links are as they were measured beside a
     GPU, and where experts come one by one: Python asks for each, and a thread copies it. So they
     are in rounds whose hidden states wait on disk, which have no lists of all units.
+
+    activations: where hidden states wait.
     """
-    if not copied_by_jobs(machine, spec):
+    if activations == "disk" or not copied_by_jobs(machine, spec):
         return machine
     cores, rate = machine.cores, machine.device.bytes_per_s
     copies = Link(rate, 0.0, cores / rate, cores * _COPY_JOBS * call_s(machine))

@@ -33,7 +33,7 @@ class SimulatedRounds(OnMachine):
     """
 
     def __init__(self, sizes: ModelSizes, plan: Plan, profile: MachineProfile) -> None:
-        used = profile if plan.activations == "disk" else as_used(profile, sizes.spec)
+        used = as_used(profile, sizes.spec, plan.activations)
         super().__init__(VirtualMachine(used, VirtualClock()))
         self.machine.loading = False  # opening takes its time
         self._sizes = sizes

@@ -112,7 +112,7 @@ class Simulation(OnMachine):
     ) -> None:
         largest = max(file.nbytes for file in sizes.checkpoint.layers)
         chunk = max(1 << 20, round_up(largest // _CHUNKS, PAGE))
-        used = profile if plan.activations == "disk" else as_used(profile, sizes.spec)
+        used = as_used(profile, sizes.spec, plan.activations)
         super().__init__(VirtualMachine(used, VirtualClock(), chunk))
         try:
             self.executor = open_simulated(sizes.checkpoint, plan, self.machine, self._own, router)

@@ -14,6 +14,7 @@ from torch import Tensor
 from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.layout.ending import PLAIN, Ending
 from qoff.kernels.reference.linear import ended
+from qoff.kernels.sampling import likeliest_there
 from qoff.kernels.upload import pinned
 
 MOST = 64  # steps at once
@@ -122,12 +123,11 @@ class GraphSteps:
         return self._recorded or self._pass_on
 
     def _pass_on(self) -> None:
-        """Choose the likeliest tokens, -1 as in `sampling.likeliest`; the next step is of these."""
+        """Choose the likeliest tokens; the next step is of these."""
         logits = self._products
         if self._ending != PLAIN:
             logits = ended(logits.float(), self._ending)
-        value, token = logits.max(1)  # NaN if one is
-        token = token.masked_fill_(~value.isfinite(), -1)
+        token = likeliest_there(logits)
         self._found.index_copy_(0, self._at, token[None])
         self._at.add_(1)
         self._ids.copy_(token.clamp_(min=0))
