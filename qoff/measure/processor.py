@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from .machine import machine
 
 POOL = 64 << 20  # bytes that are read in turn, more than caches hold
 _SIZE, _GROUP = 4096, 32  # rows and columns of a matrix, columns of a group
+_SHARE = 1024  # rows of it that a CPU multiplies many rows of x with, to save time
 _ROWS = (1, 4, 16, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
 _NARROW = (16, 256)  # of activations of 8 bits
@@ -38,6 +40,7 @@ _WIDE, _MANY_ROWS = 2048, (64, 512)  # of matrices of floats
 _CONTEXTS, _TOKENS = (64, 512, 4096), 8192  # of a sequence that is attended to; of all of them
 _QUERIES = (1, 8, 64)  # of a KV head: decoding, and pieces of prompts
 _PROMPTS = (64, 512, 2048)  # tokens
+_RANDOM = 64 << 10  # bytes that differ, at most
 _LEAST_S = 0.01  # of a sample
 
 
@@ -101,12 +104,16 @@ def of_gpu(device: torch.device) -> Processor:
     return Processor(matmul, attention, ((1.0, 4 / (0.5 * flops)),), rate, call)
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of a call, by as many as take long enough to be measured; once to warm up."""
-    call()
+def seconds_of(call: Callable[[], object], warm: bool = False) -> float:
+    """Seconds of a call, by as many as can be measured. warm: it has been done before."""
+    if not warm:
+        call()
     start = time.perf_counter()
     call()
-    repeat = max(1, int(_LEAST_S / max(time.perf_counter() - start, 1e-7)))
+    once = time.perf_counter() - start
+    if once >= _LEAST_S:
+        return once
+    repeat = int(_LEAST_S / max(once, 1e-7))
     start = time.perf_counter()
     for _ in range(repeat):
         call()
@@ -121,14 +128,16 @@ def _in_list(call: Callable[[], None]) -> float:
     replay = recorder(call)
     if replay is not None and replay.stale:  # the scratch has grown meanwhile
         replay = recorder(call)
-    return seconds_of(call if replay is None or replay.stale else replay)
+    return seconds_of(call if replay is None or replay.stale else replay, warm=True)
 
 
 def random_matrix(shape: tuple[int, int], bits: int, packing: str, device: str = "cpu") -> QTensor:
-    """A matrix of random codes, in groups of 32 with compact scales."""
+    """A matrix of random codes, one part again and again, in groups of 32 with compact scales."""
     codes, scales = packed_shapes(shape, bits, _GROUP, packing)
+    count = math.prod(codes)
+    part = torch.randint(256, (math.gcd(count, _RANDOM),), dtype=torch.uint8, device=device)
     return QTensor(
-        torch.randint(256, codes, dtype=torch.uint8, device=device),
+        part.repeat(count // len(part)).view(codes),
         torch.full(scales, 128, dtype=torch.uint8, device=device),
         shape,
         bits,
@@ -152,12 +161,13 @@ def _matmul(
         count = max(2, POOL // (_SIZE * _SIZE * bits // 8))
         one = random_matrix((_SIZE, _SIZE), bits, packing, device)
         matrices = [one] * count if near else [one, *(_copied(one) for _ in range(count - 1))]
+        share = random_matrix((_SHARE, _SIZE), bits, packing) if device == "cpu" else one
         curve = []
         for m in rows:
             x = torch.randn(m, _SIZE, dtype=dtype, device=device)
-            some = matrices if m < 64 else matrices[:1]
+            some = matrices if m < 64 else [share]
             seconds = timed(partial(_each, partial(linear, x), some))
-            curve.append((float(m), seconds / len(some) / _SIZE**2))
+            curve.append((float(m), seconds / len(some) / (some[0].shape[0] * _SIZE)))
         found[str(bits)] = tuple(curve)
     return found
 
