@@ -14,7 +14,7 @@ from qoff.errors import FormatError, OpError, UnsupportedModelError
 from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
 from qoff.hf.packed.linear import QoffLinear
-from tests.hf.plugin_models import CONFIG, IDS, load, logits
+from tests.hf.plugin_models import CONFIG, IDS, KINDS_OF_EXPERTS, load, logits
 from tests.module_models import module_source
 from tests.tiny_families import EXPERTS
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
@@ -87,9 +87,15 @@ def test_dequantize(base: Path, tmp_path: Path, family: str) -> None:
         assert torch.equal(again.get_parameter(name), weight)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+ROUTERS = ["gate", "router", "gate.wg", "router.proj"]  # as families call them
+
+
 @pytest.mark.parametrize(
-    "kept", [["lm_head"], ["experts"], ["gate", "router", "gate.wg", "router.proj"]]
+    ("family", "kept"),
+    [
+        *((family, [name]) for family in KINDS_OF_EXPERTS for name in ("lm_head", "experts")),
+        *((family, ROUTERS) for family in EXPERTS),
+    ],
 )
 def test_modules_that_stay_as_they_are(
     base: Path, tmp_path: Path, family: str, kept: list[str]
