@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 from qoff.checkpoint import Checkpoint
 from qoff.engine.executor import CpuExecutor, Executor
 from qoff.engine.simulated import Driver, Simulation, simulated
-from qoff.engine.simulated.machine import VirtualMachine
+from qoff.engine.simulated.machine import VirtualLink, VirtualMachine
+from qoff.engine.simulated.transfers import SimulatedReader, SimulatedReads
 from qoff.kernels.processor import usable_threads
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.kvcache.store.sparse import WRONG_GUESSES
 from qoff.memory.instrumentation import PLAIN
+from qoff.memory.io.disk import ReadRequest, Run
 from qoff.memory.io.virtual import VirtualClock
+from qoff.memory.plan import Image
 from qoff.plan import Plan
 from qoff.plan.certify import TIERS, Certifier
 from qoff.plan.cost import CostModel
@@ -31,6 +34,7 @@ from qoff.plan.phase import Choices
 from qoff.plan.search import find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
+from qoff.quant import QuantConfig
 from tests.plan.machines import GIB, LLAMA_405B, MIB, machine, sizes
 
 KIB = 1 << 10
@@ -70,6 +74,18 @@ def moved(driver: Driver) -> list[float]:
 
     first = rounds()  # which compares files with their checksums, where there are any
     return list(np.subtract(rounds(), first))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
+    """One more for each call of a method from now on."""
+    calls, method = list[None](), getattr(owner, name)
+
+    def call(self: object, *arguments: Any) -> Any:
+        calls.append(None)
+        return method(self, *arguments)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
 
 
 def bounds(path: Path, plan: Plan, spare: int) -> Plan:
@@ -174,6 +190,69 @@ def test_an_expert_that_is_kept_in_host_memory_takes_the_link_back(on_gpu: bool)
         assert here.from_device.bytes - back == MIB
         assert here.to_device.bytes - there == 1
         assert here.clock.now() >= MIB / here.profile.from_device.bytes_per_s
+
+
+def test_a_request_is_as_many_steps_for_three_parts_as_for_three_thousand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the same time, and with the same bytes counted; in chunks where it is large."""
+    steps = counted(monkeypatch, VirtualClock, "at")
+    found = []
+    for count, scattered in ((3, False), (3000, False), (3, True), (3000, True)):
+        here = VirtualMachine(machine(), VirtualClock(), chunk=MIB)
+        here.loading = False
+        reader = SimulatedReader(here)
+        dest = torch.empty(3000 * KIB, dtype=torch.uint8)
+        each = len(dest) // count
+        steps.clear()
+        if scattered:
+            runs = [Run(2 * i * each, i * each, each) for i in range(count)]
+            request = reader.submit_runs(Path("there"), runs, dest)
+        else:
+            parts = [(2 * i * each, dest[i * each : (i + 1) * each]) for i in range(count)]
+            request = reader.submit_parts("there", parts)
+        here.clock.result(request)
+        assert here.read.bytes == reader.stats.bytes == len(dest)
+        found.append((len(steps), here.clock.now()))
+    assert found[1:] == found[:1] * 3
+    on = machine().disk_read
+    assert found[0][0] == 6
+    assert found[0][1] == pytest.approx(on.request_s + len(dest) / on.bytes_per_s)
+
+
+def test_tiles_beside_a_gpu_take_steps_and_copies_for_each_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tile's scales are hundreds of parts, and what it leaves is memory nobody writes to."""
+    steps = counted(monkeypatch, VirtualClock, "at")
+    requests = counted(monkeypatch, VirtualLink, "ask")
+    parts, copied = list[int](), list[int]()
+    submit, copy = SimulatedReads._submit, torch.Tensor.copy_
+
+    def submitted(self: SimulatedReads, image: Image, ranges: Any, memory: Any) -> ReadRequest:
+        parts.append(len(ranges))
+        return submit(self, image, ranges, memory)
+
+    def copies(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        copied.append(self.nbytes)
+        return copy(self, *arguments, **options)
+
+    monkeypatch.setattr(SimulatedReads, "_submit", submitted)
+    monkeypatch.setattr(torch.Tensor, "copy_", copies)
+    large = ModelSizes.of({**LLAMA_405B, "num_hidden_layers": 2}, QuantConfig(packing="split32"))
+    plan = replace(PLAIN_PLAN, kv_placement=KVPlacement(0.0, 0.0), cpu_attention="never")
+    plan = replace(plan, device_memory=2 * GIB, host_memory=2 * GIB)
+    on = machine(True, device=2 * GIB, host=2 * GIB, disk=1000 * GIB)
+    with Simulation(large, plan, on) as run:
+        for one in (steps, requests, parts, copied):
+            one.clear()
+        run.driver.read(2, 2, 64, 128)
+        embedded = 2 * 2 * 64 * large.spec.hidden_size * 4
+        assert sum(copied) < 1.1 * embedded  # the rows of the table, once
+        run.driver.begin(6, 250, 320)
+        run.driver.decode()
+    assert sum(parts) > 50 * len(requests)
+    assert len(steps) < 8 * len(requests)
 
 
 def test_links_that_wait_for_each_other_take_longer_than_either() -> None:

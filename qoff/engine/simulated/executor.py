@@ -42,6 +42,7 @@ from .ops import SimulatedOps
 from .transfers import (
     SimulatedCopies,
     SimulatedReader,
+    SimulatedReads,
     SimulatedSpill,
     SimulatedStream,
     SimulatedWriteBack,
@@ -161,7 +162,7 @@ class _SimulatedGpu(_Simulated, GpuExecutor):
         return SimulatedWriteBack(self.machine, *arguments)
 
 
-class _SimulatedStreams(CudaTransfers):
+class _SimulatedStreams(SimulatedReads, CudaTransfers):
     """Transfers to a GPU."""
 
     def __init__(self, machine: VirtualMachine) -> None:
@@ -177,7 +178,7 @@ class _SimulatedStreams(CudaTransfers):
         to_device.follow(from_device)
 
 
-class _SimulatedThreads(ThreadTransfers):
+class _SimulatedThreads(SimulatedReads, ThreadTransfers):
     """Transfers beside a CPU."""
 
     def __init__(self, machine: VirtualMachine) -> None:

@@ -99,7 +99,7 @@ def _bytes_of(layers: Sequence[LayerExperts]) -> tuple[Slots, Slots]:
         lies = layer.lies
         if lies not in found:
             images = [layer.image(number) for number in range(layer.count)]
-            found[lies] = [(sum(r.nbytes for r in one.ranges), one.nbytes) for one in images]
+            found[lies] = [(one.bytes_read, one.nbytes) for one in images]
         every += found[lies]
     read, held = np.array(every, dtype=np.int64).reshape(-1, 2).T
     return read, held

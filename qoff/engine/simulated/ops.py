@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, LayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape, first_seen
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
 from qoff.kernels.layout.low_rank import LowRanks
@@ -26,6 +27,8 @@ from qoff.plan.processor import Processor
 
 from .machine import VirtualMachine
 
+BlockSeconds: TypeAlias = Callable[[KVFormat, int, float], float]
+
 
 class SimulatedOps:
     """As `kernels.ops.Ops`. Results are memory that nobody writes to, except what decides.
@@ -34,18 +37,19 @@ class SimulatedOps:
     Experts are chosen at random, each alike likely, always the same in a process.
     """
 
-    RECORDER = None
+    RECORDER, USES_OUT = None, True  # on a GPU, too: what tiles leave there would be copied
     ACTIVATION_BITS: tuple[int, ...] = (8, 16)
 
     def __init__(self, machine: VirtualMachine, matrices: int) -> None:
         self._machine, self._device = machine, machine.profile.device
         on_gpu = machine.profile.on_gpu
         self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
-        self.USES_OUT = not on_gpu
         self.call_s = 0.0  # of an op beside its work
         self.pass_s = 0.0  # of a pass beside its ops
         self._last = deque[tuple[int, int]](maxlen=matrices)  # used last: address and bytes
         self._random = torch.Generator().manual_seed(0)
+        self._block_s = _remembering(self._device)
+        self._host_block_s = _remembering(machine.profile.host)
         self._matmul_s: dict[tuple[float, int, bool, int], float] = {}  # for each weight
 
     def begin_pass(self) -> None:
@@ -199,7 +203,7 @@ class SimulatedOps:
         packed = {span.slot: 0 for span in ragged.spans}
         seconds = self.call_s
         for part in cache.packed:
-            seconds += _packed_s(self._device, shape, part, ragged, cache.top)
+            seconds += _packed_s(self._block_s, shape, part, ragged, cache.top)
             if part.bounds is not None:
                 part.bounds.bring(*_spread(part, shape.kv_heads, cache.top))
             for slot in packed:
@@ -212,8 +216,8 @@ class SimulatedOps:
         """Blocks elsewhere by the CPU, and then those here."""
         step, group = cache.step, shape.heads // shape.kv_heads
         if cache.offloaded:
-            host = self._machine.profile.host
-            seconds = sum(_packed_s(host, shape, part, ragged, 1.0) for part in cache.offloaded)
+            block_s = self._host_block_s
+            seconds = sum(_packed_s(block_s, shape, part, ragged, 1.0) for part in cache.offloaded)
             nbytes = sum(
                 _blocks(shape, part, ragged) * part.form.nbytes for part in cache.offloaded
             )
@@ -225,9 +229,8 @@ class SimulatedOps:
             tokens = packed[span.slot]
             tokens -= BLOCK_TOKENS * _unseen(shape, span.past, before[span.slot] - tokens, tokens)
             if tokens:
-                numbers = np.asarray(group * span.count), np.asarray(tokens)
-                each = self._device.attention_s(cache.form, *numbers)
-                seconds += tokens // BLOCK_TOKENS * shape.kv_heads * float(each)
+                each = self._block_s(cache.form, group * span.count, tokens)
+                seconds += tokens // BLOCK_TOKENS * shape.kv_heads * each
         past = [span.past - before[span.slot] for span in ragged.spans]
         size = cache.recent_k.itemsize
         self._machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
@@ -263,8 +266,21 @@ def _spread(part: PackedTokens, kv_heads: int, top: float) -> tuple[Tensor, Tens
     )
 
 
+def _remembering(processor: Processor) -> BlockSeconds:
+    """Seconds for a block of a KV head by its form, queries of it and tokens of a sequence.
+
+    Layers of a pass are alike.
+    """
+
+    @cache
+    def block_s(form: KVFormat, queries: int, tokens: float) -> float:
+        return float(processor.attention_s(form, np.asarray(queries), np.asarray(tokens)))
+
+    return block_s
+
+
 def _packed_s(
-    processor: Processor, shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float
+    block_s: BlockSeconds, shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float
 ) -> float:
     """Seconds to attend to it, by the queries that each KV head has of a sequence."""
     queries = shape.heads // shape.kv_heads * max(span.count for span in ragged.spans)
@@ -272,8 +288,7 @@ def _packed_s(
     if not blocks:
         return 0.0
     tokens = BLOCK_TOKENS * blocks / shape.kv_heads / len(ragged.spans)  # of a sequence
-    each = processor.attention_s(part.form, np.asarray(queries), np.asarray(tokens))
-    return blocks * float(each)
+    return blocks * block_s(part.form, queries, tokens)
 
 
 def _unpacked_s(

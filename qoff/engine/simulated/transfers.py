@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from qoff.kvcache.device.write_back import WriteBack, WriteBackQueue
-from qoff.memory import DiskReader
+from qoff.memory import DiskReader, Transfers
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.copy_stream import Copy, CopyStream, Event
 from qoff.memory.io.direct import DirectFile
 from qoff.memory.io.disk import ReadRequest, Run
 from qoff.memory.io.spill import SpillFile
+from qoff.memory.io.transfers import UnitRead
+from qoff.memory.plan import FileRange, Image
 
 from .machine import VirtualLink, VirtualMachine
 
@@ -59,19 +61,25 @@ class SimulatedReader(DiskReader):
         super().__init__(chunk=machine.chunk, clock=machine.clock)
         self._machine, self._link = machine, machine.read
 
-    def submit_parts(
-        self, path: str | Path, parts: Sequence[tuple[int, Tensor]], urgent: bool = False
-    ) -> ReadRequest:
+    def read_at_once(self, path: str | Path, nbytes: int, urgent: bool = False) -> ReadRequest:
+        """A request of so many bytes, in as few reads as its parts would be if they were one.
+
+        Parts would occupy the link one after another, too; a tile's scales alone are hundreds.
+        """
         if self._machine.loading:
             request = ReadRequest()
             request.set_result(None)
             return request
         self._link.ask()
-        return super().submit_parts(path, parts, urgent)
+        return super().submit_parts(path, [(0, unbacked(nbytes))], urgent)
+
+    def submit_parts(
+        self, path: str | Path, parts: Sequence[tuple[int, Tensor]], urgent: bool = False
+    ) -> ReadRequest:
+        return self.read_at_once(path, sum(dest.nbytes for _, dest in parts), urgent)
 
     def submit_runs(self, path: Path, runs: Sequence[Run], dest: Tensor) -> ReadRequest:
-        self._link.ask()
-        return super().submit_runs(path, runs, dest)
+        return self.read_at_once(path, sum(run.nbytes for run in runs))
 
     def read_here(self, path: str | Path, offset: int, dest: Tensor) -> None:
         self.count(dest.nbytes)
@@ -83,6 +91,22 @@ class SimulatedReader(DiskReader):
 
     def _open(self, path: Path) -> DirectFile:
         return _NoFile(path, self._link)
+
+
+class SimulatedReads(Transfers):
+    """Reads of weights that come nowhere."""
+
+    def _submit(self, image: Image, ranges: Sequence[FileRange], memory: Tensor) -> ReadRequest:
+        assert isinstance(self.reader, SimulatedReader)
+        whole = ranges is image.ranges
+        nbytes = image.bytes_read if whole else sum(one.nbytes for one in ranges)
+        return self.reader.read_at_once(image.file.path, nbytes)
+
+    def _finish(self, read: UnitRead, lane: str) -> None:
+        """Nothing is there to be checked, repacked or widened."""
+        if read.image.repacked:
+            self._start(read, read.image.ranges, self._staging, lane)
+        self.clock.result(read.requests[-1])
 
 
 class SimulatedSpill(SpillFile):

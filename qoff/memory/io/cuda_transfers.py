@@ -127,7 +127,8 @@ class CudaTransfers(Transfers):
             if copied is not None:
                 copied.synchronize()
             piece = buffer[: stop - at]
-            ranges = clip(read.image.ranges, at, stop)
+            whole = stop - at == read.image.nbytes
+            ranges = read.image.ranges if whole else clip(read.image.ranges, at, stop)
             self.clock.result(self._start(read, ranges, piece, "disk to device"))
             if before is not None:
                 self.clock.wait([before])

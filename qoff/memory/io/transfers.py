@@ -240,18 +240,21 @@ class Transfers(ABC):
         self, read: UnitRead, ranges: Sequence[FileRange], memory: Tensor, lane: str
     ) -> ReadRequest:
         """Start reading ranges of the image's file to their places in `memory`."""
-        parts = [(r.offset, memory[r.at : r.at + r.nbytes]) for r in ranges]
-        request = self.reader.submit_parts(read.image.file.path, parts)
+        request = self._submit(read.image, ranges, memory)
         read.add(request)
         timeline, asked = self._instrumentation.timeline, self.clock.now()
-        label, nbytes = read.image.label, sum(r.nbytes for r in ranges)
+        label = read.image.label
 
         def note(ended: Future[None]) -> None:  # without `read`: a circle would keep its memory
             if timeline is not None and ended.exception() is None:
-                timeline.arrived(lane, label, asked, nbytes)
+                timeline.arrived(lane, label, asked, sum(r.nbytes for r in ranges))
 
         request.add_done_callback(note)
         return request
+
+    def _submit(self, image: Image, ranges: Sequence[FileRange], memory: Tensor) -> ReadRequest:
+        parts = [(r.offset, memory[r.at : r.at + r.nbytes]) for r in ranges]
+        return self.reader.submit_parts(image.file.path, parts)
 
     def _finish(self, read: UnitRead, lane: str) -> None:
         """Check and repack or widen an image; one that is repacked is read by this, too."""

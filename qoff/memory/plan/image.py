@@ -70,6 +70,11 @@ class Image:
         return self.placed is not self.raw and not self.widened
 
     @cached_property
+    def bytes_read(self) -> int:
+        """Of the file."""
+        return sum(one.nbytes for one in self.ranges)
+
+    @cached_property
     def widened(self) -> bool:
         """Whether codes are widened in their places, by `widen`, when all has been read."""
         return any(True for _ in self._widened())
