@@ -68,7 +68,8 @@ def memory_on_gpu(
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
-    model = (spec, set(zip(shapes, forms, strict=True)), device, dtype)
+    kinds = set(zip(shapes, forms, strict=True))
+    model = (spec, kinds, device, dtype)
     scratch = scratch_sizes(plan, spec, device, dtype)
     on_device = _pass_bytes(plan, *model, tiled) + scratch.nbytes
     on_device += _kept_bytes(plan, spec, len(blocks.groups))
@@ -84,9 +85,9 @@ def memory_on_gpu(
         on_device += _fixed_bytes(recorded, spec, dtype) + held_bytes(spec, recorded, dtype)
     work = {DEVICE: on_device, HOST: 0}
     if _attends_on_host(plan):  # queries and results, and what the CPU works in
-        work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
+        work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape, _ in kinds)
         passes, threads = plan.passes(spec.vocab_size), pool_threads()
-        work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for form in forms)
+        work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for _, form in kinds)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     if spec.linear is not None:
