@@ -131,7 +131,7 @@ def plan(
     from qoff.kvcache.quant import kv_quant
     from qoff.memory.experts.routes import RecordedRoutes
     from qoff.plan import Plan
-    from qoff.plan.explain import explain
+    from qoff.plan.explain import beside_checkpoint, explain
     from qoff.plan.pareto import pareto_front
     from qoff.plan.saved import plan_text
     from qoff.plan.tokenizer import tokenizer_bytes
@@ -187,10 +187,14 @@ def plan(
     if work.max_kl is not None:
         chosen, sizes = _form(model, work, weights, machine, workload, template)
         template = replace(template, kv=chosen.kv)
+    beside = on.disk is not None and not sizes.checkpoint.outer.path.exists()
+    if beside:
+        machine = beside_checkpoint(machine, sizes)
     found = explain(
         sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
     )
-    found = replace(found, tokenizer=tokenizer_bytes(there if there.is_dir() else there.parent))
+    tokenizer = tokenizer_bytes(there if there.is_dir() else there.parent)
+    found = replace(found, tokenizer=tokenizer, beside=beside)
     written = list[Path]()
     if save is not None:
         save.write_text(plan_text(found.found.plan, None if chosen is None else chosen.weights))

@@ -27,7 +27,7 @@ class MachineOptions:
     )
     gpu_rates: str = Option("1TB/s,100T", help="Its memory, and its arithmetic in flop/s.")
     host: str | None = Option(None, help="Host memory that may be used, like 64GiB.")
-    disk: str | None = Option(None, help="Free disk, like 1TB.")
+    disk: str | None = Option(None, help="Free disk, like 1TB, also for the checkpoint.")
     link: str | None = Option(None, help="From host to GPU, like 25GB/s.")
     disk_rate: str | None = Option(None, help="Reads of the disk, like 3GB/s.")
     disk_write_rate: str | None = Option(None, help="Writes to it, in the same way.")

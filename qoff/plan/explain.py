@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qoff.errors import QoffError
+from qoff.errors import BudgetError, QoffError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.groups import layer_groups
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
@@ -29,7 +29,8 @@ _DIFFERS = 0.02  # part of the seconds
 class Explained:
     """A plan, the machine it is for, and what it was asked for.
 
-    tokenizer: bytes of main memory that it takes beside the plan, about.
+    tokenizer: bytes of main memory that it takes beside the plan, about. beside: whether the
+    machine's disk is what the checkpoint leaves of it.
     """
 
     sizes: ModelSizes
@@ -37,6 +38,7 @@ class Explained:
     workload: Workload
     found: Certified
     tokenizer: int = 0
+    beside: bool = False
 
     def line(self) -> str:
         """Why this plan, in one line."""
@@ -52,10 +54,20 @@ class Explained:
             f"{found.decode.tokens_per_s:.1f} new tokens/s expected"
         )
 
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and purpose. On a CPU what passes through host memory is on the device."""
+        found = self.found.bytes_by_tier()
+        if not self.machine.on_gpu:
+            device, host = found[DEVICE], found[HOST]
+            found[DEVICE] = {name: n + host.get(name, 0) for name, n in device.items()}
+            found[HOST] = {}
+            assert host.keys() <= device.keys()
+        return found
+
     def tiers(self) -> list[tuple[str, ...]]:
         """Rows of bytes: tier, purpose, bytes; with the sum and what there is."""
         rows: list[tuple[str, ...]] = []
-        for tier, purposes in self.found.bytes_by_tier().items():
+        for tier, purposes in self.bytes_by_tier().items():
             rows += [(tier, name, format_size(n)) for name, n in purposes.items() if n]
             if tier == DISK and self.found.weights[DISK]:
                 read = format_size(self.found.weights[DISK])
@@ -105,7 +117,7 @@ class Explained:
             )
         file, free = self.sizes.checkpoint.outer.path, self.machine.usable[DISK]
         spilled = sum(self.found.bytes_by_tier()[DISK].values())
-        if self.sizes.nbytes + spilled > free and not file.exists():
+        if self.sizes.nbytes + spilled > free and not self.beside and not file.exists():
             more = f" and the plan {format_size(spilled)} more" if spilled else ""
             yield (
                 f"the checkpoint takes {format_size(self.sizes.nbytes)}{more}, and "
@@ -172,7 +184,7 @@ class Explained:
         found = self.found
         return {
             "plan": plan_values(found.plan),
-            "bytes": found.bytes_by_tier(),
+            "bytes": self.bytes_by_tier(),
             "tokenizer_bytes": self.tokenizer,
             "checkpoint_bytes": self.sizes.nbytes,
             "weights_read_from": dict(found.weights),
@@ -217,6 +229,20 @@ def explain(
     """Find the best plan, and explain it. Raises as `find_plan` does."""
     found = find_plan(sizes, machine, workload, template, simulate=simulate)
     return Explained(sizes, machine, workload, found)
+
+
+def beside_checkpoint(machine: MachineProfile, sizes: ModelSizes) -> MachineProfile:
+    """The machine with as much disk as a checkpoint leaves that is yet to be made.
+
+    Raises BudgetError where there is not enough for that alone.
+    """
+    wanted, free = sizes.nbytes, machine.usable[DISK]
+    if wanted > free:
+        raise BudgetError(
+            f"disk: the checkpoint takes {format_size(wanted)}, {format_size(wanted - free)} more "
+            f"than the {format_size(free)} there; raise it to that, or use fewer bits"
+        )
+    return machine.with_memory(disk=free - wanted)
 
 
 def _twice(link: Link) -> Link:

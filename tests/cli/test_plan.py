@@ -172,6 +172,35 @@ def test_a_model_without_weights_on_a_gpu_that_is_not_here(config: Path) -> None
     assert "% faster" in found.stdout  # than the plan, at most
 
 
+def test_a_disk_has_room_for_the_checkpoint_and_what_the_plan_spills(
+    config: Path, here: Path, tmp_path: Path
+) -> None:
+    ask = ("--machine", here, *WORK, "--json", "--disk")
+    large = json.loads(run("plan", config, *ask, "1GiB").stdout)
+    checkpoint, free = large["checkpoint_bytes"], large["usable"]["disk"]
+    assert free == (1 << 30) - checkpoint
+    spilled = sum(large["bytes"]["disk"].values())
+    for less in (0, spilled // 2):  # plans that spill no more than is left
+        exact = checkpoint + spilled - less
+        found = json.loads(run("plan", config, *ask, f"{exact}").stdout)
+        assert sum(found["bytes"]["disk"].values()) <= found["usable"]["disk"] == exact - checkpoint
+        assert not [note for note in found["warnings"] if "the checkpoint takes" in note]
+    refused = run("plan", config, *ask, f"{checkpoint - MIB}")
+    assert refused.exit_code == 1
+    assert "disk: the checkpoint takes" in refused.output
+    assert "1.0 MiB more than the" in refused.output
+    assert refused.output.count("\n") == 1
+
+
+def test_the_disk_of_a_checkpoint_that_is_there_is_all_free(
+    here: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    found = run("plan", model, "--machine", here, *WORK, "--json", "--disk", "64KiB")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["usable"]["disk"] == 64 << 10
+
+
 def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -> None:
     def form(*options: object) -> dict[str, Any]:
         found = run("plan", config, "--machine", here, *WORK, "--json", *options)

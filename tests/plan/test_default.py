@@ -138,6 +138,24 @@ def test_an_explanation_names_tiers_limit_and_what_would_be_faster() -> None:
     assert not [w for w in found.warnings() if "everything fits" in w]
 
 
+def test_what_passes_through_host_memory_is_on_the_device_of_a_cpu() -> None:
+    """KV blocks on their way to disk, which no tier of its own has room for."""
+    on = machine(device=6 * MIB)
+    plain = explain(sizes(), on, WORK)
+    memory = plain.found.memory
+    host = dict.fromkeys(memory.purposes["host"], 0) | {"KV blocks": MIB}
+    staged = replace(memory, purposes={**memory.purposes, "host": host})
+    found = replace(plain, found=replace(plain.found, memory=staged))
+    assert {row[0] for row in found.tiers()} == {"device", "disk"}
+    before, after = plain.bytes_by_tier()["device"], found.bytes_by_tier()["device"]
+    moved = memory.purposes["host"].get("KV blocks", 0)
+    assert after == before | {"KV blocks": before["KV blocks"] - moved + MIB}
+    assert found.values()["bytes"] == found.bytes_by_tier()
+    both = (machine(True, host=GIB), sizes(True))
+    beside = replace(found, machine=both[0], sizes=both[1])
+    assert beside.bytes_by_tier()["host"]["KV blocks"] == MIB
+
+
 def test_a_model_that_fits_is_said_to_need_no_offloading() -> None:
     found = explain(sizes(), machine(device=GIB), WORK)
     assert any("no offloading" in warning for warning in found.warnings())
