@@ -32,7 +32,7 @@ from .test_training import (
     torch_step,
 )
 
-TILE = 3000  # bytes: of matrices whose rows it does not divide
+TILE = 7000  # bytes: of matrices whose rows it does not divide
 
 
 def tiled(
