@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from .mixture import Array
 from .phase import PLACED, RESOURCES, Choices, Phase, round_seconds
 
 _NEAREST = TIERS[::-1]  # of hidden states, in the order of `Choices.activations`
+_NOT_COUNTED = frozenset({"host_memory", "token_s", "adapt"})  # fields of a plan
 STAGING = 2  # buffers in host memory beside a GPU
+
+Counted: TypeAlias = dict[Hashable, Memory]
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,16 @@ def choices_of(plan: Plan) -> Choices:
 
 @dataclass(frozen=True)
 class Certifier:
-    """Counts plans for a model on a machine. template: fields of a plan that are not searched."""
+    """Counts plans for a model on a machine. template: fields of a plan that are not searched.
+
+    counted: what plans of the model were found to take, for searches of machines with other rates.
+    """
 
     cost: CostModel
     template: Plan
     device: torch.device  # what working space is counted for
     dtype: torch.dtype
+    counted: Counted = field(default_factory=dict)
 
     @property
     def packing(self) -> str:
@@ -106,6 +114,14 @@ class Certifier:
 
     def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
         """What a plan takes beside the weights."""
+        fields = (value for name, value in vars(plan).items() if name not in _NOT_COUNTED)
+        key = (tiled, *fields)
+        found = self.counted.get(key)
+        if found is None:
+            found = self.counted[key] = self._count(plan, tiled)
+        return found
+
+    def _count(self, plan: Plan, tiled: bool) -> Memory:
         sizes = self.cost.sizes
         if not self.cost.machine.on_gpu:
             cores = self.cost.machine.cores

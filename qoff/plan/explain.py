@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qoff.errors import BudgetError, QoffError
@@ -12,7 +12,7 @@ from qoff.kvcache.groups import layer_groups
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.units import format_size
 
-from .certify import Certified, Forecast
+from .certify import Certified, Counted, Forecast
 from .finalists import Simulate
 from .manual import Plan
 from .profile import Link, MachineProfile
@@ -30,7 +30,7 @@ class Explained:
     """A plan, the machine it is for, and what it was asked for.
 
     tokenizer: bytes of main memory that it takes beside the plan, about. beside: whether the
-    machine's disk is what the checkpoint leaves of it.
+    machine's disk is what the checkpoint leaves of it. counted: by the search that found the plan.
     """
 
     sizes: ModelSizes
@@ -39,6 +39,7 @@ class Explained:
     found: Certified
     tokenizer: int = 0
     beside: bool = False
+    counted: Counted = field(default_factory=dict, repr=False)
 
     def line(self) -> str:
         """Why this plan, in one line."""
@@ -154,7 +155,9 @@ class Explained:
         rows: list[tuple[str, ...]] = []
         for name, machine, template in self._others():
             try:
-                other = find_plan(self.sizes, machine, self.workload, template)
+                other = find_plan(
+                    self.sizes, machine, self.workload, template, counted=self.counted
+                )
             except QoffError:
                 continue
             rows.append(
@@ -227,8 +230,9 @@ def explain(
     simulate: Simulate | None = None,
 ) -> Explained:
     """Find the best plan, and explain it. Raises as `find_plan` does."""
-    found = find_plan(sizes, machine, workload, template, simulate=simulate)
-    return Explained(sizes, machine, workload, found)
+    counted: Counted = {}
+    found = find_plan(sizes, machine, workload, template, simulate=simulate, counted=counted)
+    return Explained(sizes, machine, workload, found, counted=counted)
 
 
 def beside_checkpoint(machine: MachineProfile, sizes: ModelSizes) -> MachineProfile:

@@ -20,7 +20,7 @@ from qoff.errors import BudgetError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 
-from .certify import STAGING, Certified, Certifier
+from .certify import STAGING, Certified, Certifier, Counted
 from .cost import CostModel
 from .drafting import with_drafts
 from .finalists import NEAR, Simulate, fastest_simulated
@@ -48,6 +48,7 @@ def find_plan(
     dtype: torch.dtype | None = None,
     simulate: Simulate | None = None,
     like: Plan | None = None,
+    counted: Counted | None = None,
 ) -> Certified:
     """The best plan for a workload within the memory of a machine.
 
@@ -55,9 +56,10 @@ def find_plan(
     the workload does not say how many are accepted. dtype: of hidden states on a GPU. simulate:
     gives a plan the seconds of its rounds in virtual time, by which the best ones are compared
     then. like: only plans that cut prompts into pieces as long as this one's and attend to the
-    cache in the same place, on which roundings depend. Raises BudgetError in a line, with tier,
-    bytes and the nearest setting, where no plan fits, and ArgumentError for sequences longer than
-    the model's.
+    cache in the same place, on which roundings depend. counted: by searches for this model on
+    machines that differ in memory and rates alone; this one's are added. Raises BudgetError in a
+    line, with tier, bytes and the nearest setting, where no plan fits, and ArgumentError for
+    sequences longer than the model's.
     """
     template = replace(template or Plan(), context=workload.context)
     if workload.acceptance:
@@ -69,7 +71,7 @@ def find_plan(
     cost = CostModel(sizes, machine, workload, kv, number.itemsize, bits, template.frees)
     cuda = machine.on_gpu and torch.cuda.is_available()
     place = torch.device("cuda") if cuda else torch.device("cpu")
-    certifier = Certifier(cost, template, place, number)
+    certifier = Certifier(cost, template, place, number, {} if counted is None else counted)
     choices = choices_for(workload, machine.on_gpu, like)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)

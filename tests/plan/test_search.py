@@ -16,7 +16,7 @@ from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
 from qoff.memory.plan import plan_residency
 from qoff.plan import Memory, Plan
-from qoff.plan.certify import Certified, Certifier
+from qoff.plan.certify import Certified, Certifier, Counted
 from qoff.plan.cost import CostModel
 from qoff.plan.pareto import pareto_front
 from qoff.plan.phase import Choices, round_seconds
@@ -149,6 +149,33 @@ def test_where_reads_take_turns_with_computing_there_is_a_slot_more(
     assert best.simulated is not None
     assert best.simulated.seconds < 0.99 * simulate(two).seconds
     assert sum(sum(used.values()) for used in best.bytes_by_tier().values()) <= 8 * MIB
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_searches_that_share_what_they_counted_find_the_same(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On machines with other rates, or more host memory beside a GPU, and count less."""
+    on = machine(on_gpu, device=(140 if on_gpu else 6) * MIB)
+    disk = replace(on.disk_read, bytes_per_s=2 * on.disk_read.bytes_per_s)
+    calls, count = list[Plan](), Certifier._count
+
+    def counting(self: Certifier, plan: Plan, tiled: bool) -> Memory:
+        calls.append(plan)
+        return count(self, plan, tiled)
+
+    monkeypatch.setattr(Certifier, "_count", counting)
+    counted: Counted = {}
+    more = {"host": 64 * MIB} if on_gpu else {}
+    for other in (on, on, replace(on, disk_read=disk), on.with_memory(**more)):
+        alone = find_plan(sizes(on_gpu), other, WORK)
+        needed, first = len(calls), not counted
+        calls.clear()
+        shared = find_plan(sizes(on_gpu), other, WORK, counted=counted)
+        assert (shared.plan, shared.seconds) == (alone.plan, alone.seconds)
+        assert shared.memory.purposes == alone.memory.purposes
+        assert first or len(calls) < needed / 2
+        calls.clear()
 
 
 def test_more_memory_is_never_slower() -> None:
