@@ -26,6 +26,10 @@ from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, RELATIVE_RMS, assert
 OPS = [cpu, reference_ops]
 DECODE_STEPS = 10
 LENGTHS = (1, 21, 8)  # of the sequences of a ragged batch
+KINDS = (  # of decoders
+    *("llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3", "llama4", "qwen3.5-moe"),
+    *("gemma4-moe", "gemma4-small"),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -82,17 +86,21 @@ def expected_logits(path: Path, prompts: list[Tensor], decoded: Tensor) -> list[
     return found
 
 
-@pytest.mark.parametrize(
-    ("lengths", "ops"),
-    [((17,), cpu), (LENGTHS, cpu), (LENGTHS, reference_ops)],
-    ids=lambda x: getattr(x, "PACKING", str(x)),
-)
-def test_logits_are_those_of_transformers(
-    checkpoint: Path, lengths: tuple[int, ...], ops: ModuleType
-) -> None:
-    run = PlainRun(checkpoint, ops)
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.PACKING)
+def test_logits_are_those_of_transformers(checkpoint: Path, ops: ModuleType) -> None:
+    compare(checkpoint, LENGTHS, ops)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_so_are_those_of_one_sequence(family: str, base: Path) -> None:
+    compare(tiny_checkpoint(base, family, "split32"), (17,), cpu)
+
+
+def compare(path: Path, lengths: tuple[int, ...], ops: ModuleType) -> None:
+    """Prompts of these lengths and the tokens that follow, in qoff and in transformers."""
+    run = PlainRun(path, ops)
     vocab = run.decoder.spec.vocab_size
-    prompts, decoded, (prefill, *steps) = inputs_and_logits(checkpoint, lengths, vocab)
+    prompts, decoded, (prefill, *steps) = inputs_and_logits(path, lengths, vocab)
     cache = run.decoder.new_cache(len(prompts))
     assert_close(forward(run, cache, prompts), prefill, tolerance=tolerance(run, ops))
     for column, wanted in zip(decoded.T, steps, strict=True):
@@ -114,13 +122,7 @@ def test_a_prompt_in_two_parts_gives_the_logits_of_the_whole(
     assert_close(torch.cat(parts), whole, tolerance=tolerance(run, ops))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3", "qwen3.5-moe"),
-        *("gemma4-moe", "gemma4-small"),
-    ],
-)
+@pytest.mark.parametrize("family", KINDS)
 def test_only_the_wanted_rows_go_through_the_end_of_the_last_layer(
     family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
