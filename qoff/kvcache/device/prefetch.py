@@ -91,9 +91,9 @@ class BlockPrefetcher:
         reads = offloaded.bring(layer, to_bounce, bounce)
         stride, record = offloaded.plan.stride, offloaded.plan.record_bytes[layer]
         places = [at for run in copy_plan.from_disk for at in range(run.at, run.at + run.count)]
-        pairs = [
-            (dest[at], bounce[i * stride : i * stride + record]) for i, at in enumerate(places)
-        ]
+        read = bounce[: len(places) * stride].view(len(places), stride)[:, :record].unbind()
+        into = dest.unbind()
+        pairs = [(into[at], one) for at, one in zip(places, read, strict=True)]
         pool = offloaded.pools[HOST].layers[layer].flatten(1)
         for run in copy_plan.from_host:
             source = pool[run.local : run.local + run.count]
