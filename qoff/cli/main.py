@@ -229,10 +229,10 @@ def env(
     as_json: Json = False,
 ) -> None:
     """Show versions, processor, memory, disk and GPU."""
-    from .env import describe, measured
-
     if save is not None and not measure:
         raise ArgumentError("--save keeps what --measure finds; give both")
+    from .env import describe, measured
+
     spill = spill_folder or Path(tempfile.gettempdir())
     found = describe(path, spill)
     if measure:

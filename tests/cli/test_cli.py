@@ -360,6 +360,6 @@ def test_the_program_itself(checkpoint: Path, tmp_path: Path) -> None:
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", good.stderr, re.MULTILINE))
     assert {"torch", "numba", "transformers"} <= imported
     assert imported & UNUSED == set()
-    bad = command("verify", tmp_path / "gone")
+    bad = command("env", "--save", tmp_path / "machine.json")
     assert (bad.returncode, bad.stdout) == (1, "")
     assert len(bad.stderr.splitlines()) == 1
