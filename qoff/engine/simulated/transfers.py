@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ class SimulatedCopies(Copies):
         super().__init__(**more)
         self._to, self._from = machine.to_device, machine.from_device
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Time passes where `call` says how many bytes move."""
 
     def copy_runs(self, runs: Sequence[Run], dest: Tensor, source: Tensor) -> None:

@@ -6,7 +6,7 @@ to its end: a block in a slot is a block of the pool with a number, like those t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -90,20 +90,36 @@ class BlockPrefetcher:
         bounce = self._bounces[slot.storage_offset()]
         reads = offloaded.bring(layer, to_bounce, bounce)
         stride, record = offloaded.plan.stride, offloaded.plan.record_bytes[layer]
-        places = [at for run in copy_plan.from_disk for at in range(run.at, run.at + run.count)]
-        read = bounce[: len(places) * stride].view(len(places), stride)[:, :record].unbind()
-        into = dest.unbind()
-        pairs = [(into[at], one) for at, one in zip(places, read, strict=True)]
+        count = to_bounce.count
+        read = bounce[: count * stride].view(count, stride)[:, :record]
         pool = offloaded.pools[HOST].layers[layer].flatten(1)
-        for run in copy_plan.from_host:
-            source = pool[run.local : run.local + run.count]
-            pairs.append((dest[run.at : run.at + run.count], source))
-        nbytes, name = copy_plan.count * record, f"KV of layer {layer}"
-        move = partial(copies.copy, pairs)
+        nbytes = copy_plan.count * record
+        move = partial(copies.copy, _pairs(copy_plan, dest, read, pool))
+        name = f"KV of layer {layer}"
         return [*reads, copies.call(move, nbytes, "host to device", name, reads)]
 
     def _on_disk(self, blocks: Sequence[int]) -> list[int]:
         return [block for block in blocks if self._offloaded.tier(block) == DISK]
+
+
+def _pairs(
+    copy_plan: CopyPlan, dest: Tensor, read: Tensor, pool: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where blocks come to and from, each the same memory in one piece; made as it is copied.
+
+    dest, read, pool: records of a block, uint8 [blocks, bytes], of all of them in their places, of
+    those from disk one after another, and of those in host memory.
+    """
+    done = 0
+    for run in copy_plan.from_disk:
+        into, source = dest[run.at : run.at + run.count], read[done : done + run.count]
+        if source.is_contiguous():
+            yield into, source
+        else:  # records end before whole pages do
+            yield from zip(into.unbind(), source.unbind(), strict=True)
+        done += run.count
+    for run in copy_plan.from_host:
+        yield dest[run.at : run.at + run.count], pool[run.local : run.local + run.count]
 
 
 class PrefetchedBlocks(LayerFetches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ class Copies:
         nbytes = sum(source.nbytes for _, source in pairs)
         return self.call(partial(self.copy, pairs), nbytes, lane, name)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy from the second of each pair to the first, in a `move` of `call`, as its last."""
         for dest, source in pairs:
             if self._stream is not None:
