@@ -27,7 +27,8 @@ from tests.triton_module import triton_module
 
 KV = KVQuant(8, 8, window=0)
 PLAN = Plan(batch_size=2, batches=2, context=240, prefill_tokens=210, kv=KV)
-PROMPTS = [[3 + i % 29 for i in range(length)] for length in (150, 20, 70)]
+LENGTHS = (150, 20, 70)
+SHORT = (80, 10, 66)  # where each token costs the interpreter much
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 SIZES = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
 
@@ -75,16 +76,22 @@ def _storage(x: torch.Tensor) -> torch.UntypedStorage:
 
 
 def counted_and_taken(
-    folder: Path, plan: Plan, family: str, sizes: dict[str, Any], ops: Any = None
+    folder: Path,
+    plan: Plan,
+    family: str,
+    sizes: dict[str, Any],
+    ops: Any = None,
+    lengths: Sequence[int] = LENGTHS,
 ) -> tuple[int, int]:
     """Bytes beside weights and packed blocks, which are in arenas: those of the plan, and a run."""
     save_model(folder / "model", family, **{**SIZES, **sizes})
     convert(folder / "model", folder / "checkpoint", quant=QUANT)
+    prompts = [[3 + i % 29 for i in range(length)] for length in lengths]
     tested = Instrumentation(ops=ops)
     peak, pool = Peak(), default_pool()
     pool.shrink()  # as at a start
     with peak, LLM(folder / "checkpoint", plan, _instrumentation=tested) as llm:
-        assert len(list(llm.generate(PROMPTS, PARAMS))) == len(PROMPTS)
+        assert len(list(llm.generate(prompts, PARAMS))) == len(prompts)
         purposes, scratch = llm.memory.purposes["device"], len(pool._workspace)
     parts = ("recent KV", "hidden states", "working space")
     counted = sum(purposes[part] for part in parts) + purposes.get("states", 0)
@@ -121,16 +128,19 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
 
     placement = KVPlacement(0.3, 0.7)
     plan = replace(PLAN, kv_placement=placement, cpu_attention=cpu_attention)
-    sizes: dict[str, Any] = {"intermediate_size": 32, "vocab_size": 64}
+    lengths = LENGTHS
+    if family != "qwen3-next-head64":  # of whose short passes less is counted
+        plan, lengths = replace(plan, prefill_tokens=100), SHORT
+    sizes: dict[str, Any] = {"intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 2}
     if family == "deepseek-v3":
         sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
     if family == "qwen3-next-head64":
-        sizes |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        sizes["layer_types"] = ["linear_attention", "full_attention"]
     if family == "gemma4-small":
         kinds = ["sliding_attention", "full_attention"] * 2
         sizes |= {"num_hidden_layers": 4, "layer_types": kinds, "global_head_dim": 128}
         sizes |= {"vocab_size_per_layer_input": 64, "sliding_window": 40}
-    counted, taken = counted_and_taken(tmp_path, plan, family, sizes, triton_ops)
+    counted, taken = counted_and_taken(tmp_path, plan, family, sizes, triton_ops, lengths)
     assert taken <= counted - CUBLAS_BYTES <= 4 * taken
 
 
