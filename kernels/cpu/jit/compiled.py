@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 from numba import types
 from numba.core.caching import (
@@ -67,6 +68,7 @@ CacheImpl._locator_classes[:0] = [
     _locator(InTreeCacheLocator),
 ]
 
+_OUTLINED: dict[str, Any] = {}  # by symbol: their code is there as long as they are
 JOB = types.void(types.int64, types.int64, types.int64, types.int64)
 
 
@@ -96,6 +98,31 @@ def inlined(function: Callable) -> Any:
     return inner(function, inlined=True)
 
 
+def outlined(*params: Any) -> Callable[[Callable], Any]:
+    """Compile a function that is not made a part of its callers, and so is compiled once.
+
+    What numba compiles takes the code of all that it calls, down to the last, and optimizes it
+    again: what is large and deep down would be compiled with each function above it. This one is
+    called by a symbol. params: the numba types of its parameters; it returns nothing.
+    """
+    signature = types.void(*params)
+
+    def wrap(function: Callable) -> Any:
+        compiled = _with_disk_cache(
+            lambda cache: numba.cfunc(signature, nopython=True, cache=cache, error_model="numpy")(
+                function
+            )
+        )
+        if not compiled.cache_hits:
+            _announce()
+        name = f"{function.__module__}.{function.__qualname__}"
+        _OUTLINED[name] = compiled
+        llvm.add_symbol(name, compiled.address)
+        return types.ExternalFunction(name, signature)
+
+    return wrap
+
+
 def job(function: Callable[[int, int, int, int], None]) -> Any:
     """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it; see `pool`.
 
@@ -112,4 +139,4 @@ def job(function: Callable[[int, int, int, int], None]) -> Any:
 
 @functools.cache
 def _announce() -> None:
-    logger.warning("compiling the CPU kernels for this processor: some seconds, once")
+    logger.warning("compiling the CPU kernels for this processor: one to three minutes, once")

@@ -221,28 +221,41 @@ def _dots_in_words(b, acc, factors, product_bits, weight):
     These become 32-bit sums together. 255 * 128 * 2 does not fit: bytes of such products are halved
     into nibbles, of which 15 * 128 * 2 does, eight times.
     """
-    if product_bits + 1 > 15:
+    together = words_together(product_bits)
+    if together == 0:
         mask = _filled(acc.type, 0x0F0F0F0F)
         for shift in (0, 4):
             by = _filled(acc.type, shift)
             nibbles = [(b.and_(b.lshr(u8, by), mask), s8) for u8, s8 in factors]
             acc = _dots_in_words(b, acc, nibbles, product_bits - 4, weight << shift)
         return acc
-    wide = acc.type.count == 16
-    by_bytes = "llvm.x86.avx512.pmaddubs.w.512" if wide else "llvm.x86.avx2.pmadd.ub.sw"
-    by_words = "llvm.x86.avx512.pmaddw.d.512" if wide else "llvm.x86.avx2.pmadd.wd"
-    words = ir.VectorType(I16, 2 * acc.type.count)
-    together = 1 << (15 - 1 - product_bits)
     for start in range(0, len(factors), together):
-        found = [
-            call_llvm(b, by_bytes, words, [_bytes(b, u8), _bytes(b, s8)])
-            for u8, s8 in factors[start : start + together]
-        ]
+        found = [words_of(b, u8, s8) for u8, s8 in factors[start : start + together]]
         total = found[0]
         for more in found[1:]:
             total = b.add(total, more)
-        acc = b.add(acc, call_llvm(b, by_words, acc.type, [total, _filled(words, weight)]))
+        acc = b.add(acc, widened(b, total, weight))
     return acc
+
+
+def words_together(product_bits):
+    """How many sums of two products of so many bits fit into a 16-bit word."""
+    return 1 << (14 - product_bits) if product_bits < 15 else 0
+
+
+def words_of(b, u8, s8):
+    """Sums of two neighbouring products of bytes, as 16-bit words."""
+    wide = u8.type.count == 16
+    name = "llvm.x86.avx512.pmaddubs.w.512" if wide else "llvm.x86.avx2.pmadd.ub.sw"
+    words = ir.VectorType(I16, 2 * u8.type.count)
+    return call_llvm(b, name, words, [_bytes(b, u8), _bytes(b, s8)])
+
+
+def widened(b, words, weight):
+    """Sums of two neighbouring 16-bit words, times `weight`, in 32 bits."""
+    kind = ir.VectorType(I32, words.type.count // 2)
+    name = "llvm.x86.avx512.pmaddw.d.512" if kind.count == 16 else "llvm.x86.avx2.pmadd.wd"
+    return call_llvm(b, name, kind, [words, _filled(words.type, weight)])
 
 
 def _filled(type_, value):

@@ -13,11 +13,12 @@ from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from .activation import activated, gated, sigmoid
+from .multiply import at_a_time, is_panel, multiply, while_cached, widest
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
 from .quantize import quantize_groups
 from .scales import ROW_BLOCK_BYTES
 from .scratch import TILE_BYTES
-from .tile import AHEAD_BYTES, UNROLL, tile
+from .tile import AHEAD_BYTES, UNROLL
 
 
 class LinearArguments(ctypes.Structure):
@@ -40,8 +41,6 @@ class LinearArguments(ctypes.Structure):
 (X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDTH, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
  RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
  SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
-_TOKENS = 4  # tokens of the widest tile
-CACHED_BYTES = 256 << 10  # activations kept in L2 while weights pass by
 
 
 @inner
@@ -179,6 +178,7 @@ def _tile(args, scratch, block, row_blocks, token, tokens, part):
     ahead = later_codes(codes, row_blocks * codes_stride, k, part)
     follows = simd.peek_i64(args + BIAS) | simd.peek_i64(args + GATED) | simd.peek_i64(args + MORE)
     direct = follows == 0 and 16 * (block + row_blocks) <= simd.peek_i64(args + N)
+    direct = direct and not is_panel(row_blocks, tokens)
     to, block_stride, stride, plus, plus_stride = scratch, 64 * tokens, 64, 0, 0
     if direct:
         block_stride, stride = 64, simd.peek_i64(args + OUT_STRIDE)
@@ -186,9 +186,9 @@ def _tile(args, scratch, block, row_blocks, token, tokens, part):
         plus, plus_stride = simd.peek_i64(args + RESIDUAL), simd.peek_i64(args + RESIDUAL_STRIDE)
         if plus != 0:
             plus += token * plus_stride + 64 * block
-    tile(bits, row_blocks, tokens, simd.peek_i64(args + PLANES), codes, codes_stride, scale_min,
-         scale_stride, width, group, groups, high, low, k, scales, to, block_stride, stride, plus,
-         plus_stride, ahead)  # fmt: skip
+    multiply(bits, row_blocks, tokens, simd.peek_i64(args + PLANES), scratch, codes, codes_stride,
+             scale_min, scale_stride, width, group, groups, high, low, k, scales, to, block_stride,
+             stride, plus, plus_stride, ahead)  # fmt: skip
     if not direct:
         _epilogue(args, scratch, block, row_blocks, token, tokens)
 
@@ -213,13 +213,10 @@ def _fetch_outputs(args, block, token, tokens):
 def _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last):
     token = first
     while token < last:
-        left = last - token
-        tokens = 4 if left >= 4 else (2 if left >= 2 else 1)
-        if row_blocks == 1:
-            tokens = 1
+        tokens = at_a_time(row_blocks, last - token)
         if tokens > 1:
             _fetch_outputs(args, block, token, tokens)
-        _tile(args, scratch, block, row_blocks, token, tokens, (token - first) // _TOKENS)
+        _tile(args, scratch, block, row_blocks, token, tokens, (token - first) // widest())
         token += tokens
 
 
@@ -244,7 +241,7 @@ def _linear(pool, thread, threads, args):
     chunks = part * threads
     item = take(pool, 1)
     _quantize_all(pool, thread, threads, args)
-    together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
+    together = while_cached(k)
     runs = (tokens + together - 1) // together
     row_norms = simd.peek_i64(args + ROW_NORMS)
     while item < runs * chunks:

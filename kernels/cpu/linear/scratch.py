@@ -5,7 +5,9 @@ Like the other modules of this name it is without compiled code.
 
 from __future__ import annotations
 
-TILE_BYTES = 1024  # of a thread: one tile of accumulators, [2, 4, 16] float32
+PANEL_TOKENS = 64  # of a panel, see `panel`
+SUMS_BYTES = 2 * PANEL_TOKENS * 64  # of a thread: a panel's sums, [2, 64, 16] float32, or a tile's
+TILE_BYTES = SUMS_BYTES + 8192  # and the codes of a panel's group: 32 of 128, as two nibbles each
 SCALES_BYTES = 128  # of a thread: scales and minima of one group of a row block, float32
 
 

@@ -16,12 +16,12 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import finish, take, wait
 from qoff.kernels.cpu.linear.activation import gated as gated_activation
-from qoff.kernels.cpu.linear.job import CACHED_BYTES, later_codes, with_bias
+from qoff.kernels.cpu.linear.job import later_codes, with_bias
+from qoff.kernels.cpu.linear.multiply import at_a_time, multiply, while_cached, widest
 from qoff.kernels.cpu.linear.norm_job import LONG
 from qoff.kernels.cpu.linear.quantize import quantize_groups
 from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES
 from qoff.kernels.cpu.linear.scratch import TILE_BYTES
-from qoff.kernels.cpu.linear.tile import tile
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from .scratch import SEGMENT_BYTES
@@ -56,7 +56,6 @@ class ExpertsArguments(ctypes.Structure):
  ACTIVATION, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS,
  INNER, WEIGHTED, SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
 _COLUMNS = 512  # of a token's sum, in one item
-_TOKENS = 4  # of the widest tile
 
 
 @inner
@@ -179,9 +178,10 @@ def _tile(args, matrix, scratch, expert, block, place, tokens, part):
     scales = simd.peek_i64(matrix + SCALES) + place * groups * 8
     codes += block * codes_stride
     ahead = later_codes(codes, 2 * codes_stride, k, part)
-    tile(bits, 2, tokens, simd.peek_i64(args + PLANES), codes, codes_stride,
-         scale_min + block * scale_stride, scale_stride, width, group, groups, high, low, k, scales,
-         scratch, 64 * tokens, 64, 0, 0, ahead)  # fmt: skip
+    scale_min += block * scale_stride
+    multiply(bits, 2, tokens, simd.peek_i64(args + PLANES), scratch, codes, codes_stride, scale_min,
+             scale_stride, width, group, groups, high, low, k, scales, scratch, 64 * tokens, 64,
+             0, 0, ahead)  # fmt: skip
 
 
 @inner
@@ -190,15 +190,14 @@ def _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, st
     k, bias = simd.peek_i64(matrix + K), simd.peek_i64(matrix + BIAS)
     if bias != 0:
         bias += expert * 4 * simd.peek_i64(matrix + N)
-    together = max(_TOKENS, CACHED_BYTES // (2 * k) // _TOKENS * _TOKENS)
+    together = while_cached(k)
     for run in range(first, last, together):
         end = min(run + together, last)
         for block in range(start, stop, 2):
             place = run
             while place < end:
-                left = end - place
-                tokens = 4 if left >= 4 else (2 if left >= 2 else 1)
-                part = (place - run) // _TOKENS
+                tokens = at_a_time(2, end - place)
+                part = (place - run) // widest()
                 _tile(args, matrix, scratch, expert, block, place, tokens, part)
                 if gated != 0:
                     _write_gated(args, matrix, bias, scratch, block, place, tokens)

@@ -14,10 +14,11 @@ to is then multiplied by K's scales, channel by channel.
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
 from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner
+from qoff.kernels.cpu.jit.compiled import inner, outlined
 from qoff.kernels.cpu.jit.powers import log2_above
 from qoff.kernels.layout.kv_format import LATENT_DIM
 
@@ -43,6 +44,7 @@ from .scratch import (
 )
 from .softmax import CORRECTION, SHIFT, STEP, find_weights
 
+_I64, _F32 = types.int64, types.float32
 LN_2 = np.float32(np.log(2.0))
 LOG2_E = np.float32(1 / np.log(2.0))
 
@@ -188,32 +190,6 @@ def _restrict_scores(rows, firsts, soft_cap, scratch):
 
 
 @inner
-def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits, latent, scratch):
-    """Find the scores of some rows, to be finished with the factors beside them.
-
-    The first of three steps. What a step leaves in the scratch is taken by the next one; the first
-    step of the rows that follow may come before the third, so that its arithmetic fills the time
-    in which a step would wait for results. record: the block's address; ahead: bytes from there to
-    the block that is read next. row: 0 for the first rows that see the block, which leave in the
-    scratch what all of them need. queries: int64 [rows], the address of each, float32 [dim].
-    factor: of the scores. latent: 0 where V has codes of its own.
-    """
-    dim = 2 * half
-    kind = kind_of(half, k_bits)
-    plane = plane_bytes(half, kind)
-    if row == 0:
-        _widen(record, ahead, half, k_bits, v_bits, latent, scratch)
-    fold_queries(
-        rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
-    )
-    _pad_planes(rows, half, kind, plane, scratch)
-    codes = record
-    if k_bits < 4:
-        codes, ahead = _widened(record, ahead, row, half, k_bits, scratch + K_CODES), 0
-    _score_rows(codes, rows, half, kind, plane, ahead, scratch)
-
-
-@inner
 def _widened(codes, ahead, row, half, bits, nibbles):
     """Codes of less than 4 bits as codes of 4, at `nibbles`, once for all rows that see the block.
 
@@ -246,6 +222,64 @@ def _widen(record, ahead, half, k_bits, v_bits, latent, scratch):
 
 
 @inner
+def _sum_latent(codes, rows, half, kind, chunks, stride, out, scratch):
+    """The same of latent values, whose codes were read before."""
+    factors = scratch + FACTORS
+    for chunk in range(chunks):
+        upper = 1 if chunks > 1 and chunk >= chunks // 2 else 0
+        column = 64 * (chunk - upper * (chunks // 2))
+        if kind == emit.WHOLE and upper:
+            column += half
+        emit.block_weigh_latent(
+            kind, upper, rows, codes + column, stride, scratch + WEIGHTS, factors + CORRECTION,
+            factors + STEP, factors + SHIFT, factors + SHIFT + 64, scratch + LANES + 256 * chunk,
+            scratch + LANES + 4 * LATENT_DIM + 256 * chunk, out + 256 * chunk, 256 * chunks,
+        )  # fmt: skip
+
+
+@inner
+def _v_codes(record, half, k_bits):
+    return record + TOKENS * 2 * half * k_bits // 8 + 8 * half
+
+
+@inner
+def lane_of(channel, half, v_bits):
+    """The lane of the output [chunks * 64] that holds four channels from a multiple of 4 on."""
+    if kind_of(half, v_bits) == emit.NARROW:
+        return channel
+    upper = channel // half if half > 32 else 0
+    inside = channel - upper * half
+    chunk, inside = inside // 64 + upper * (chunk_count(half) // 2), inside % 64
+    return 64 * chunk + inside % 16 // 4 * 16 + inside // 16 * 4
+
+
+@outlined(*[_I64] * 5, _F32, *[_I64] * 5)
+def score_block(record, ahead, row, rows, queries, factor, half, k_bits, v_bits, latent, scratch):
+    """Find the scores of some rows, to be finished with the factors beside them.
+
+    The first of three steps. What a step leaves in the scratch is taken by the next one; the first
+    step of the rows that follow may come before the third, so that its arithmetic fills the time
+    in which a step would wait for results. record: the block's address; ahead: bytes from there to
+    the block that is read next. row: 0 for the first rows that see the block, which leave in the
+    scratch what all of them need. queries: int64 [rows], the address of each, float32 [dim].
+    factor: of the scores. latent: 0 where V has codes of its own.
+    """
+    dim = 2 * half
+    kind = kind_of(half, k_bits)
+    plane = plane_bytes(half, kind)
+    if row == 0:
+        _widen(record, ahead, half, k_bits, v_bits, latent, scratch)
+    fold_queries(
+        rows, queries, scratch + KEYS, dim // 16, scratch + QUERY, plane, scratch + FACTORS, factor
+    )
+    _pad_planes(rows, half, kind, plane, scratch)
+    codes = record
+    if k_bits < 4:
+        codes, ahead = _widened(record, ahead, row, half, k_bits, scratch + K_CODES), 0
+    _score_rows(codes, rows, half, kind, plane, ahead, scratch)
+
+
+@outlined(*[_I64] * 2, _F32, *[_I64] * 6)
 def weigh_block(rows, firsts, soft_cap, half, v_bits, latent, maxima, sums, scratch):
     """Turn scores into weights of the values: the second step.
 
@@ -263,7 +297,7 @@ def weigh_block(rows, firsts, soft_cap, half, v_bits, latent, maxima, sums, scra
     )  # fmt: skip
 
 
-@inner
+@outlined(*[_I64] * 10)
 def sum_block(record, ahead, row, rows, half, k_bits, v_bits, latent, out, scratch):
     """Add the weighed values to the outputs, the last step.
 
@@ -296,35 +330,3 @@ def sum_block(record, ahead, row, rows, half, k_bits, v_bits, latent, out, scrat
             factors + CORRECTION, factors + STEP + 64 * upper,
             factors + SHIFT + 64 * upper, out + 256 * chunk, 256 * chunks,
         )  # fmt: skip
-
-
-@inner
-def _sum_latent(codes, rows, half, kind, chunks, stride, out, scratch):
-    """The same of latent values, whose codes were read before."""
-    factors = scratch + FACTORS
-    for chunk in range(chunks):
-        upper = 1 if chunks > 1 and chunk >= chunks // 2 else 0
-        column = 64 * (chunk - upper * (chunks // 2))
-        if kind == emit.WHOLE and upper:
-            column += half
-        emit.block_weigh_latent(
-            kind, upper, rows, codes + column, stride, scratch + WEIGHTS, factors + CORRECTION,
-            factors + STEP, factors + SHIFT, factors + SHIFT + 64, scratch + LANES + 256 * chunk,
-            scratch + LANES + 4 * LATENT_DIM + 256 * chunk, out + 256 * chunk, 256 * chunks,
-        )  # fmt: skip
-
-
-@inner
-def _v_codes(record, half, k_bits):
-    return record + TOKENS * 2 * half * k_bits // 8 + 8 * half
-
-
-@inner
-def lane_of(channel, half, v_bits):
-    """The lane of the output [chunks * 64] that holds four channels from a multiple of 4 on."""
-    if kind_of(half, v_bits) == emit.NARROW:
-        return channel
-    upper = channel // half if half > 32 else 0
-    inside = channel - upper * half
-    chunk, inside = inside // 64 + upper * (chunk_count(half) // 2), inside % 64
-    return 64 * chunk + inside % 16 // 4 * 16 + inside // 16 * 4
