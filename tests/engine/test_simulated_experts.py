@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from qoff.checkpoint import Checkpoint
 from qoff.engine.simulated import Driver, Simulation, simulated
 from qoff.engine.simulated.experts import Router
+from qoff.kernels.processor import usable_threads
 from qoff.memory.experts.policy import Lru, NextUse
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes
 from qoff.memory.experts.simulator import simulate
@@ -80,7 +81,8 @@ def test_bytes_are_those_of_the_engine(
     assert stats.misses > 0
     assert (stats.saved > 0) == ("host_memory" in options)
     router = Replayed(record, 2 if plan.schedule == "block" else 1)
-    with Simulation(sizes, plan, machine(), router) as run:
+    here = replace(machine(), cores=usable_threads())  # what ops share depends on these
+    with Simulation(sizes, plan, here, router) as run:
         found = moved(run.driver)
         again = run.executor.runtime.store.experts
         assert again is not None
