@@ -75,6 +75,8 @@ class Schedule:
         return followed_tokens(self._decoder, self._store, run, choice, most, noise)
 
     def _together(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
+        for one in passes[1:]:
+            one.together = passes[0].together
         steps = [self._decoder.steps(one) for one in passes]
         found: dict[int, Tensor] = {}
         try:

@@ -18,6 +18,7 @@ from qoff.process import Opener
 
 from .experts import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
 from .experts.moves import ExpertMoves
+from .experts.queued_moves import QueuedMoves
 from .instrumentation import PLAIN, Instrumentation
 from .io.thread_transfers import ThreadTransfers
 from .io.transfers import Transfers, UnitRead
@@ -283,7 +284,7 @@ class WeightStore:
                 self._sources,
                 self._transfers,
                 self._checks,
-                instrumentation.expert_moves or ExpertMoves,
+                instrumentation.expert_moves or self._moves_of_experts(),
             )
         served: list[Unit] = [*files, *there]
         for one in served:
@@ -291,6 +292,10 @@ class WeightStore:
                 self._complete[one] = self._named(one, there.get(one, {}))
         slots = self._slots if self._streamed else []
         self._ring = SlotRing(self._streamed, self._sources, slots, self._transfers, self._checks)
+
+    def _moves_of_experts(self) -> Callable[..., ExpertMoves]:
+        transfers = self._transfers
+        return QueuedMoves if transfers.sweeps and transfers.reader.queues else ExpertMoves
 
     def _load_host(self, image: Image, memory: Tensor, verify: bool) -> UnitRead:
         """Start filling host memory with an image, of a file or of what was in memory before."""

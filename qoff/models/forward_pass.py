@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -140,6 +140,24 @@ class Begun(NamedTuple):
 
 
 @dataclass(eq=False)
+class Together:
+    """What passes of a round have in common: experts that they wait for, of a layer that streams.
+
+    choices: of `native.experts`, of all passes that wait. wave: computed last, for all of these.
+    """
+
+    choices: list[Any] = field(default_factory=list)
+    wave: object = None
+
+    def done(self, choices: Sequence[object]) -> None:
+        """A pass waits no more."""
+        for one in choices:
+            self.choices.remove(one)
+        if not self.choices:
+            self.wave = None
+
+
+@dataclass(eq=False)
 class ForwardPass:
     """New tokens of some sequences on their way through the model, once.
 
@@ -156,6 +174,7 @@ class ForwardPass:
     name: str = "pass"
     states: HiddenStates | None = None  # beside the logits
     adapters: AdaptedRows | None = None
+    together: Together = field(default_factory=Together)
     # What the decoder sets on the way.
     begun: Begun | None = None
     cached: CachePass | None = None  # the cache's part of the pass

@@ -163,8 +163,9 @@ class Runtime:
         )
         if isinstance(self.decoder, Decoder):
             self.decoder.resident = self.store.all_resident
-            if self.store.experts:  # which experts compute is known when they are chosen
-                self.decoder.replays = None
+            recorded = self.decoder.replays
+            if self.store.experts and recorded and recorded.while_done is None:
+                self.decoder.replays = None  # graphs know the experts that they compute
         self.kv = kv
         self._device = where
         self._timeline = instrumentation.timeline

@@ -16,6 +16,7 @@ import numpy as np
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import DEVICE
 
 from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
 from .kv_blocks import KVBlocks
@@ -275,12 +276,16 @@ class CostModel:
         ]
         if self.mixture is not None:  # each that is chosen computes for its own rows
             layers, top_k = self.mixture.experts.layers, self.mixture.experts.top_k
+            # Those that come one by one compute for all passes of a round at once.
+            streams = self.weight_bytes > self.machine.usable[DEVICE]
+            once = np.where(c.block & streams, 1.0, passes)
             for m, count in ((rows, sum(layers[:-1])), (head_rows, layers[-1])):
-                chosen = self.mixture.wanted(m) * self.mixture.experts.count
+                together = m * passes / once
+                chosen = self.mixture.wanted(together) * self.mixture.experts.count
                 weights = sizes.expert_columns * count / sum(layers) * chosen
-                own = np.maximum(1.0, m * top_k / chosen)
+                own = np.maximum(1.0, together * top_k / chosen)
                 each = device.experts_s(self.layer_bits, own, self.activation_bits)
-                seconds = seconds + passes * weights * each
+                seconds = seconds + once * weights * each
         for bits, columns, nbytes, m in parts:
             first = device.matmul_s(bits, m, self.activation_bits)
             near = (

@@ -17,12 +17,12 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine.simulated import Driver, Simulation, simulated
 from qoff.engine.simulated.experts import Router
 from qoff.kernels.processor import usable_threads
+from qoff.memory.experts import ExpertCache
 from qoff.memory.experts.policy import Lru, NextUse
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes
 from qoff.memory.experts.simulator import simulate
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.layer import Layer
 from qoff.plan import Memory
 from qoff.plan.mixture import slots_of_some
 from qoff.plan.search import find_plan
@@ -65,7 +65,7 @@ class Replayed(Router):
 def test_bytes_are_those_of_the_engine(
     mixture: Path, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Layer, "_guesses", lambda *_: ())
+    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache._guessed_keys[:0])
     sizes = ModelSizes.of_checkpoint(Checkpoint.open(mixture))
     plan = replace(PLAIN_PLAN, spill_folder=tmp_path, **options)
     beside = Memory.of(plan, sizes.spec, sizes.shapes, tiled=True).total("device")

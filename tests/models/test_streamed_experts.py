@@ -16,10 +16,13 @@ from torch import Tensor
 
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ChecksumError
+from qoff.kernels.cpu.jit.read_queue import ReadQueue
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
+from qoff.memory.experts import ExpertCache
 from qoff.memory.experts.moves import ExpertMoves
+from qoff.memory.experts.queued_moves import QueuedMoves
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.thread_transfers import ThreadTransfers
 from qoff.memory.io.transfers import UnitRead
@@ -28,7 +31,7 @@ from qoff.memory.plan import ChosenExperts
 from qoff.memory.store import StoreStats
 from qoff.models.convert.convert import convert
 from qoff.models.native.decoder import Decoder
-from qoff.models.native.layer import Layer
+from qoff.models.native.experts import Experts
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
 from tests.instruments import POISON
@@ -103,7 +106,7 @@ def test_experts_that_leave_the_device_stay_in_host_memory(
 
 
 def test_what_is_read_is_what_the_router_chose(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layer, "_guesses", lambda *_: ())
+    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache._guessed_keys[:0])
     path = tiny_checkpoint(base, "mixtral")
     least, everything = budgets(path)
     with Runtime(path, device_memory=(least + 3 * everything) // 4) as runtime:
@@ -191,7 +194,7 @@ def test_an_expert_is_read_once_a_round_for_all_batches(
     packable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_weights(packable, 0.0, monkeypatch)
-    monkeypatch.setattr(Layer, "_guesses", lambda *_: ())
+    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache._guessed_keys[:0])
     read = {}
     for schedule in ("block", "sequential"):
         plan = replace(PLAN, batch_size=1, batches=4, schedule=schedule)
@@ -202,6 +205,42 @@ def test_an_expert_is_read_once_a_round_for_all_batches(
         read[schedule] = cache.stats.misses
         assert schedule == "sequential" or read[schedule] <= rounds * sum(cache.counts)
     assert read["block"] < read["sequential"]
+
+
+def test_a_wave_is_computed_once_for_all_batches(
+    packable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_weights(packable, 0.0, monkeypatch)
+    acquire, compute = ExpertCache.acquire, Experts._compute_wave
+    waves, choices = list[int](), list[int]()  # experts of each, and what was computed with it
+
+    def acquired(cache: ExpertCache, chosen: ChosenExperts) -> Any:
+        wave = acquire(cache, chosen)
+        waves.append(len(wave.numbers))
+        return wave
+
+    def computed(experts: Experts, waiting: list[Any], *wave: Any) -> None:
+        choices.append(len(waiting))
+        compute(experts, waiting, *wave)
+
+    monkeypatch.setattr(ExpertCache, "acquire", acquired)
+    monkeypatch.setattr(Experts, "_compute_wave", computed)
+    with LLM(packable, replace(PLAN, batch_size=1, batches=4)) as llm:
+        llm.generate(PROMPTS, PARAMS)
+    assert len(choices) == len(waves) > 0
+    assert max(choices) == 4
+
+
+def test_steps_are_recorded_up_to_the_experts(base: Path) -> None:
+    path = tiny_checkpoint(base, "qwen2-moe")
+    with Runtime(path) as runtime:
+        expected = greedy(runtime, 6)
+    with Runtime(path, device_memory=sum(budgets(path)) // 2) as runtime:
+        assert greedy(runtime, 6) == expected
+        assert runtime.store.experts is not None
+        assert isinstance(runtime.decoder, Decoder)
+        assert runtime.decoder.replays is not None
+        assert runtime.decoder.replays.replayed >= runtime.spec.num_layers
 
 
 @interpreted
@@ -226,14 +265,24 @@ def test_on_the_ops_of_a_gpu(tmp_path: Path) -> None:
         assert greedy(runtime, 2) == expected
 
 
-@pytest.mark.parametrize(("owner", "call"), [(UnitRead, "settle"), (ThreadTransfers, "read_unit")])
+@pytest.mark.parametrize(
+    ("moves", "owner", "call"),
+    [
+        (ExpertMoves, UnitRead, "settle"),
+        (ExpertMoves, ThreadTransfers, "read_unit"),
+        (QueuedMoves, ReadQueue, "ask"),
+        (QueuedMoves, ReadQueue, "done"),
+    ],
+)
 def test_a_request_that_ended_early_keeps_no_slot(
-    base: Path, owner: type, call: str, monkeypatch: pytest.MonkeyPatch
+    base: Path, moves: type, owner: type, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoint(base, "mixtral")
     least, everything = budgets(path)
     expected = resident_logits(path)
-    with Runtime(path, device_memory=least + (everything - least) // 2) as runtime:
+    watched = Instrumentation(expert_moves=moves)
+    budget = least + (everything - least) // 2
+    with Runtime(path, device_memory=budget, instrumentation=watched) as runtime:
         cache = runtime.store.experts
         assert cache is not None
         assert 1 < len(cache._free) <= 4

@@ -60,7 +60,7 @@ _CHUNK_BYTES, _FILL_BYTES = ctypes.sizeof(_Chunk), ctypes.sizeof(_Fill)
 
 
 @inner
-def _count(busy, reading, nbytes):
+def count_reads(busy, reading, nbytes):
     """One thread more or less reads; of the bytes it has read."""
     while simd.compare_and_swap(busy + LOCK, 0, 1) == 0:
         _sched_yield()
@@ -74,17 +74,27 @@ def _count(busy, reading, nbytes):
 
 
 @inner
-def _read(chunk):
-    """Read a chunk; how many bytes came."""
-    wanted, asked = simd.peek_i64(chunk + WANTED), simd.peek_i64(chunk + ASKED)
-    file, offset = simd.peek_i64(chunk + FILE), simd.peek_i64(chunk + OFFSET)
-    address, got = simd.peek_i64(chunk + ADDRESS), 0
+def read_at(file, offset, address, wanted, asked):
+    """Read bytes of a file, and up to `asked` where it has them; how many of the wanted came."""
+    got = 0
     while got < wanted:
         count = _pread(file, address + got, asked - got, offset + got)
         if count <= 0:
             break
         got += count
     return min(got, wanted)
+
+
+@inner
+def _read(chunk):
+    """Read a chunk; how many bytes came."""
+    return read_at(
+        simd.peek_i64(chunk + FILE),
+        simd.peek_i64(chunk + OFFSET),
+        simd.peek_i64(chunk + ADDRESS),
+        simd.peek_i64(chunk + WANTED),
+        simd.peek_i64(chunk + ASKED),
+    )
 
 
 @inner
@@ -128,10 +138,10 @@ def _read_chunks(reads, failed, _thread, _args):
         if simd.peek_i64(chunk + FILE) < 0:
             simd.poke_i64(failed, number)
             return
-        _count(busy, 1, 0)
+        count_reads(busy, 1, 0)
         got = _read(chunk)
         whole = got == simd.peek_i64(chunk + WANTED)
-        _count(busy, -1, got if whole else 0)
+        count_reads(busy, -1, got if whole else 0)
         if not whole:
             simd.poke_i64(failed, number)
             return

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qoff.memory import EXPERTS, ChosenExperts, Expert, Unit, Weights, WeightStore
+from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights, WeightStore
 from qoff.memory.experts import ExpertWave, StreamedExperts
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
-from qoff.models.native.experts import Experts
+from qoff.models.native.experts import Chosen, Experts, likeliest
 from qoff.models.native.layer import Layer
-from qoff.models.native.linear import wait_for
+from qoff.models.native.linear import Steps, wait_for
 from qoff.models.spec_parts import ExpertsSpec
 
 from .ops import SimulatedOps
@@ -110,33 +109,39 @@ class SimulatedLayer(Layer):
         experts: Experts,
         weights: Weights,
         run: ForwardPass,
-        parts: list[slice],
+        chosen: Chosen,
         into: Tensor | None,
-    ) -> Generator[Unit, Weights, list[Tensor]]:
+    ) -> Steps:
         """As a layer's, whose pairs of tokens and experts are as many for each expert."""
-        inputs = list[Tensor]()
-        for part in parts:
-            x, scores = yield from self._routed(run, weights, part)
-            inputs.append(x)
-            self._ops.route(scores, experts.spec.routing)
         streamed = cast(StreamedExperts, weights[EXPERTS])
-        guesses = self._guesses(experts, streamed, run.input[parts[-1]])
+        guesses = likeliest(streamed.following, chosen.guesses)
         numbers = set(self._router.choose(layer, run).tolist())
-        pairs = len(run.input) * experts.spec.top_k / len(numbers)  # of an expert
-        left = set(numbers)
+        mine = numbers, len(run.input) * experts.spec.top_k / len(numbers)  # pairs of an expert
+        left, together = set(numbers), run.together
+        together.choices.append(mine)
         while left:
             wanted = ChosenExperts(layer, tuple(sorted(left)), guesses)
             found = yield from wait_for(run, wanted)
             wave = found[EXPERTS]
             assert isinstance(wave, ExpertWave)
-            there = left.intersection(wave.numbers)
-            if there:
-                matrices = (wave.gate_up, wave.down)
-                self._simulated.compute_experts(pairs, len(there), matrices, self._bits)
-            left -= there
+            if together.wave is not wave:
+                together.wave = wave
+                self._compute_wave(together.choices, wave)
+            left -= set(wave.numbers)
+        together.done([mine])
         if len(numbers) > 1:
-            self._ops.add_experts(inputs[0], out=inputs[0])
-        return inputs
+            x = chosen.choices[0].x
+            self._ops.add_experts(x, out=x)
+        return run.input
+
+    def _compute_wave(self, choices: list[tuple[set[int], float]], wave: ExpertWave) -> None:
+        """What all passes of a round want of it."""
+        wanted = [(numbers.intersection(wave.numbers), pairs) for numbers, pairs in choices]
+        there = set().union(*(numbers for numbers, _ in wanted))
+        if there:
+            pairs = sum(len(numbers) * each for numbers, each in wanted) / len(there)
+            matrices = (wave.gate_up, wave.down)
+            self._simulated.compute_experts(pairs, len(there), matrices, self._bits)
 
 
 def warm(store: WeightStore, router: Router, sequences: int) -> None:

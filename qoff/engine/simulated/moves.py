@@ -31,7 +31,7 @@ class SimulatedMoves(ExpertMoves):
         self._ready = np.zeros(len(self._marks))  # when nothing is waited for but a GPU's stream
         self._ended = np.zeros(len(self._marks))  # when it is there
 
-    def start(self, slots: Slots, keys: Slots, hosts: Slots) -> None:
+    def start(self, slots: Slots, keys: Slots, hosts: Slots, urgent: int) -> None:
         machine, now = self._machine, self._machine.clock.now()
         self._sizes[slots] = self._held_bytes[keys]
         self._ready[slots] = self._ended[slots] = now

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers
 from qoff.memory.load import FileChecks
-from qoff.memory.plan import ChosenExperts, Expert, Residency, Unit, Weight, view
+from qoff.memory.plan import ChosenExperts, Residency, Unit, Weight, view
 from qoff.memory.plan.experts import layer_experts
 from qoff.memory.plan.residency import expert_units
 
@@ -32,6 +32,8 @@ from .policy import Keys, NextUse, Policy
 
 _AGE = 0.05  # the weight of the newest guesses in their accuracy
 _LEAST_ACCURACY = 0.5  # of late: with less, guesses would take more of the disk than they save
+_FEW = 16  # experts that are waited for together: another wave takes as long as these compute
+_NEARLY_ALL = 0.8  # of a layer's experts: who wants so many will want as many of the next layer
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class ExpertCache:
         self._host = HostSlots(in_host, self.policy)
         self.record: list[tuple[int, tuple[int, ...]]] | None = None
         self.wait_s = 0.0  # that `acquire` waited
-        self._stats = ExpertStats()
+        self._counts = dict.fromkeys(("hits", "misses", "from_host", "bytes"), 0)
+        self._counts |= dict.fromkeys(("guesses", "right", "guessed", "wrong"), 0)
         experts = expert_units(self._layers)
         self._clock = transfers.clock
         self._moves = make_moves(
@@ -120,6 +123,7 @@ class ExpertCache:
         self._slots: Keys = np.full(len(experts), -1)  # it is in, or on its way to
         self._stays = np.array([one in sources for one in experts], dtype=bool)  # in host memory
         self._nbytes = np.repeat([e.nbytes if e.count else 0 for e in self._layers], self.counts)
+        self._wanted = np.zeros(len(experts), dtype=bool)  # by the request at work
         # By slot, of its expert:
         self._keys: Keys = np.full(count, -1)
         self._fixed = np.zeros(count, dtype=bool)  # it cannot leave
@@ -130,17 +134,16 @@ class ExpertCache:
         self._reading: Keys = np.empty(0, dtype=np.int64)  # slots, fixed until their experts came
         self._given_up = -1  # a slot whose read is in the way
         self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
-        self._guesses: tuple[Expert, ...] = ()
         self._guessed_keys: Keys = np.empty(0, dtype=np.int64)
         self._doubtful: Keys = np.empty(0, dtype=np.int64)  # guesses that were not there
         self._accuracy = 1.0  # of late, of these
-        self._matrices: dict[int, tuple[QExperts, QExperts]] = {}
+        self._matrices: dict[int, tuple[QExperts, QExperts, tuple[Tensor, Tensor]]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def stats(self) -> ExpertStats:
-        return replace(self._stats, saved=self._host.saved)
+        return ExpertStats(saved=self._host.saved, **self._counts)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
         """Some of the experts, one at least, that stay where they are until `release`.
@@ -154,8 +157,6 @@ class ExpertCache:
                 raise ArgumentError("the weight store is closed")
             self._note(chosen, wanted)
             self._start(wanted)
-            self._note_guesses(chosen)
-            self._start_guesses(wanted)
             start = self._clock.now()
             try:
                 found = self._arrived(wanted)
@@ -166,9 +167,8 @@ class ExpertCache:
         self._waiting = (chosen.layer, frozenset(chosen.numbers).difference(numbers.tolist()))
         table = np.full(self.counts[chosen.layer], -1)
         table[numbers] = found
-        gate_up, down = self._of_layer(chosen.layer)
-        biases = self._biases(gate_up, down)
-        return ExpertWave(tuple(numbers.tolist()), torch.from_numpy(table), gate_up, down, biases)
+        matrices = self._of_layer(chosen.layer)
+        return ExpertWave(tuple(numbers.tolist()), torch.from_numpy(table), *matrices)
 
     def release(self, wave: ExpertWave) -> None:
         """Give a wave back; guesses are then read into what is free."""
@@ -178,7 +178,7 @@ class ExpertCache:
             table = wave.table.numpy()
             self._fixed[table[table >= 0]] = False
             if not self._waiting[1]:  # nothing is left to wait for
-                self._start_guesses(self._slots[:0])
+                self._start(self._slots[:0])
 
     def close(self) -> None:
         """Forget everything; the transfers then stop what is under way."""
@@ -191,54 +191,82 @@ class ExpertCache:
         layer, left = self._waiting
         if layer == chosen.layer and left and left.issuperset(chosen.numbers):
             return
-        self._judge_guesses(wanted)
+        self._wanted[wanted] = True
+        self._judge_guesses()
+        self._drop_guesses()
+        self._wanted[wanted] = False
         self.policy.use(chosen.layer, wanted)
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
-
-    def _note_guesses(self, chosen: ChosenExperts) -> None:
-        """Take guesses, once a layer; they are followed as long as most of late were right."""
-        if chosen.guesses == self._guesses:
-            return
-        self._guesses, first = chosen.guesses, self.policy.first
-        keys = [int(first[one.layer]) + one.number for one in chosen.guesses]
-        self._guessed_keys = np.array(keys, dtype=np.int64)
+        self._guessed_keys = self._guesses(chosen)
         self._doubtful = self._missing(self._guessed_keys)
         self._count(guesses=len(self._doubtful))
 
-    def _judge_guesses(self, wanted: Keys) -> None:
+    def _guesses(self, chosen: ChosenExperts) -> Keys:
+        """What the next layer may want, the likeliest first."""
+        first = self.policy.first
+        if chosen.guesses:
+            return np.array([int(first[one.layer]) + one.number for one in chosen.guesses])
+        if len(chosen.numbers) < _NEARLY_ALL * self.counts[chosen.layer]:
+            return self._guessed_keys[:0]
+        layers = [*range(chosen.layer + 1, len(self.counts)), *range(chosen.layer)]
+        layer = next((layer for layer in layers if self.counts[layer]), chosen.layer)
+        return np.arange(first[layer], first[layer + 1])
+
+    def _drop_guesses(self) -> None:
+        """Do not read the guesses that are known to be wrong and wait for their turn."""
+        slots = self._slots[self._guessed_keys]
+        slots = slots[slots >= 0]
+        slots = slots[~self._came[slots]]
+        slots = slots[~self._wanted[self._keys[slots]]]
+        slots = slots[self._moves.waits(slots)]
+        if not len(slots):
+            return
+        for slot in slots.tolist():
+            self._moves.abandon(slot)
+        nbytes, count = int(self._nbytes[self._keys[slots]].sum()), len(slots)
+        self._leave(slots)
+        self._count(guessed=-count, wrong=-count, bytes=-nbytes)
+
+    def _judge_guesses(self) -> None:
         """Compare the guesses of the layer before with what the router chose."""
         if not len(self._doubtful):
             return
-        right = int(np.isin(self._doubtful, wanted).sum())
+        right = int(self._wanted[self._doubtful].sum())
         self._accuracy += _AGE * (right / len(self._doubtful) - self._accuracy)
         self._count(right=right)
         self._doubtful = self._doubtful[:0]
 
     def _count(self, **more: int) -> None:
-        stats = self._stats
-        self._stats = replace(stats, **{name: getattr(stats, name) + n for name, n in more.items()})
+        for name, count in more.items():
+            self._counts[name] += count
 
     def _missing(self, keys: Keys) -> Keys:
         """Those of experts that are neither here nor on their way."""
         return keys[self._slots[keys] < 0]
 
     def _start(self, wanted: Keys) -> None:
-        """Start to read what is wanted and not under way, as far as there is room."""
+        """Start to read what is wanted and not under way, and guesses, as far as there is room."""
         if self._given_up >= 0:  # by a `_give_up` that was interrupted
             self._leave(np.array([self._given_up]))
-        missing = self._missing(wanted)
-        self._make_room(len(missing), wanted)
-        if len(missing) == len(wanted) and not self._free:
-            self._give_up()
-        self._read(missing, guess=False)
-
-    def _start_guesses(self, wanted: Keys) -> None:
-        if self._accuracy < _LEAST_ACCURACY or len(self._missing(wanted)):
+        coming = self._slots[wanted]
+        coming = coming[coming >= 0]
+        coming = coming[~self._came[coming]]
+        if len(coming):
+            self._moves.hurry(coming)
+        missing, guesses = self._missing(wanted), self._guessed_keys[:0]
+        if self._accuracy >= _LEAST_ACCURACY:
+            guesses = self._missing(self._guessed_keys)
+        count = len(missing) + len(guesses)
+        if not count:
             return
-        missing = self._missing(self._guessed_keys)
-        self._make_room(len(missing), np.concatenate([wanted, self._guessed_keys]))
-        self._read(missing, guess=True)
+        self._make_room(count, np.concatenate([wanted, self._guessed_keys]))
+        if len(self._free) < len(missing):
+            self._make_room(len(missing), wanted)
+            guesses = guesses[:0]
+            if len(missing) == len(wanted) and not self._free:
+                self._give_up()
+        self._read(np.concatenate([missing, guesses]), len(missing))
 
     def _make_room(self, count: int, kept: Keys) -> None:
         """Have `count` slots free, as far as nobody needs what is in them."""
@@ -263,16 +291,18 @@ class ExpertCache:
 
     def _leave(self, slots: Keys) -> None:
         came, keys = self._came[slots], self._keys[slots]
-        self._moves.settle(slots[~came])
-        kept = np.flatnonzero(came & ~self._stays[keys])
-        leaving = slots[kept].tolist()
-        # This waits, and may end early: nothing has left until all are saved.
-        self._host.keep(keys[kept], lambda place, host: self._moves.save(leaving[place], host))
-        self._count(wrong=int((self._guessed[slots] & ~came).sum()))
-        self._reading = self._reading[~np.isin(self._reading, slots)]
-        self._host.put_back(keys, self._hosts[slots])
+        if not came.all():
+            self._moves.settle(slots[~came])
+            self._count(wrong=int((self._guessed[slots] & ~came).sum()))
+        if self._host.count:
+            kept = np.flatnonzero(came & ~self._stays[keys])
+            leaving = slots[kept].tolist()
+            # This waits, and may end early: nothing has left until all are saved.
+            self._host.keep(keys[kept], lambda place, host: self._moves.save(leaving[place], host))
+            self._host.put_back(keys, self._hosts[slots])
         self._slots[keys] = -1
         self._keys[slots] = self._hosts[slots] = -1
+        self._reading = self._reading[self._keys[self._reading] >= 0]
         self._fixed[slots] = False
         if self._given_up in slots:
             self._given_up = -1
@@ -285,41 +315,51 @@ class ExpertCache:
         self._moves.abandon(self._given_up)
         self._leave(np.array([self._given_up]))
 
-    def _read(self, keys: Keys, guess: bool) -> None:
-        """Start to read experts into the slots that are free, as many as there are."""
+    def _read(self, keys: Keys, wanted: int) -> None:
+        """Start to read experts into the slots that are free, as many as there are.
+
+        wanted: the first so many; the others are guesses.
+        """
         keys = keys[: len(self._free)]
         if not len(keys):
             return
+        guesses = np.arange(len(keys)) >= wanted
         slots, hosts = np.array(self._free[: len(keys)]), self._host.take(keys)
         del self._free[: len(keys)]
         try:
-            self._moves.start(slots, keys, hosts)
+            self._moves.start(slots, keys, hosts, wanted)
         finally:
             begun = self._moves.begun(slots)  # all of them, but for errors
-            self._host.put_back(keys[~begun], hosts[~begun])
-            self._free[:0] = slots[~begun].tolist()
-            slots, keys, hosts = slots[begun], keys[begun], hosts[begun]
+            if not begun.all():
+                self._host.put_back(keys[~begun], hosts[~begun])
+                self._free[:0] = slots[~begun].tolist()
+                slots, keys, hosts = slots[begun], keys[begun], hosts[begun]
+                guesses = guesses[begun]
             self._slots[keys], self._keys[slots], self._hosts[slots] = slots, keys, hosts
-            self._guessed[slots], self._came[slots] = guess, False
+            self._guessed[slots], self._came[slots] = guesses, False
             self._fixed[slots] = True  # until it has come
             self._reading = np.concatenate([self._reading, slots])
+            guessed = int(guesses.sum())
             self._count(
                 bytes=int(self._nbytes[keys].sum()),
                 from_host=int((hosts >= 0).sum()),
-                guessed=len(keys) * guess,
-                misses=len(keys) * (not guess),
+                guessed=guessed,
+                misses=len(keys) - guessed,
             )
 
     def _arrived(self, wanted: Keys) -> Keys:
         """Those that are there, or else at least half of those under way: few waves, and even.
 
-        Reads end about in the order of their calls, so it is the first half that is waited for.
+        Reads end about in the order of their calls, so it is the first half that is waited for. A
+        few experts come all at once.
         """
         slots = self._slots[wanted]
         slots = slots[slots >= 0]
         came = self._came[slots]
         there, coming = slots[came], slots[~came]
-        if not len(there):
+        if len(slots) == len(wanted) <= _FEW:
+            self._moves.settle(coming)
+        elif not len(there):
             self._moves.settle(coming[: -(-len(coming) // 2)])
         coming = coming[self._moves.done(coming)]
         try:
@@ -333,8 +373,8 @@ class ExpertCache:
         self._hosts[coming] = -1
         return np.concatenate([there, coming])
 
-    def _of_layer(self, layer: int) -> tuple[QExperts, QExperts]:
-        """The matrices of a layer's experts, in all slots."""
+    def _of_layer(self, layer: int) -> tuple[QExperts, QExperts, tuple[Tensor, Tensor]]:
+        """The matrices of a layer's experts, in all slots, and memory for their biases."""
         if layer not in self._matrices:
             placed, (count, size) = self._layers[layer].placed, self._memory.shape
             both: list[QExperts] = []
@@ -342,7 +382,7 @@ class ExpertCache:
                 first = view(placed[name], self._memory[0])
                 assert isinstance(first, QTensor)
                 both.append(QExperts.repeated(first, count, size))
-            self._matrices[layer] = (both[0], both[1])
+            self._matrices[layer] = (both[0], both[1], self._biases(*both))
         return self._matrices[layer]
 
     def _biases(self, gate_up: QExperts, down: QExperts) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ class HostSlots:
     """
 
     def __init__(self, count: int, policy: Policy) -> None:
-        self._policy = policy
+        self._policy, self.count = policy, count
         self._slots: Keys = np.full(policy.first[-1], -1)  # by key
         self._keys: Keys = np.full(count, -1)  # by slot
         self._free = list(range(count))

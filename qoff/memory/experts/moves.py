@@ -42,10 +42,11 @@ class ExpertMoves:
         self._reads: list[UnitRead | None] = [None] * len(memory)
         self._stamps: dict[int, Stamp | None] = {}  # of files that are read, before they are
 
-    def start(self, slots: Slots, keys: Slots, hosts: Slots) -> None:
+    def start(self, slots: Slots, keys: Slots, hosts: Slots, urgent: int) -> None:
         """Start to bring experts, in this order. hosts: where they are in host memory; -1: not.
 
-        Raises what went wrong; `begun` says of which.
+        urgent: the first so many; the others may come after what is asked for later. Raises what
+        went wrong; `begun` says of which.
         """
         for slot, key, host in zip(slots.tolist(), keys.tolist(), hosts.tolist(), strict=True):
             expert, mark = self._experts[key], self._marks[slot]
@@ -84,13 +85,20 @@ class ExpertMoves:
             if slot in self._stamps:
                 self._checks.passed(read.image, self._stamps[slot])
 
+    def hurry(self, slots: Slots) -> None:
+        """Have what was not urgent be so now."""
+
+    def waits(self, slots: Slots) -> NDArray[np.bool_]:
+        """Of which nothing was read yet, as far as that is known."""
+        return np.zeros(len(slots), dtype=bool)
+
     def abandon(self, slot: int) -> None:
         """Do no more of it than is already started."""
         self._read_of(slot).abandon()
 
     def save(self, slot: int, host: int) -> None:
         """Copy what is in a slot to one in host memory."""
-        memory = self._read_of(slot).memory
+        memory = self._held(slot)
         self._transfers.save(memory, self._in_host[host][: len(memory)])
 
     def recycle(self, slots: Slots) -> None:
@@ -98,6 +106,10 @@ class ExpertMoves:
         for slot in slots.tolist():
             self._marks[slot] = self._transfers.recycle(self._memory[slot])
             self._reads[slot] = None
+
+    def _held(self, slot: int) -> Tensor:
+        """The memory of what is in a slot."""
+        return self._read_of(slot).memory
 
     def _read_of(self, slot: int) -> UnitRead:
         read = self._reads[slot]

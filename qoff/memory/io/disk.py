@@ -21,9 +21,10 @@ from qoff.errors import DiskReadError
 
 from .clock import SYSTEM, Clock
 from .direct import DirectFile, Preadv
-from .workers import when_all
+from .workers import Workers, when_all
 
 if TYPE_CHECKING:
+    from qoff.kernels.cpu.jit.read_queue import ReadQueue
     from qoff.kernels.cpu.jit.reads import BusyWords, ReadList
 
 _BOUNCE = 128 << 10  # bytes per thread for what is not aligned
@@ -45,6 +46,15 @@ class Run(NamedTuple):
     source: int
     dest: int
     nbytes: int
+
+
+class Piece(NamedTuple):
+    """A read of `wanted` bytes to a place, for which `asked` may be written."""
+
+    offset: int
+    place: int
+    wanted: int
+    asked: int
 
 
 class Fill(NamedTuple):
@@ -118,13 +128,19 @@ class DiskReader:
         self._bytes = 0
         self._busy: BusyWords | None = None  # of what is read without Python
         self._lists: set[ReadList] = set()  # under way
+        self._queues: list[tuple[ReadQueue, Workers]] = []
         self.clock = clock
         self._workers = clock.workers(threads, "qoff-disk")
 
     @property
     def alive(self) -> bool:
         """Whether the reading threads are there."""
-        return self._workers.alive
+        return self._workers.alive and all(threads.alive for _, threads in self._queues)
+
+    @property
+    def queues(self) -> bool:
+        """Whether `queue` is to be had: threads read as they do, in the time that passes."""
+        return self._preadv is os.preadv and self.clock is SYSTEM
 
     @property
     def stats(self) -> DiskStats:
@@ -219,7 +235,7 @@ class DiskReader:
         what went wrong, at once; the request ends with the first of it. Abandoned, it begins no
         further chunk. Raises DiskReadError where a file cannot be opened.
         """
-        from qoff.kernels.cpu.jit.reads import BusyWords, Chunk, ReadList  # compiled when imported
+        from qoff.kernels.cpu.jit.reads import Chunk, ReadList  # compiled when imported
 
         chunks, places = [], []
         for number, fill in enumerate(fills):
@@ -233,9 +249,7 @@ class DiskReader:
                     asked = -(-wanted // unit) * unit
                     chunks.append(Chunk(descriptor, *at, wanted, asked, number))
                     places.append((file, offset + start, dest, start, stop))
-        with self._lock:
-            self._busy = self._busy or BusyWords()
-        reads = ReadList(chunks, [(fill.words, fill.turn) for fill in fills], self._busy)
+        reads = ReadList(chunks, [(fill.words, fill.turn) for fill in fills], self._busy_words())
         request = _ListRequest(reads)
         with self._lock:
             self._lists.add(reads)
@@ -258,6 +272,47 @@ class DiskReader:
         request.follow(calls)
         return request
 
+    def queue(self, slots: int, each: int) -> ReadQueue:
+        """A queue of so many slots, of up to `each` chunks, with threads of its own that read.
+
+        No Python runs in these. They end with the reader, or before when the queue is stopped.
+        """
+        from qoff.kernels.cpu.jit.read_queue import ReadQueue  # compiled when imported
+
+        queue = ReadQueue(slots, each, self._busy_words())
+        threads = self.clock.workers(self._threads, "qoff-disk-queue")
+        self._queues.append((queue, threads))
+        for _ in range(self._threads):
+            threads.submit(queue.serve)
+        return queue
+
+    def whole_blocks(self, path: Path, runs: Sequence[Run]) -> list[Piece] | None:
+        """Runs as chunks of a `ReadQueue`, without their file, and with places for addresses.
+
+        None where some of it has to go through other memory, as blocks are read, or the file cannot
+        be opened. Place 0 is at the start of a page. What follows a run, up to a whole block, may
+        be written, but for where other runs are.
+        """
+        try:
+            file = self._file(path)
+        except DiskReadError:
+            return None
+        unit = file.block if file.direct else 1
+        found = []
+        for run in runs:
+            stop = run.dest + run.nbytes
+            end = stop + -run.nbytes % unit
+            if run.source % unit or run.dest % unit or any(stop <= r.dest < end for r in runs):
+                return None
+            for start, after in _split(run.source, run.nbytes, self._chunk):
+                asked = -(-(after - start) // unit) * unit
+                found.append(Piece(run.source + start, run.dest + start, after - start, asked))
+        return found
+
+    def descriptor(self, path: Path) -> int:
+        """Of a file that stays open. Raises DiskReadError."""
+        return self._file(path).fileno()
+
     def forget(self, path: Path) -> None:
         """Close a file that will not be read again under this path. No read may be in progress."""
         with self._lock:
@@ -271,7 +326,10 @@ class DiskReader:
             self._closed = True
             for reads in list(self._lists):
                 reads.stop()
-        self._workers.close()
+            for queue, _ in self._queues:
+                queue.stop()
+        for threads in (self._workers, *(threads for _, threads in self._queues)):
+            threads.close()
         with self._lock:
             files = list(self._files.values())
             self._files.clear()
@@ -328,6 +386,14 @@ class DiskReader:
                 self._in_flight -= 1
                 if self._in_flight == 0:
                     self._busy_s += self.clock.now() - self._busy_since
+
+    def _busy_words(self) -> BusyWords:
+        """What threads count in that read without Python."""
+        from qoff.kernels.cpu.jit.reads import BusyWords
+
+        with self._lock:
+            self._busy = self._busy or BusyWords()
+            return self._busy
 
     def _file(self, path: Path) -> DirectFile:
         with self._lock:

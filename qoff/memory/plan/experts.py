@@ -24,7 +24,7 @@ class LayerExperts:
     """The experts of one layer's file. Raises FormatError for experts of different forms."""
 
     def __init__(self, file: WeightFile, packing: str) -> None:
-        self._file, self._packing = file, packing
+        self.file, self._packing = file, packing
         self._entries: dict[int, dict[str, QuantEntry]] = {}
         biases = [e for name, e in file.weights.items() if is_expert(name) and _dense(e)]
         for name, entry in file.weights.items():
@@ -53,17 +53,17 @@ class LayerExperts:
     def lies(self) -> Hashable:
         """Alike for layers whose experts lie in their files alike."""
         entries = (e for some in self._entries.values() for e in some.values())
-        return self._file.nbytes, *(
+        return self.file.nbytes, *(
             (*_form(e), *_places(e), e.codes.nbytes, e.scale_min.nbytes) for e in entries
         )
 
     def _image(self, number: int) -> Image:
         entries = self._entries[number]
-        image = image_of(self._file, entries, self._packing)
+        image = image_of(self.file, entries, self._packing)
         lies = list(image.placed.values())
         wanted = list(self._first.placed.values())
         if [_form(entry) for entry in lies] != [_form(entry) for entry in wanted]:
-            raise FormatError(f"{self._file.path}: expert {number} is not like the first one")
+            raise FormatError(f"{self.file.path}: expert {number} is not like the first one")
         same = [_places(entry) for entry in lies] == [_places(entry) for entry in wanted]
         if same and image.nbytes <= self.nbytes:
             return image
@@ -73,7 +73,7 @@ class LayerExperts:
             parts = [(entry.codes, there.codes), (entry.scale_min, there.scale_min)]
             ranges += (FileRange(t.offset, t.nbytes, place.offset) for t, place in parts)
             raw[name] = replace(entry, codes=there.codes, scale_min=there.scale_min)
-        return Image(self._file, tuple(ranges), raw, self.nbytes, raw, self.nbytes)
+        return Image(self.file, tuple(ranges), raw, self.nbytes, raw, self.nbytes)
 
 
 def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.stateful import device_cache
 from qoff.kvcache.states import StateCache
-from qoff.memory import HEAD, Unit, Weights
+from qoff.memory import EXPERTS, HEAD, Unit, Weights
 from qoff.memory.plan import LM_HEAD
 from qoff.models import names
 from qoff.models.forward_pass import (
@@ -32,6 +32,7 @@ from qoff.models.forward_pass import (
 )
 from qoff.models.spec import DecoderSpec
 
+from .experts import Chosen
 from .following import check_ids
 from .graphs import Replays
 from .layer import Layer
@@ -350,6 +351,9 @@ class Decoder:
             if key is None or in_tiles or run.per_layer is not None:  # which lies anywhere
                 going_on = keep if layer == last else None
                 yield from self.layer.steps(layer, weights, run, going_on)
+            elif EXPERTS in weights:
+                chosen = self._until_experts(layer, weights, run, key)
+                yield from self.layer.from_experts(layer, weights, run, chosen)
             else:
                 self._replayed(layer, weights, run, key)
             activations.store(run.input)
@@ -368,16 +372,42 @@ class Decoder:
             assert next(self.layer.steps(layer, weights, run), None) is None  # waits for tiles
             return hidden
 
-        cached, hidden = run.cached, run.input
+        hidden = run.input
+        found = self._recorded(layer, weights, run, key, work)
+        run.hidden = hidden if found is hidden else hidden.copy_(found)
+
+    def _until_experts(
+        self, layer: int, weights: Weights, run: ForwardPass, key: Hashable
+    ) -> Chosen:
+        """The same of a layer up to where it waits for experts; what it waits for."""
+
+        def work(hidden: Tensor) -> tuple[Tensor, Chosen]:
+            run.hidden = hidden
+            return hidden, self.layer.until_experts(layer, weights, run)
+
+        hidden = run.input
+        found, chosen = self._recorded(layer, weights, run, key, work)
+        run.hidden = hidden if found is hidden else hidden.copy_(found)
+        return cast(Chosen, chosen).copy()  # other passes are computed before this goes on
+
+    def _recorded(
+        self,
+        layer: int,
+        weights: Weights,
+        run: ForwardPass,
+        key: Hashable,
+        work: Callable[[Tensor], Any],
+    ) -> Any:
+        cached = run.cached
         assert cached is not None
         assert self.replays is not None
         kv_layer = self.spec.kv_layers[layer]
         place = cached.arrive(kv_layer)
         whole = (layer, id(weights), key, place)
-        found = self.replays.run(whole, weights, hidden, work, self.spec.num_layers)
+        found = self.replays.run(whole, weights, run.input, work, self.spec.num_layers)
         if place is not None:
             cached.close(kv_layer)
-        run.hidden = hidden if found is hidden else hidden.copy_(found)
+        return found
 
 
 def logits_ending(spec: DecoderSpec) -> Ending:

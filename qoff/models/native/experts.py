@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from .linear import Steps, vector, wait_for
 MATRICES = ("gate_up_proj", "down_proj")
 
 
-@dataclass
+@dataclass(eq=False)
 class Choice:
     """What the router chose for some tokens, and what their experts gave so far."""
 
@@ -31,8 +33,33 @@ class Choice:
     x: Tensor  # inputs of the experts, [M, H]
     ids: Tensor  # int64 [M, T], in host memory
     weights: Tensor  # [M, T]
-    left: Tensor  # bool [M, T], in host memory: pairs that were not computed
     weighted: Tensor | None = None  # [M, T, H], if not all came at once
+
+
+@dataclass(eq=False)
+class Chosen:
+    """What tokens of a pass want of a layer whose experts come one by one.
+
+    guesses: of the next layer with any, int64 [M, T] in host memory; None: nothing is known.
+    """
+
+    choices: list[Choice]
+    guesses: Tensor | None
+
+    def copy(self) -> Chosen:
+        """The same in memory of its own."""
+        choices = [
+            Choice(c.part, c.x.clone(), c.ids.clone(), c.weights.clone()) for c in self.choices
+        ]
+        return Chosen(choices, None if self.guesses is None else self.guesses.clone())
+
+
+class Pairs(NamedTuple):
+    """Some tokens and experts of a choice that are computed, int64 [P] in host memory each."""
+
+    choice: Choice
+    places: Tensor  # among all of the choice
+    slots: Tensor  # where the experts are
 
 
 class Experts:
@@ -67,8 +94,7 @@ class Experts:
     def choice(self, x: Tensor, scores: Tensor, weights: Weights, part: slice) -> Choice:
         """What the router chose for tokens whose experts come one by one."""
         ids, shares = self.route(scores, weights)
-        ids = ids.cpu()
-        return Choice(part, x, ids, shares, torch.ones_like(ids, dtype=torch.bool))
+        return Choice(part, x, ids.cpu(), shares)
 
     def in_waves(
         self,
@@ -84,21 +110,24 @@ class Experts:
         into: in place of the hidden states, [M, hidden_size].
 
         What a pair of a token and an expert gives is kept until all have come and summed in the
-        router's order, so that it does not matter in which waves they came.
+        router's order, so that it does not matter in which waves they came. The first pass of a
+        round that has a wave computes what all passes want of it.
         """
-        left = sorted(set().union(*(choice.ids.unique().tolist() for choice in choices)))
+        left = sorted(set().union(*(choice.ids.flatten().tolist() for choice in choices)))
         if into is not None:
             into.zero_()
+        together = run.together
+        together.choices += choices
         while left:
             wanted = ChosenExperts(layer, tuple(left), guesses)
             found = yield from wait_for(run, wanted)
             wave = cast(ExpertWave, found[EXPERTS])
-            biases = self._biases_of(wave, weights)
-            mlp = self._mlp(wave.gate_up, wave.down, *biases)
-            for choice in choices:
-                sums = run.input if into is None else into
-                self._compute_wave(choice, wave, mlp, sums[choice.part])
+            if together.wave is not wave:
+                together.wave = wave
+                mlp = self._mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
+                self._compute_wave(together.choices, wave, mlp, run.input if into is None else into)
             left = [number for number in left if number not in wave.numbers]
+        together.done(choices)
         for choice in choices:
             if choice.weighted is not None:
                 hidden = (run.input if into is None else into)[choice.part]
@@ -106,34 +135,42 @@ class Experts:
         return run.input
 
     def _compute_wave(
-        self, choice: Choice, wave: ExpertWave, mlp: ExpertsMlp, hidden: Tensor
+        self, choices: list[Choice], wave: ExpertWave, mlp: ExpertsMlp, hidden: Tensor
     ) -> None:
-        """Compute the pairs whose experts are there: into `hidden` where these are all."""
-        x, (count, top_k), device = choice.x, choice.ids.shape, choice.x.device
-        slots = wave.table[choice.ids]
-        there = choice.left & (slots >= 0)
-        if there.all():
-            chosen = on_device(slots, device), choice.weights
-            self._ops.experts(x, *chosen, mlp, residual=hidden, out=hidden)
-            choice.left.fill_(False)
-            return
-        pairs = there.flatten().nonzero()[:, 0]
-        if not len(pairs):
-            return
-        exact = torch.promote_types(x.dtype, torch.float32)
-        if choice.weighted is None:
-            choice.weighted = x.new_empty(count, top_k, x.shape[1], dtype=exact)
-        for some in pairs.split(WAVE_PAIRS):
-            which, places = on_device(some, device), on_device(slots.flatten()[some], device)
-            choice.weighted.flatten(0, 1)[which] = self._ops.experts(
-                x[which // top_k],
-                places[:, None],
-                choice.weights.flatten()[which, None],
-                mlp,
-                out=x.new_empty(len(some), x.shape[1], dtype=exact),
-                of=(slots.numel(), self.spec.count),
-            )
-        choice.left &= ~there
+        """Compute the pairs whose experts are there: into `hidden` if these are all there are."""
+        alike: dict[int, list[Pairs]] = {}  # passes of other sizes may have other kernels
+        for choice in choices:
+            slots = wave.table[choice.ids]
+            if len(choices) == 1 and choice.weighted is None and slots.min() >= 0:
+                rows, chosen = hidden[choice.part], on_device(slots, choice.x.device)
+                self._ops.experts(choice.x, chosen, choice.weights, mlp, residual=rows, out=rows)
+                return
+            places = (slots.flatten() >= 0).nonzero()[:, 0]
+            if len(places):
+                some = Pairs(choice, places, slots.flatten()[places])
+                alike.setdefault(slots.numel(), []).append(some)
+        for count, all_of_it in alike.items():
+            for some_of_it in _batches(all_of_it, min(count, WAVE_PAIRS)):
+                self._compute_pairs(some_of_it, count, mlp)
+
+    def _compute_pairs(self, some: list[Pairs], count: int, mlp: ExpertsMlp) -> None:
+        """Compute pairs of choices of `count` pairs each."""
+        like, (sizes, top_k) = some[0].choice.x, ([len(p.places) for p in some], self.spec.top_k)
+        exact = torch.promote_types(like.dtype, torch.float32)
+        device, shape = like.device, (sum(sizes), like.shape[1])
+        x, out = like.new_empty(shape), like.new_empty(shape, dtype=exact)
+        places = [on_device(pairs.places, device) for pairs in some]
+        shares = []
+        for pairs, which, rows in zip(some, places, x.split(sizes), strict=True):
+            torch.index_select(pairs.choice.x, 0, which // top_k, out=rows)
+            shares.append(pairs.choice.weights.flatten()[which])
+        slots = on_device(torch.cat([pairs.slots for pairs in some])[:, None], device)
+        weights = torch.cat(shares)[:, None]
+        self._ops.experts(x, slots, weights, mlp, out=out, of=(count, self.spec.count))
+        for (choice, *_), which, rows in zip(some, places, out.split(sizes), strict=True):
+            if choice.weighted is None:
+                choice.weighted = out.new_empty(*choice.ids.shape, shape[1])
+            choice.weighted.flatten(0, 1).index_copy_(0, which, rows)
 
     def _mlp(self, gate_up: QExperts, down: QExperts, *biases: Tensor | None) -> ExpertsMlp:
         """How these compute."""
@@ -169,3 +206,28 @@ class Experts:
                 for name in MATRICES
             ]
         return self._views[key]
+
+
+def likeliest(layer: int | None, ids: Tensor | None) -> tuple[Expert, ...]:
+    """The experts of a layer that tokens chose, [M, T], those of most tokens first."""
+    if layer is None or ids is None:
+        return ()
+    votes = Counter(sorted(ids.flatten().tolist()))
+    return tuple(Expert(layer, number) for number, _ in votes.most_common())
+
+
+def _batches(some: Sequence[Pairs], most: int) -> Iterator[list[Pairs]]:
+    """The pairs in parts of `most`, but for the last one."""
+    batch, left = list[Pairs](), most
+    for choice, places, slots in some:
+        first = 0
+        while first < len(places):
+            part = slice(first, first + left)
+            batch.append(Pairs(choice, places[part], slots[part]))
+            first += left
+            left -= len(batch[-1].places)
+            if left == 0:
+                yield batch
+                batch, left = [], most
+    if batch:
+        yield batch

@@ -14,13 +14,13 @@ from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
-from qoff.memory import EXPERTS, Expert, TiledMatrix, Unit, Weights
+from qoff.memory import EXPERTS, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
-from .experts import Choice, Experts
+from .experts import Choice, Chosen, Experts, likeliest
 from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
@@ -67,6 +67,37 @@ class Layer:
 
         keep: rows, ascending, with which alone it goes on after attention; None: with all.
         """
+        attended = yield from self._attended(layer, weights, run, keep)
+        if EXPERTS in weights:
+            chosen = yield from self._choose(weights, run)
+            yield from self._mixture(layer, weights, run, chosen)
+        elif self._spec.has_experts(layer):
+            yield from self._mixture(layer, weights, run)
+        else:
+            yield from self._mlp(layer, weights, run, attended if self._spec.parallel else None)
+        return (yield from self._end(layer, weights, run))
+
+    def until_experts(self, layer: int, weights: Weights, run: ForwardPass) -> Chosen:
+        """Compute a layer without tiles up to where it waits for experts that come one by one."""
+        for _ in self._attended(layer, weights, run, None):
+            raise RuntimeError(f"layer {layer} waits for tiles")
+        choose = self._choose(weights, run)
+        try:
+            next(choose)
+        except StopIteration as found:
+            chosen: Chosen = found.value
+            return chosen
+        raise RuntimeError(f"layer {layer} waits for tiles")
+
+    def from_experts(self, layer: int, weights: Weights, run: ForwardPass, chosen: Chosen) -> Steps:
+        """Compute the rest of it."""
+        yield from self._mixture(layer, weights, run, chosen)
+        return (yield from self._end(layer, weights, run))
+
+    def _attended(
+        self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
+    ) -> Steps:
+        """Compute a layer up to the end of its attention; returns what that does."""
         if run.adapters is not None:
             run.added = run.adapters.layers[layer]
         if names.POSITIONS in weights:
@@ -74,11 +105,10 @@ class Layer:
         if self._per_layer is not None and layer == 0:
             yield from self._per_layer.begin(run, weights)
         attend = self._linearly if self._spec.is_linear(layer) else self._attention
-        attended = yield from attend(layer, weights, run, keep)
-        if self._spec.has_experts(layer):
-            yield from self._mixture(layer, weights, run)
-        else:
-            yield from self._mlp(layer, weights, run, attended if self._spec.parallel else None)
+        return (yield from attend(layer, weights, run, keep))
+
+    def _end(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
+        """Compute what follows experts or MLP."""
         if self._per_layer is not None:
             yield from self._per_layer.end(layer, run, weights, self._layer_scale(layer, weights))
         return run.input
@@ -216,17 +246,27 @@ class Layer:
             )
         )
 
-    def _mixture(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
-        """hidden += the chosen experts' outputs, and the shared one's."""
-        experts = self._experts
-        assert experts is not None
-        count, module = len(run.input), "mlp.shared_expert"
+    def _parts(self, weights: Weights, run: ForwardPass) -> list[slice]:
+        """The tokens that go through experts together."""
+        count = len(run.input)
         step = self._together(count, weights)
-        parts = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+        return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+    def _mixture(
+        self, layer: int, weights: Weights, run: ForwardPass, chosen: Chosen | None = None
+    ) -> Steps:
+        """hidden += the chosen experts' outputs, and the shared one's.
+
+        chosen: of experts that come one by one.
+        """
+        experts, module = self._experts, "mlp.shared_expert"
+        assert experts is not None
+        parts = self._parts(weights, run)
         into = torch.empty_like(run.input) if experts.spec.beside else None
         inputs: list[Tensor] = []
-        if EXPERTS in weights:
-            inputs = yield from self._streamed_experts(layer, experts, weights, run, parts, into)
+        if chosen is not None:
+            yield from self._streamed_experts(layer, experts, weights, run, chosen, into)
+            inputs = [choice.x for choice in chosen.choices]
         for i, part in enumerate(parts):
             if inputs:
                 x = inputs[i]
@@ -301,45 +341,49 @@ class Layer:
             self._scales[layer] = 1.0 if scale is None else scale.cpu().numpy().item()
         return self._scales[layer]
 
+    def _choose(self, weights: Weights, run: ForwardPass) -> Generator[Unit, Weights, Chosen]:
+        """The experts that a pass wants of a layer, which come one by one."""
+        experts = self._experts
+        assert experts is not None
+        choices = list[Choice]()
+        for part in self._parts(weights, run):
+            x, scores = yield from self._routed(run, weights, part)
+            choices.append(experts.choice(x, scores, weights, part))
+        streamed = cast(StreamedExperts, weights[EXPERTS])
+        return Chosen(choices, self._guesses(experts, streamed, run.input[choices[-1].part]))
+
     def _streamed_experts(
         self,
         layer: int,
         experts: Experts,
         weights: Weights,
         run: ForwardPass,
-        parts: list[slice],
+        chosen: Chosen,
         into: Tensor | None,
-    ) -> Generator[Unit, Weights, list[Tensor]]:
-        """hidden += the outputs of experts that come as they are chosen; returns their inputs.
+    ) -> Steps:
+        """hidden += the outputs of experts that come as they were chosen.
 
         into: in place of the hidden states.
         """
-        choices = list[Choice]()
-        for part in parts:
-            x, scores = yield from self._routed(run, weights, part)
-            choices.append(experts.choice(x, scores, weights, part))
         streamed = cast(StreamedExperts, weights[EXPERTS])
-        guesses = self._guesses(experts, streamed, run.input[parts[-1]])
-        yield from experts.in_waves(layer, weights, run, choices, guesses, into)
-        return [choice.x for choice in choices]
+        guesses = likeliest(streamed.following, chosen.guesses)
+        return (yield from experts.in_waves(layer, weights, run, chosen.choices, guesses, into))
 
     def _guesses(
         self, experts: Experts, streamed: StreamedExperts, hidden: Tensor
-    ) -> tuple[Expert, ...]:
-        """The next layer's experts as its router would choose them now, the likeliest first."""
+    ) -> Tensor | None:
+        """The next layer's experts as its router would choose them now, [M, T] in host memory."""
         given = streamed.guessing
         router = given.get(names.ROUTER)
         if streamed.following is None or not isinstance(router, QTensor):
-            return ()
+            return None
         inputs = self._routing_inputs(given, hidden)
         if inputs is None:
-            return ()
+            return None
         scores = self._exact_ops.w4_linear(
             inputs[1], router, bias=vector(given, f"{names.ROUTER}.bias")
         )
-        ids, votes = experts.route(scores, given)[0].cpu().unique(return_counts=True)
-        order = votes.argsort(descending=True, stable=True)
-        return tuple(Expert(streamed.following, number) for number in ids[order].tolist())
+        return experts.route(scores, given)[0].cpu()
 
     def _norm_before(self, weights: Weights, module: str) -> Norm | None:
         """Of the input of attention or MLP."""
