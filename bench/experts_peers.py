@@ -227,8 +227,9 @@ def report(found: dict[str, list[Any]], settings: dict[str, Any]) -> Report:
         "experts_peers",
         settings,
         "a mixture of experts larger than memory; tokens per second, medians; of the disk: bytes "
-        "read a second, of what O_DIRECT reads of whole files get in the same process",
-        ("sequences", "llama.cpp", "qoff", "times", "read", "of the disk"),
+        "read a second, of what O_DIRECT reads of whole files get in the same process; at all "
+        "of it: times llama.cpp at that rate",
+        ("sequences", "llama.cpp", "qoff", "times", "read", "of the disk", "at all of it"),
         measured=found,
     )
     for name, key in keys.items():
@@ -247,6 +248,7 @@ def report(found: dict[str, list[Any]], settings: dict[str, Any]) -> Report:
                 f"{ours / theirs:.1f}",
                 f"{read / 1e9:.2f} GB/s",
                 f"{100 * of_disk:.0f} %",
+                f"{ours / theirs / of_disk:.1f}",
             )
         )
         result.bars.append(Bar(f"times llama.cpp, {count}", BARS[name], ours / theirs))

@@ -13,7 +13,7 @@ from qoff.memory import ChosenExperts, Unit, WeightStore
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
 from qoff.memory.turn import Turn
-from qoff.models.forward_pass import ForwardPass
+from qoff.models.forward_pass import ForwardPass, RoundMixture
 from qoff.models.native.following import Noise
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import AnyDecoder, followed, followed_tokens, swept
@@ -75,8 +75,9 @@ class Schedule:
         return followed_tokens(self._decoder, self._store, run, choice, most, noise)
 
     def _together(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
-        for one in passes[1:]:
-            one.together = passes[0].together
+        mixture = RoundMixture()
+        for one in passes:
+            one.mixture = mixture
         steps = [self._decoder.steps(one) for one in passes]
         found: dict[int, Tensor] = {}
         try:

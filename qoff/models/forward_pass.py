@@ -140,8 +140,8 @@ class Begun(NamedTuple):
 
 
 @dataclass(eq=False)
-class Together:
-    """What passes of a round have in common: experts that they wait for, of a layer that streams.
+class RoundMixture:
+    """What passes of a round have in common where experts come one by one.
 
     choices: of `native.experts`, of all passes that wait. wave: computed last, for all of these.
     """
@@ -174,7 +174,7 @@ class ForwardPass:
     name: str = "pass"
     states: HiddenStates | None = None  # beside the logits
     adapters: AdaptedRows | None = None
-    together: Together = field(default_factory=Together)
+    mixture: RoundMixture = field(default_factory=RoundMixture)
     # What the decoder sets on the way.
     begun: Begun | None = None
     cached: CachePass | None = None  # the cache's part of the pass

@@ -270,7 +270,7 @@ def swept(
     decoder: AnyDecoder, store: WeightStore, runs: Sequence[ForwardPass], together: bool = True
 ) -> list[Tensor] | None:
     """As `sweep_passes`: the logits of passes that can be one recording."""
-    if not isinstance(decoder, Decoder):
+    if not isinstance(decoder, Decoder) or store.experts:  # which nobody knows before
         return None
     return sweep_passes(decoder, runs, store.sweep, together)
 

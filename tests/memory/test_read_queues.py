@@ -93,23 +93,17 @@ def served(queue: ReadQueue) -> threading.Thread:
     return thread
 
 
-def turns(queue: ReadQueue) -> list[int]:
-    """Slots by their turn."""
-    return np.argsort(queue._slots[:, 3]).tolist()
-
-
-def test_what_is_urgent_comes_first(idle: Asked) -> None:
+@pytest.mark.parametrize(("hurried", "last"), [([], 3), ([3], 1)])
+def test_what_is_urgent_comes_first(idle: Asked, hurried: list[int], last: int) -> None:
+    idle.memory = idle.memory[:1].expand(SLOTS, SLOT)  # what comes last stays there
     idle.ask([0, 1], [0, 1], urgent=1)
     idle.ask([2, 3], [2, 3], urgent=1)
-    assert turns(idle.queue) == [0, 2, 1, 3]
-    idle.queue.hurry(np.array([3]))
-    assert turns(idle.queue) == [0, 2, 3, 1]
+    idle.queue.hurry(np.array(hurried, dtype=np.int64))
     thread = served(idle.queue)
     idle.wait([0, 1, 2, 3])
     idle.queue.stop()
     thread.join()
-    for slot in range(SLOTS):
-        assert torch.equal(idle.memory[slot], idle.expected(slot))
+    assert torch.equal(idle.memory[0], idle.expected(last))
 
 
 def test_what_is_dropped_is_not_read(reader: DiskReader, idle: Asked) -> None:

@@ -17,23 +17,27 @@ from torch import Tensor
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ChecksumError
 from qoff.kernels.cpu.jit.read_queue import ReadQueue
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
 from qoff.memory.experts import ExpertCache
 from qoff.memory.experts.moves import ExpertMoves
 from qoff.memory.experts.queued_moves import QueuedMoves
-from qoff.memory.instrumentation import Instrumentation
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.thread_transfers import ThreadTransfers
 from qoff.memory.io.transfers import UnitRead
 from qoff.memory.load import check_file
-from qoff.memory.plan import ChosenExperts
+from qoff.memory.plan import ChosenExperts, Expert
 from qoff.memory.store import StoreStats
+from qoff.models.adapters import Adapters
 from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
 from qoff.models.native.experts import Experts
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
+from tests.adapters import save_adapter
 from tests.instruments import POISON
 from tests.models.test_runtime import logits_of
 from tests.models.test_triton_decoder import KV8, greedy, interpreted, triton_ops
@@ -241,6 +245,67 @@ def test_steps_are_recorded_up_to_the_experts(base: Path) -> None:
         assert isinstance(runtime.decoder, Decoder)
         assert runtime.decoder.replays is not None
         assert runtime.decoder.replays.replayed >= runtime.spec.num_layers
+
+
+def test_adapters_of_a_shared_expert_add_to_every_step(base: Path, tmp_path: Path) -> None:
+    path = tiny_checkpoint(base, "qwen2-moe")
+    save_adapter(path, tmp_path, target_modules=r".*shared_expert\.\w+_proj")
+    found = []
+    for budget, adapted in ((None, True), (sum(budgets(path)) // 2, True), (None, False)):
+        with Runtime(path, device_memory=budget) as runtime:
+            adapters = Adapters({"a": tmp_path}, runtime.spec)
+            adapters.load(frozenset(adapters.layers.places), torch.device("cpu"), False)
+            cache, logits = runtime.new_cache(1), list[Tensor]()
+            for token in range(5):
+                ragged = Ragged.of([1], cache.lengths)
+                run = ForwardPass(torch.tensor([token]), ragged, cache, ragged.last_rows)
+                run.adapters = adapters.rows([adapters.number("a")]) if adapted else None
+                logits.append(runtime.forward(run).clone())
+            found.append(torch.cat(logits))
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - found[2]).abs().amax(1).min() > 0
+
+
+@pytest.mark.parametrize("notes", [PLAIN, POISON], ids=["plain", "poisoned"])
+def test_what_the_queue_does_not_read_is_read_again(
+    base: Path, notes: Instrumentation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(base, "mixtral")
+    expected = resident_logits(path)
+    asked = Mock(return_value=None)
+    monkeypatch.setattr(ReadQueue, "ask", asked)
+    with Runtime(path, device_memory=sum(budgets(path)) // 2, instrumentation=notes) as runtime:
+        assert torch.equal(logits_of(runtime), expected)
+        done = runtime.store.stats.experts
+    assert asked.call_count
+    assert done.bytes == (done.misses + done.guessed) * runtime.residency.expert_bytes
+
+
+def test_wrong_guesses_that_wait_are_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_checkpoint(base, "mixtral")
+    least, everything = budgets(path)
+    with Runtime(path, device_memory=(least + 3 * everything) // 4) as runtime:
+        cache = runtime.store.experts
+        assert cache is not None
+        monkeypatch.setattr(QueuedMoves, "waits", lambda _, slots: np.ones(len(slots), dtype=bool))
+        for layer, guessed in ((0, (2, 3)), (1, (1,))):
+            guesses = tuple(Expert(1 - layer, number) for number in guessed)
+            cache.release(cache.acquire(ChosenExperts(layer, (0,), guesses)))
+        done, there = cache.stats, np.flatnonzero(cache._slots >= 0).tolist()
+        count = cache.counts[0]
+    assert there == [0, 1, count]  # of the layer that was guessed last, and what was asked for
+    assert (done.misses, done.guessed, done.wrong) == (2, 1, 0)
+    assert done.bytes == 3 * runtime.residency.expert_bytes
+
+
+def test_a_single_layer_of_experts_is_not_guessed(base: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "mixtral", num_hidden_layers=1)
+    path = convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT, for_cpu=True)
+    expected = resident_logits(path)
+    with Runtime(path, device_memory=sum(budgets(path)) // 2) as runtime:
+        assert torch.equal(logits_of(runtime), expected)
+        done = runtime.store.stats.experts
+    assert done.misses > 0 == done.guessed
 
 
 @interpreted

@@ -108,15 +108,8 @@ def outlined(*params: Any) -> Callable[[Callable], Any]:
     signature = types.void(*params)
 
     def wrap(function: Callable) -> Any:
-        compiled = _with_disk_cache(
-            lambda cache: numba.cfunc(signature, nopython=True, cache=cache, error_model="numpy")(
-                function
-            )
-        )
-        if not compiled.cache_hits:
-            _announce()
         name = f"{function.__module__}.{function.__qualname__}"
-        _OUTLINED[name] = compiled
+        _OUTLINED[name] = compiled = _with_an_address(signature, function)
         llvm.add_symbol(name, compiled.address)
         return types.ExternalFunction(name, signature)
 
@@ -129,8 +122,15 @@ def job(function: Callable[[int, int, int, int], None]) -> Any:
     The result has the compiled function's `address`. It is compiled here and now; the first that
     does not come from the cache is announced, for those who wait.
     """
+    return _with_an_address(JOB, function)
+
+
+def _with_an_address(signature: Any, function: Callable) -> Any:
+    """Compile for callers that are not numba's."""
     compiled = _with_disk_cache(
-        lambda cache: numba.cfunc(JOB, nopython=True, cache=cache, error_model="numpy")(function)
+        lambda cache: numba.cfunc(signature, nopython=True, cache=cache, error_model="numpy")(
+            function
+        )
     )
     if not compiled.cache_hits:
         _announce()

@@ -90,7 +90,7 @@ def call_llvm(b, name, result, args):
 
 
 def fma(b, x, y, z):
-    return call_llvm(b, "llvm.fma.v16f32", V_F32, [x, y, z])
+    return call_llvm(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
 def maximum(b, x, y):

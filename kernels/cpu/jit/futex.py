@@ -15,6 +15,7 @@ from .compiled import inner
 from .emit import I32, I64
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+SLEEPS = _FUTEX != 0  # else those that wait look again and again
 _WAIT, _WAKE = 128, 129  # process-private
 _MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)  # the clock of `time.perf_counter`
 _SECOND = 1_000_000_000
@@ -71,4 +72,4 @@ def wake(address):
         _syscall(_FUTEX, address, _WAKE, 1 << 30, 0, 0, 0)
 
 
-__all__ = ["clock_ns", "sleep", "sleep_for", "wake"]
+__all__ = ["SLEEPS", "clock_ns", "sleep", "sleep_for", "wake"]

@@ -235,7 +235,8 @@ _Native = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 class ReadQueue:
     """Chunks of slots, which all threads read that call `serve`: up to `each` chunks of a slot.
 
-    busy: `BusyWords`, which stay where they are. Arrays are of slots, int64; one thread uses it.
+    busy: `BusyWords`, which stay where they are. Arrays are of slots, int64. All but `serve` and
+    `stop` is for one thread.
     """
 
     def __init__(self, slots: int, each: int, busy: BusyWords) -> None:
@@ -303,6 +304,10 @@ class ReadQueue:
         """Of which something did not come."""
         found: NDArray[np.bool_] = self._failed[slots] != 0
         return found
+
+    def dropped(self, slot: int) -> bool:
+        """Whether something of a slot that failed was not tried."""
+        return bool(self._begun[slot] < self._count[slot])
 
     def wait(self, slots: Slots) -> None:
         """Sleep until all are done, the queue is stopped, or a moment has passed."""

@@ -20,10 +20,10 @@ from qoff.kernels.cpu.jit.emit import (
     I32,
     LANES,
     adds_words,
-    call_llvm,
     const_f32,
     const_i64,
     dots,
+    fma,
     lanes,
     load,
     loop,
@@ -134,8 +134,8 @@ def emit_panel(b, bits, planes, tokens, unpacked, o: Operands, features=FEATURES
             places, sums, products, token_scales, strict=True
         ):
             scale = b.fmul(scales[register], x_scale)
-            total = _fma(b, b.sitofp(product[register], form.floats), scale, total)
-            store(b, _fma(b, minima[register], x_sum, total), place, 0)
+            total = fma(b, b.sitofp(product[register], form.floats), scale, total)
+            store(b, fma(b, minima[register], x_sum, total), place, 0)
     close_tiles([])
     close_groups([])
 
@@ -152,10 +152,6 @@ def _by_register(b, form, blocks):
 
 def _least(b, x, y):
     return b.select(b.icmp_signed("<", x, y), x, y)
-
-
-def _fma(b, x, y, z):
-    return call_llvm(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
 def _unpack(b, form, codes, to, row):

@@ -22,13 +22,13 @@ from qoff.kernels.cpu.jit.emit import (
     F32,
     FEATURES,
     I32,
-    I64,
     LANES,
     V_F32,
     V_I32,
     adds_words,
     const_f32,
     const_i32,
+    const_i64,
     dot_u8s8,
     dots,
     fma,
@@ -71,10 +71,6 @@ class Operands:
     residual: ir.Value  # what is added, float32 like `out`, row blocks 64 bytes apart; 0: nothing
     residual_stride: ir.Value
     ahead: ir.Value  # codes that a later tile reads; 0: there are none
-
-
-def _const(value):
-    return ir.Constant(I64, value)
 
 
 def codes_32(b, address, bits, kind=V_I32):
@@ -145,7 +141,7 @@ class _Sums:
     def _add_by_register(self, b, codes, planes, values):
         for row, address in enumerate(codes):
             for register in range(LANES // self._lanes):
-                start = b.add(address, _const(4 * self._lanes * register))
+                start = b.add(address, const_i64(4 * self._lanes * register))
                 parts = list(codes_32(b, start, self._bits, self.kind))
                 for token, sums in enumerate(values[row]):
                     for plane, addresses in enumerate(planes):
@@ -171,10 +167,10 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
 
     planes: 2 for 16-bit activations, 1 for 8-bit ones, which are the high plane alone.
     """
-    runs = b.sdiv(o.group_size, _const(UNROLL))
+    runs = b.sdiv(o.group_size, const_i64(UNROLL))
     run_bytes = UNROLL * 16 * bits // 8
-    group_bytes = b.mul(runs, _const(run_bytes))
-    scale_bytes = b.shl(_const(ROW_BLOCK_BYTES), o.width)
+    group_bytes = b.mul(runs, const_i64(run_bytes))
+    scale_bytes = b.shl(const_i64(ROW_BLOCK_BYTES), o.width)
     pairs = [(r, t) for r in range(row_blocks) for t in range(tokens)]
     exact = _Sums(bits, tokens, planes, features)
     each = len(exact.zeros)
@@ -184,24 +180,24 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
     k_at = b.mul(group, o.group_size)
 
     run, integers, close_runs = loop(b, runs, exact.zeros * len(pairs))
-    codes_at = b.add(codes_at, b.mul(run, _const(run_bytes)))
-    k_at = b.add(k_at, b.mul(run, _const(UNROLL)))
-    codes = [b.add(codes_at, b.mul(o.codes_stride, _const(r))) for r in range(row_blocks)]
-    rows = [b.add(k_at, b.mul(o.token_stride, _const(t))) for t in range(tokens)]
+    codes_at = b.add(codes_at, b.mul(run, const_i64(run_bytes)))
+    k_at = b.add(k_at, b.mul(run, const_i64(UNROLL)))
+    codes = [b.add(codes_at, b.mul(o.codes_stride, const_i64(r))) for r in range(row_blocks)]
+    rows = [b.add(k_at, b.mul(o.token_stride, const_i64(t))) for t in range(tokens)]
     flat = iter(integers)
     accumulators = [
         [[next(flat) for _ in range(each)] for _ in range(tokens)] for _ in range(row_blocks)
     ]
     activations = [[b.add(plane, x) for x in rows] for plane in (o.high, o.low)[:planes]]
     if tokens == 1:  # memory is what it waits for: the next tile's codes, all of them
-        following = b.mul(o.codes_stride, _const(row_blocks))
+        following = b.mul(o.codes_stride, const_i64(row_blocks))
         for at_row in codes:
             for line in range(0, run_bytes, VECTOR_BYTES):
                 prefetch(b, b.add(at_row, following), line)
     else:
-        with b.if_then(b.icmp_signed("!=", o.ahead, _const(0))):
+        with b.if_then(b.icmp_signed("!=", o.ahead, const_i64(0))):
             passes = b.add(b.mul(group, runs), run)
-            ahead = b.add(o.ahead, b.mul(passes, _const(AHEAD_BYTES)))
+            ahead = b.add(o.ahead, b.mul(passes, const_i64(AHEAD_BYTES)))
             for line in range(0, AHEAD_BYTES, VECTOR_BYTES):
                 prefetch(b, ahead, line)
     exact.add_32(b, codes, activations, accumulators)
@@ -209,12 +205,12 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
 
     scale_at = b.add(o.scale_min, b.mul(group, scale_bytes))
     token_scales = [
-        b.add(o.scales, b.mul(_const(8), b.add(group, b.mul(o.groups, _const(t)))))
+        b.add(o.scales, b.mul(const_i64(8), b.add(group, b.mul(o.groups, const_i64(t)))))
         for t in range(tokens)
     ]
     totals: list[ir.Value] = []
     for row in range(row_blocks):
-        address = b.add(scale_at, b.mul(o.scale_min_stride, _const(row)))
+        address = b.add(scale_at, b.mul(o.scale_min_stride, const_i64(row)))
         scale, minimum = scale_and_minimum(b, address, o.width, bits)
         for token in range(tokens):
             i = len(totals)
@@ -224,7 +220,7 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
             total = fma(b, b.sitofp(product, V_F32), b.fmul(scale, x_scale), sums[i])
             totals.append(fma(b, minimum, x_sum, total))
     totals = close_groups(totals)
-    with b.if_else(b.icmp_signed("!=", o.residual, _const(0))) as (if_added, if_alone):
+    with b.if_else(b.icmp_signed("!=", o.residual, const_i64(0))) as (if_added, if_alone):
         with if_added:
             _write(b, pairs, totals, o, added=True)
         with if_alone:
@@ -234,10 +230,10 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
 def _write(b, pairs, totals, o: Operands, added: bool) -> None:
     for (row, token), total in zip(pairs, totals, strict=True):
         if added:
-            plus = b.add(o.residual, b.mul(o.residual_stride, _const(token)))
+            plus = b.add(o.residual, b.mul(o.residual_stride, const_i64(token)))
             total = b.fadd(total, load(b, plus, row * VECTOR_BYTES, V_F32))
-        to = b.add(o.out, b.mul(o.out_stride, _const(token)))
-        store(b, total, b.add(to, b.mul(o.out_block_stride, _const(row))), 0)
+        to = b.add(o.out, b.mul(o.out_stride, const_i64(token)))
+        store(b, total, b.add(to, b.mul(o.out_block_stride, const_i64(row))), 0)
 
 
 _SHAPES = [(2, 4), (2, 2), (2, 1), (1, 1)]
@@ -252,9 +248,9 @@ def tile(b, bits, row_blocks, tokens, planes, *operands):
 
     Operands are those of `Operands`, in order; any other shape writes nothing.
     """
-    key = _const(0)
+    key = const_i64(0)
     for part in (bits, row_blocks, tokens, planes):
-        key = b.add(b.shl(key, _const(4)), part)
+        key = b.add(b.shl(key, const_i64(4)), part)
     after = b.append_basic_block("tile_done")
     choice = b.switch(key, after)
     for variant in _VARIANTS:
@@ -262,7 +258,7 @@ def tile(b, bits, row_blocks, tokens, planes, *operands):
         number = 0
         for part in variant:
             number = (number << 4) + part
-        choice.add_case(_const(number), block)
+        choice.add_case(const_i64(number), block)
         b.position_at_end(block)
         emit_tile(b, *variant, Operands(*operands))
         b.branch(after)

@@ -117,18 +117,18 @@ class SimulatedLayer(Layer):
         guesses = likeliest(streamed.following, chosen.guesses)
         numbers = set(self._router.choose(layer, run).tolist())
         mine = numbers, len(run.input) * experts.spec.top_k / len(numbers)  # pairs of an expert
-        left, together = set(numbers), run.together
-        together.choices.append(mine)
+        left, mixture = set(numbers), run.mixture
+        mixture.choices.append(mine)
         while left:
             wanted = ChosenExperts(layer, tuple(sorted(left)), guesses)
             found = yield from wait_for(run, wanted)
             wave = found[EXPERTS]
             assert isinstance(wave, ExpertWave)
-            if together.wave is not wave:
-                together.wave = wave
-                self._compute_wave(together.choices, wave)
+            if mixture.wave is not wave:
+                mixture.wave = wave
+                self._compute_wave(mixture.choices, wave)
             left -= set(wave.numbers)
-        together.done([mine])
+        mixture.done([mine])
         if len(numbers) > 1:
             x = chosen.choices[0].x
             self._ops.add_experts(x, out=x)

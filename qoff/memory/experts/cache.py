@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
@@ -123,7 +124,6 @@ class ExpertCache:
         self._slots: Keys = np.full(len(experts), -1)  # it is in, or on its way to
         self._stays = np.array([one in sources for one in experts], dtype=bool)  # in host memory
         self._nbytes = np.repeat([e.nbytes if e.count else 0 for e in self._layers], self.counts)
-        self._wanted = np.zeros(len(experts), dtype=bool)  # by the request at work
         # By slot, of its expert:
         self._keys: Keys = np.full(count, -1)
         self._fixed = np.zeros(count, dtype=bool)  # it cannot leave
@@ -135,6 +135,7 @@ class ExpertCache:
         self._given_up = -1  # a slot whose read is in the way
         self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
         self._guessed_keys: Keys = np.empty(0, dtype=np.int64)
+        self._unread = False  # there was no room for some of them
         self._doubtful: Keys = np.empty(0, dtype=np.int64)  # guesses that were not there
         self._accuracy = 1.0  # of late, of these
         self._matrices: dict[int, tuple[QExperts, QExperts, tuple[Tensor, Tensor]]] = {}
@@ -171,13 +172,13 @@ class ExpertCache:
         return ExpertWave(tuple(numbers.tolist()), torch.from_numpy(table), *matrices)
 
     def release(self, wave: ExpertWave) -> None:
-        """Give a wave back; guesses are then read into what is free."""
+        """Give a wave back; guesses that had no room are then read into what is free."""
         with self._lock:
             if self._closed:
                 return
             table = wave.table.numpy()
             self._fixed[table[table >= 0]] = False
-            if not self._waiting[1]:  # nothing is left to wait for
+            if self._unread and not self._waiting[1]:  # nothing is left to wait for
                 self._start(self._slots[:0])
 
     def close(self) -> None:
@@ -191,10 +192,10 @@ class ExpertCache:
         layer, left = self._waiting
         if layer == chosen.layer and left and left.issuperset(chosen.numbers):
             return
-        self._wanted[wanted] = True
-        self._judge_guesses()
-        self._drop_guesses()
-        self._wanted[wanted] = False
+        chosen_now = np.zeros(len(self._slots), dtype=bool)  # by key
+        chosen_now[wanted] = True
+        self._judge_guesses(chosen_now)
+        self._drop_guesses(chosen_now)
         self.policy.use(chosen.layer, wanted)
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
@@ -210,29 +211,32 @@ class ExpertCache:
         if len(chosen.numbers) < _NEARLY_ALL * self.counts[chosen.layer]:
             return self._guessed_keys[:0]
         layers = [*range(chosen.layer + 1, len(self.counts)), *range(chosen.layer)]
-        layer = next((layer for layer in layers if self.counts[layer]), chosen.layer)
-        return np.arange(first[layer], first[layer + 1])
+        layer = next((layer for layer in layers if self.counts[layer]), None)
+        return self._guessed_keys[:0] if layer is None else np.arange(*first[layer : layer + 2])
 
-    def _drop_guesses(self) -> None:
+    def _drop_guesses(self, wanted: NDArray[np.bool_]) -> None:
         """Do not read the guesses that are known to be wrong and wait for their turn."""
         slots = self._slots[self._guessed_keys]
         slots = slots[slots >= 0]
         slots = slots[~self._came[slots]]
-        slots = slots[~self._wanted[self._keys[slots]]]
+        slots = slots[~wanted[self._keys[slots]]]
         slots = slots[self._moves.waits(slots)]
         if not len(slots):
             return
         for slot in slots.tolist():
             self._moves.abandon(slot)
-        nbytes, count = int(self._nbytes[self._keys[slots]].sum()), len(slots)
+        nbytes, guessed = (
+            int(self._nbytes[self._keys[slots]].sum()),
+            int(self._guessed[slots].sum()),
+        )
         self._leave(slots)
-        self._count(guessed=-count, wrong=-count, bytes=-nbytes)
+        self._count(guessed=-guessed, wrong=-guessed, misses=guessed - len(slots), bytes=-nbytes)
 
-    def _judge_guesses(self) -> None:
+    def _judge_guesses(self, wanted: NDArray[np.bool_]) -> None:
         """Compare the guesses of the layer before with what the router chose."""
         if not len(self._doubtful):
             return
-        right = int(self._wanted[self._doubtful].sum())
+        right = int(wanted[self._doubtful].sum())
         self._accuracy += _AGE * (right / len(self._doubtful) - self._accuracy)
         self._count(right=right)
         self._doubtful = self._doubtful[:0]
@@ -258,6 +262,7 @@ class ExpertCache:
         if self._accuracy >= _LEAST_ACCURACY:
             guesses = self._missing(self._guessed_keys)
         count = len(missing) + len(guesses)
+        self._unread = False
         if not count:
             return
         self._make_room(count, np.concatenate([wanted, self._guessed_keys]))
@@ -266,6 +271,7 @@ class ExpertCache:
             guesses = guesses[:0]
             if len(missing) == len(wanted) and not self._free:
                 self._give_up()
+        self._unread = len(self._free) < count
         self._read(np.concatenate([missing, guesses]), len(missing))
 
     def _make_room(self, count: int, kept: Keys) -> None:
@@ -293,13 +299,13 @@ class ExpertCache:
         came, keys = self._came[slots], self._keys[slots]
         if not came.all():
             self._moves.settle(slots[~came])
-            self._count(wrong=int((self._guessed[slots] & ~came).sum()))
         if self._host.count:
             kept = np.flatnonzero(came & ~self._stays[keys])
             leaving = slots[kept].tolist()
             # This waits, and may end early: nothing has left until all are saved.
             self._host.keep(keys[kept], lambda place, host: self._moves.save(leaving[place], host))
             self._host.put_back(keys, self._hosts[slots])
+        self._count(wrong=int((self._guessed[slots] & ~came).sum()))
         self._slots[keys] = -1
         self._keys[slots] = self._hosts[slots] = -1
         self._reading = self._reading[self._keys[self._reading] >= 0]

@@ -15,7 +15,7 @@ from qoff.memory.plan import Image
 
 from .moves import ExpertMoves, Slots
 
-_MOST = 16  # chunks of an expert; one that has more is read as others are
+_RANGES = 8  # of a file that an expert has, at most; one that has more is read as others are
 
 
 class QueuedMoves(ExpertMoves):
@@ -27,12 +27,14 @@ class QueuedMoves(ExpertMoves):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         slots, self._stride = self._memory.shape
-        self._queue = self._transfers.reader.queue(slots, _MOST)
+        self._most = self._stride // self._transfers.reader.chunk + _RANGES
+        self._queue = self._transfers.reader.queue(slots, self._most)
         self._queued = np.zeros(slots, dtype=bool)  # by slot: its expert is read by the queue
         self._keys = np.full(slots, -1)  # by slot
+        self._pieces: dict[int, NDArray[np.int64]] = {}  # by layer; offsets from those of experts
         # By key:
         self._layer = np.array([one.layer for one in self._experts])
-        self._chunks = np.zeros((len(self._experts), _MOST, 5), dtype=np.int64)
+        self._offsets = np.zeros(len(self._experts), dtype=np.int64)
         self._counts = np.array([-(one not in self._sources) for one in self._experts])  # -1: new
 
     def start(self, slots: Slots, keys: Slots, hosts: Slots, urgent: int) -> None:
@@ -114,20 +116,26 @@ class QueuedMoves(ExpertMoves):
         if image.repacked or image.widened or self._stride % PAGE:
             return
         runs = [Run(one.offset, one.at, one.nbytes) for one in image.ranges]
-        chunks = reader.whole_blocks(image.file.path, runs)
-        if chunks is None or len(chunks) > _MOST:
+        found = reader.whole_blocks(image.file.path, runs)
+        if found is None or len(found) > self._most:
             return
-        self._counts[key] = len(chunks)
-        self._chunks[key, : len(chunks), 1:] = chunks
+        pieces = np.array(found)
+        first = pieces[0, 0]
+        pieces[:, 0] -= first
+        same = self._pieces.setdefault(int(self._layer[key]), pieces)
+        if np.array_equal(same, pieces):
+            self._offsets[key], self._counts[key] = first, len(pieces)
 
     def _ask(self, slots: Slots, keys: Slots, urgent: int) -> None:
-        reader, chunks = self._transfers.reader, self._chunks[keys]
-        layers = self._layer[keys]
+        reader, layers = self._transfers.reader, self._layer[keys]
+        chunks = np.zeros((len(slots), self._most, 5), dtype=np.int64)
         for layer in set(layers.tolist()):
             file, mine = self._layers[layer].file, layers == layer
-            stamp = self._checks.stamp(file)
+            stamp, pieces = self._checks.stamp(file), self._pieces[layer]
             self._stamps.update(dict.fromkeys(slots[mine].tolist(), stamp))
             chunks[mine, :, 0] = reader.descriptor(file.path)
+            chunks[mine, : len(pieces), 1:] = pieces
+        chunks[:, :, 1] += self._offsets[keys, None]
         chunks[:, :, 2] += (self._memory.data_ptr() + slots * self._stride)[:, None]
         self._queue.fail(slots)  # if this ends before they are asked for
         self._keys[slots], self._queued[slots] = keys, True
@@ -145,7 +153,9 @@ class QueuedMoves(ExpertMoves):
 
     def _read_again(self, slot: int) -> None:
         """Read by Python what the queue could not. Raises DiskReadError."""
-        key = int(self._keys[slot])
-        image = self._image(key)
-        self._counts[key] = 0
-        self._transfers.read_unit(image, self._held(slot), False, None).wait()
+        key, memory = int(self._keys[slot]), self._held(slot)
+        if not self._queue.dropped(slot):
+            self._counts[key] = 0  # nor will it be able to another time
+        self._queued[slot] = False
+        read = self._reads[slot] = self._transfers.read_unit(self._image(key), memory, False, None)
+        read.wait()

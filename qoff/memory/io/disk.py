@@ -115,7 +115,7 @@ class DiskReader:
     ) -> None:
         if threads < 1 or chunk < 1 or chunk % mmap.PAGESIZE:
             raise ValueError(f"{threads} threads, {chunk} bytes a read: use 1 thread, whole pages")
-        self._chunk, self._threads = chunk, threads
+        self.chunk, self._threads = chunk, threads
         self._direct = direct
         self._preadv = preadv
         self._files: dict[Path, DirectFile] = {}
@@ -139,8 +139,10 @@ class DiskReader:
 
     @property
     def queues(self) -> bool:
-        """Whether `queue` is to be had: threads read as they do, in the time that passes."""
-        return self._preadv is os.preadv and self.clock is SYSTEM
+        """Whether `queue` is to be had: threads that sleep until there is something to read."""
+        from qoff.kernels.cpu.jit.futex import SLEEPS
+
+        return SLEEPS and self._preadv is os.preadv and self.clock is SYSTEM
 
     @property
     def stats(self) -> DiskStats:
@@ -190,7 +192,7 @@ class DiskReader:
             if dest.dtype != torch.uint8 or not dest.is_contiguous() or dest.device.type != "cpu":
                 raise ValueError("reads land in contiguous uint8 memory of the host")
             memory, address = dest.numpy().data, dest.data_ptr()
-            for start, stop in _split(offset, dest.numel(), self._chunk):
+            for start, stop in _split(offset, dest.numel(), self.chunk):
                 piece = memory[start:stop]
                 chunks.append(
                     partial(self._read, request, file, offset + start, piece, address + start)
@@ -244,7 +246,7 @@ class DiskReader:
             unit = file.block if file.direct else 1
             for offset, dest in fill.parts:
                 address = dest.data_ptr()
-                for start, stop in _split(offset, dest.numel(), self._chunk):
+                for start, stop in _split(offset, dest.numel(), self.chunk):
                     wanted, at = stop - start, (offset + start, address + start)
                     asked = -(-wanted // unit) * unit
                     chunks.append(Chunk(descriptor, *at, wanted, asked, number))
@@ -276,12 +278,16 @@ class DiskReader:
         """A queue of so many slots, of up to `each` chunks, with threads of its own that read.
 
         No Python runs in these. They end with the reader, or before when the queue is stopped.
+        Raises DiskReadError when this is closed.
         """
         from qoff.kernels.cpu.jit.read_queue import ReadQueue  # compiled when imported
 
         queue = ReadQueue(slots, each, self._busy_words())
-        threads = self.clock.workers(self._threads, "qoff-disk-queue")
-        self._queues.append((queue, threads))
+        with self._lock:
+            if self._closed:
+                raise DiskReadError("the disk reader is closed")
+            threads = self.clock.workers(self._threads, "qoff-disk-queue")
+            self._queues.append((queue, threads))
         for _ in range(self._threads):
             threads.submit(queue.serve)
         return queue
@@ -304,7 +310,7 @@ class DiskReader:
             end = stop + -run.nbytes % unit
             if run.source % unit or run.dest % unit or any(stop <= r.dest < end for r in runs):
                 return None
-            for start, after in _split(run.source, run.nbytes, self._chunk):
+            for start, after in _split(run.source, run.nbytes, self.chunk):
                 asked = -(-(after - start) // unit) * unit
                 found.append(Piece(run.source + start, run.dest + start, after - start, asked))
         return found

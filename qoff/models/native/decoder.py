@@ -388,6 +388,7 @@ class Decoder:
         hidden = run.input
         found, chosen = self._recorded(layer, weights, run, key, work)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
+        self.layer.adapt(layer, run)  # what follows is no part of the recording
         return cast(Chosen, chosen).copy()  # other passes are computed before this goes on
 
     def _recorded(
@@ -398,6 +399,7 @@ class Decoder:
         key: Hashable,
         work: Callable[[Tensor], Any],
     ) -> Any:
+        """What `work` gives for the hidden states, by itself or as it was recorded."""
         cached = run.cached
         assert cached is not None
         assert self.replays is not None

@@ -116,18 +116,18 @@ class Experts:
         left = sorted(set().union(*(choice.ids.flatten().tolist() for choice in choices)))
         if into is not None:
             into.zero_()
-        together = run.together
-        together.choices += choices
+        mixture = run.mixture
+        mixture.choices += choices
         while left:
             wanted = ChosenExperts(layer, tuple(left), guesses)
             found = yield from wait_for(run, wanted)
             wave = cast(ExpertWave, found[EXPERTS])
-            if together.wave is not wave:
-                together.wave = wave
+            if mixture.wave is not wave:
+                mixture.wave = wave
                 mlp = self._mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
-                self._compute_wave(together.choices, wave, mlp, run.input if into is None else into)
+                self._compute_wave(mixture.choices, wave, mlp, run.input if into is None else into)
             left = [number for number in left if number not in wave.numbers]
-        together.done(choices)
+        mixture.done(choices)
         for choice in choices:
             if choice.weighted is not None:
                 hidden = (run.input if into is None else into)[choice.part]
@@ -185,9 +185,9 @@ class Experts:
     def _biases_of(self, wave: ExpertWave, weights: Weights) -> list[Tensor | None]:
         """The same of a wave's experts, at the numbers of their slots."""
         found: list[Tensor | None] = []
-        numbers = torch.tensor(wave.numbers)
         for bias, memory in zip(self._biases(weights), wave.biases, strict=True):
             if bias is not None:
+                numbers = torch.tensor(wave.numbers)
                 memory[wave.table[numbers]] = bias[numbers].to(memory.dtype)
             found.append(None if bias is None else memory)
         return found

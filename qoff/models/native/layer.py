@@ -77,6 +77,11 @@ class Layer:
             yield from self._mlp(layer, weights, run, attended if self._spec.parallel else None)
         return (yield from self._end(layer, weights, run))
 
+    def adapt(self, layer: int, run: ForwardPass) -> None:
+        """Have adapters add to a layer's matrices from now on."""
+        if run.adapters is not None:
+            run.added = run.adapters.layers[layer]
+
     def until_experts(self, layer: int, weights: Weights, run: ForwardPass) -> Chosen:
         """Compute a layer without tiles up to where it waits for experts that come one by one."""
         for _ in self._attended(layer, weights, run, None):
@@ -98,8 +103,7 @@ class Layer:
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
     ) -> Steps:
         """Compute a layer up to the end of its attention; returns what that does."""
-        if run.adapters is not None:
-            run.added = run.adapters.layers[layer]
+        self.adapt(layer, run)
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
         if self._per_layer is not None and layer == 0:

@@ -38,6 +38,8 @@ def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
     workspace. passes: of as many sequences each, which are recorded together.
     """
     each = 3 * spec.hidden_size + spec.per_layer_width + per_layer_floats(spec) + spec.vocab_size
+    if spec.experts is not None:  # what is chosen, and guessed, of those that come one by one
+        each += 3 * spec.hidden_size + 2 * spec.experts.count + 16 * spec.experts.top_k
     return 4 * rows * passes * each
 
 
