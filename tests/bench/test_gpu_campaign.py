@@ -289,6 +289,7 @@ def test_a_rehearsal_brings_home_all_but_what_is_broken(tmp_path: Path) -> None:
     assert run.returncode == 1, run.stderr
     report = GpuReport.read((tmp_path / "gpu.json").read_text())
     lines = {op: [line for line in report.wrong if line.startswith(op)] for op in rehearsal.FAULTS}
+    assert all(lines.values()), (report.wrong, run.stdout[-4000:])
     assert "no sign of life" in lines["rope"][0]
     assert "died of SIGABRT" in lines["merge"][0]
     assert "error 0.5, at most" in lines["gated_silu"][0]
