@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from qoff.checkpoint import Checkpoint
+from qoff.memory import DiskReader
 from tests.instruments import threads_beside
 from tests.memory.checkpoints import write_checkpoint
 from tests.memory.kinds import KINDS, LAYERS, PACKING
@@ -29,6 +30,14 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def checkpoint(pristine: Checkpoint, tmp_path: Path) -> Checkpoint:
     shutil.copytree(pristine.path, tmp_path / "model")
     return Checkpoint.open(tmp_path / "model")
+
+
+@pytest.fixture
+def reader() -> Iterator[DiskReader]:
+    """Of small chunks, by two threads."""
+    reader = DiskReader(threads=2, chunk=4096)
+    yield reader
+    reader.close()
 
 
 @pytest.fixture

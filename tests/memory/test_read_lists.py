@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,6 @@ from qoff.memory.io.disk import Fill
 
 UNIT, UNITS = 3 * 4096, 5
 TAIL = 100  # bytes of the last unit
-
-
-@pytest.fixture
-def reader() -> Iterator[DiskReader]:
-    reader = DiskReader(threads=2, chunk=4096)
-    yield reader
-    reader.close()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,6 @@ from qoff.memory.arena import map_pages
 from qoff.memory.io.disk import Run
 
 SLOT, SLOTS, EACH = 4 * 4096, 4, 8
-
-
-@pytest.fixture
-def reader() -> Iterator[DiskReader]:
-    reader = DiskReader(threads=2, chunk=4096)
-    yield reader
-    reader.close()
 
 
 @pytest.fixture

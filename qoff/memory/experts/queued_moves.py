@@ -92,13 +92,8 @@ class QueuedMoves(ExpertMoves):
             super().abandon(slot)
 
     def recycle(self, slots: Slots) -> None:
-        if self._transfers.poison:
-            super().recycle(slots)
-            self._queued[slots] = False
-            return
+        super().recycle(slots)
         self._queued[slots] = False
-        for slot in slots.tolist():
-            self._reads[slot] = None
 
     def _held(self, slot: int) -> Tensor:
         if not self._queued[slot]:

@@ -245,12 +245,10 @@ class DiskReader:
             descriptor = file.fileno() if self._preadv is os.preadv else -1
             unit = file.block if file.direct else 1
             for offset, dest in fill.parts:
-                address = dest.data_ptr()
-                for start, stop in _split(offset, dest.numel(), self.chunk):
-                    wanted, at = stop - start, (offset + start, address + start)
-                    asked = -(-wanted // unit) * unit
-                    chunks.append(Chunk(descriptor, *at, wanted, asked, number))
-                    places.append((file, offset + start, dest, start, stop))
+                for piece in _pieces(offset, dest.data_ptr(), dest.numel(), self.chunk, unit):
+                    start = piece.offset - offset
+                    chunks.append(Chunk(descriptor, *piece, number))
+                    places.append((file, piece.offset, dest, start, start + piece.wanted))
         reads = ReadList(chunks, [(fill.words, fill.turn) for fill in fills], self._busy_words())
         request = _ListRequest(reads)
         with self._lock:
@@ -304,15 +302,13 @@ class DiskReader:
         except DiskReadError:
             return None
         unit = file.block if file.direct else 1
-        found = []
+        found = list[Piece]()
         for run in runs:
             stop = run.dest + run.nbytes
             end = stop + -run.nbytes % unit
             if run.source % unit or run.dest % unit or any(stop <= r.dest < end for r in runs):
                 return None
-            for start, after in _split(run.source, run.nbytes, self.chunk):
-                asked = -(-(after - start) // unit) * unit
-                found.append(Piece(run.source + start, run.dest + start, after - start, asked))
+            found += _pieces(*run, self.chunk, unit)
         return found
 
     def descriptor(self, path: Path) -> int:
@@ -441,6 +437,12 @@ def _made(call: Callable[[], None]) -> Future[None]:
     else:
         future.set_result(None)
     return future
+
+
+def _pieces(offset: int, place: int, nbytes: int, chunk: int, unit: int) -> Iterator[Piece]:
+    """Reads of at most `chunk` bytes, which ask for whole blocks of `unit` bytes."""
+    for start, stop in _split(offset, nbytes, chunk):
+        yield Piece(offset + start, place + start, stop - start, -(-(stop - start) // unit) * unit)
 
 
 def _split(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:

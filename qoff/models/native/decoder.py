@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -369,7 +369,7 @@ class Decoder:
 
         def work(hidden: Tensor) -> Tensor:
             run.hidden = hidden
-            assert next(self.layer.steps(layer, weights, run), None) is None  # waits for tiles
+            _at_once(self.layer.steps(layer, weights, run))
             return hidden
 
         hidden = run.input
@@ -383,13 +383,13 @@ class Decoder:
 
         def work(hidden: Tensor) -> tuple[Tensor, Chosen]:
             run.hidden = hidden
-            return hidden, self.layer.until_experts(layer, weights, run)
+            return hidden, _at_once(self.layer.until_experts(layer, weights, run))
 
         hidden = run.input
         found, chosen = self._recorded(layer, weights, run, key, work)
         run.hidden = hidden if found is hidden else hidden.copy_(found)
         self.layer.adapt(layer, run)  # what follows is no part of the recording
-        return cast(Chosen, chosen).copy()  # other passes are computed before this goes on
+        return chosen.copy()  # other passes are computed before this goes on
 
     def _recorded(
         self,
@@ -410,6 +410,15 @@ class Decoder:
         if place is not None:
             cached.close(kv_layer)
         return found
+
+
+def _at_once(steps: Generator[Unit, Weights, Any]) -> Any:
+    """What a part of a layer returns that waits for nothing: no tiles."""
+    try:
+        unit = next(steps)
+    except StopIteration as found:
+        return found.value
+    raise RuntimeError(f"what is recorded waits for {unit!r}")
 
 
 def logits_ending(spec: DecoderSpec) -> Ending:

@@ -67,11 +67,11 @@ class Layer:
 
         keep: rows, ascending, with which alone it goes on after attention; None: with all.
         """
-        attended = yield from self._attended(layer, weights, run, keep)
         if EXPERTS in weights:
-            chosen = yield from self._choose(weights, run)
-            yield from self._mixture(layer, weights, run, chosen)
-        elif self._spec.has_experts(layer):
+            chosen = yield from self.until_experts(layer, weights, run, keep)
+            return (yield from self.from_experts(layer, weights, run, chosen))
+        attended = yield from self._attended(layer, weights, run, keep)
+        if self._spec.has_experts(layer):
             yield from self._mixture(layer, weights, run)
         else:
             yield from self._mlp(layer, weights, run, attended if self._spec.parallel else None)
@@ -82,17 +82,12 @@ class Layer:
         if run.adapters is not None:
             run.added = run.adapters.layers[layer]
 
-    def until_experts(self, layer: int, weights: Weights, run: ForwardPass) -> Chosen:
-        """Compute a layer without tiles up to where it waits for experts that come one by one."""
-        for _ in self._attended(layer, weights, run, None):
-            raise RuntimeError(f"layer {layer} waits for tiles")
-        choose = self._choose(weights, run)
-        try:
-            next(choose)
-        except StopIteration as found:
-            chosen: Chosen = found.value
-            return chosen
-        raise RuntimeError(f"layer {layer} waits for tiles")
+    def until_experts(
+        self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None
+    ) -> Generator[Unit, Weights, Chosen]:
+        """Compute a layer up to where it waits for experts that come one by one; see `steps`."""
+        yield from self._attended(layer, weights, run, keep)
+        return (yield from self._choose(weights, run))
 
     def from_experts(self, layer: int, weights: Weights, run: ForwardPass, chosen: Chosen) -> Steps:
         """Compute the rest of it."""
