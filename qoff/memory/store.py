@@ -259,6 +259,8 @@ class WeightStore:
                 self._checks.accept(file, self._checks.stamp(file))  # or compared while it is read
             elif unit not in later and not _holds_file(self._streamed.get(unit)):
                 self._checks.check(file)
+        # First, where all of them lie in huge pages.
+        self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         every = [image for parts in kept.values() for image in parts]
         read_unit = partial(self._transfers.read_unit, verify=verify, after=None)
         self._resident: dict[str, Weight] = {}
@@ -274,7 +276,6 @@ class WeightStore:
         if self._transfers.in_place(instrumentation):
             units = [unit for unit in self._streamed if unit in sources]
             there = {u: self._streamed.pop(u).views(self._sources[u]) for u in units}
-        self._slots = [self.arena.alloc(plan.slot_bytes, f"slot {i}") for i in range(plan.slots)]
         if plan.expert_slots:
             self.experts = ExpertCache(
                 checkpoint,
