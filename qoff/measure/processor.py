@@ -120,15 +120,19 @@ def seconds_of(call: Callable[[], object], warm: bool = False) -> float:
     return (time.perf_counter() - start) / repeat
 
 
-def _in_list(call: Callable[[], None]) -> float:
-    """Seconds of calls of a CPU's ops as jobs of a list, which rounds are; else as Python calls."""
+def in_list(call: Callable[[], None]) -> Callable[[], object]:
+    """Calls of a CPU's ops as jobs of a list, which rounds are; or as they are, if that fails."""
     from qoff.kernels.cpu.jit.recorder import JobRecorder
 
     recorder = JobRecorder()
     replay = recorder(call)
     if replay is not None and replay.stale:  # the scratch has grown meanwhile
         replay = recorder(call)
-    return seconds_of(call if replay is None or replay.stale else replay, warm=True)
+    return call if replay is None or replay.stale else replay
+
+
+def _in_list(call: Callable[[], None]) -> float:
+    return seconds_of(in_list(call), warm=True)
 
 
 def random_matrix(shape: tuple[int, int], bits: int, packing: str, device: str = "cpu") -> QTensor:

@@ -11,10 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from qoff.errors import DiskReadError
 from qoff.kernels.cpu import ops
 from qoff.kernels.cpu.jit.recorder import JobReplay
 from qoff.measure import processor
 from qoff.measure import profile as measuring
+from qoff.memory import DiskReader
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan, read_weights
 from tests.cli.commands import run
@@ -316,10 +318,35 @@ def test_a_stale_recording_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
     assert not stale.called
 
 
+@pytest.mark.parametrize(("on_gpu", "way"), [(False, "submit_list"), (True, "submit")])
+def test_reads_are_measured_as_rounds_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, way: str
+) -> None:
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file in files:
+        file.write_bytes(bytes(1 << 20))
+    spies = {name: Mock(wraps=getattr(DiskReader, name)) for name in ("submit", "submit_list")}
+    for name, spy in spies.items():
+        monkeypatch.setattr(DiskReader, name, lambda *args, spy=spy: spy(*args))
+    read = list[int]()
+
+    def link(move: measuring.Move, *_: Any, **__: Any) -> Link:
+        move(128 << 10, 1 << 20)
+        read.append(sum(spy.call_count for name, spy in spies.items() if name == way))
+        files[1].write_bytes(b"short")
+        with pytest.raises(DiskReadError, match=r"b\.safetensors"):
+            move(128 << 10, 1 << 20)
+        return Link(1e9)
+
+    monkeypatch.setattr(measuring, "_link", link)
+    assert measuring._file_reads(files, on_gpu).bytes_per_s == 1e9
+    assert read == [1 if way == "submit_list" else 8]
+
+
 def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(processor, "of_cpu", lambda: machine().device)
-    monkeypatch.setattr(measuring, "_link", lambda submit: Link(1e9))
+    monkeypatch.setattr(measuring, "_link", lambda *_: Link(1e9))
     out = tmp_path / "machine.json"
     found = run("env", "--measure", "--path", tmp_path, "--save", out, "--json")
     assert found.exit_code == 0, found.output

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import BudgetError
-from qoff.memory.arena import PAGE, Arena
+from qoff.memory.arena import HUGE_PAGE, PAGE, Arena, map_pages
 
 
 @given(st.integers(0, 1 << 18), st.lists(st.integers(0, 1 << 16), max_size=12))
@@ -34,6 +34,28 @@ def test_pieces_are_aligned_disjoint_and_within_the_budget(
 
 def test_memory_starts_on_a_page() -> None:
     assert Arena("device", 10_000).alloc(100, "a").data_ptr() % 4096 == 0
+
+
+def test_large_memory_starts_on_a_huge_page_and_takes_no_more_than_it_has() -> None:
+    memory = map_pages(3 * HUGE_PAGE + 5 * PAGE).fill_(1)
+    assert memory.data_ptr() % HUGE_PAGE == 0
+    end = memory.data_ptr() + memory.nbytes
+    taken = resident(end)  # what is mapped behind it is in no use
+    assert taken == 0
+    assert resident(memory.data_ptr()) >= memory.nbytes
+
+
+def resident(address: int) -> int:
+    """Bytes in use of what was mapped with an address."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            low, high = (int(x, 16) for x in first.split("-"))
+            here = low <= address < high
+        elif here and first == "Rss:":
+            return int(rest[0]) << 10
+    return -1
 
 
 def test_refusal_names_tier_purpose_and_bytes() -> None:

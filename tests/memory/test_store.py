@@ -111,6 +111,15 @@ def test_any_order_of_acquisition_serves_the_same_bits(
                 store.release(held.pop())
 
 
+def test_slots_lie_before_what_stays(checkpoint: Checkpoint) -> None:
+    plan = residency_of(checkpoint, {"model.layers.1.mlp.down_proj"}, slots=2)
+    with WeightStore(checkpoint, plan) as store:
+        assert store._resident
+        places = [memory.storage_offset() for memory in store._slots]
+    first = plan.staging_bytes  # for another packing
+    assert places == [first, first + plan.slot_bytes]
+
+
 def test_threads_that_share_a_store_all_get_the_right_bits(
     checkpoint: Checkpoint, truth: dict[str, Truth]
 ) -> None:
