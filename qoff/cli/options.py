@@ -76,6 +76,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 given[name] = one
             with ending_by_signals(), refusals():
                 run(**given)
+        except BrokenPipeError:  # who reads has seen enough: typer ends without a word
+            raise
         except (QoffError, OSError) as error:
             stop_with(str(error))
         except KeyboardInterrupt as error:

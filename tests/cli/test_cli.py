@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -185,6 +186,15 @@ def test_env_describes_the_machine() -> None:
     assert found["cores"] == len(os.sched_getaffinity(0))
     printed = succeed("env")
     assert found["python"] in printed
+
+
+def test_who_reads_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("qoff.cli.main.print_json", closed)
+    result = run("env", "--json")
+    assert (result.exit_code, result.output) == (1, "")
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
