@@ -18,7 +18,8 @@ from torch import Tensor
 from qoff.checkpoint import Stamp
 from qoff.errors import ArgumentError, DiskReadError, QoffError
 
-from .io.disk import Fill, ReadRequest
+from .io.disk import ReadRequest
+from .io.runs import Fill
 from .io.transfers import Mark, Transfers, UnitRead
 from .load import FileChecks
 from .plan import Image, Unit

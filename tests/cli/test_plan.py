@@ -14,8 +14,8 @@ import pytest
 from qoff.errors import DiskReadError
 from qoff.kernels.cpu import ops
 from qoff.kernels.cpu.jit.recorder import JobReplay
-from qoff.measure import processor
-from qoff.measure import profile as measuring
+from qoff.measure import links, processor
+from qoff.measure.moves import Move
 from qoff.memory import DiskReader
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan, read_weights
@@ -330,7 +330,7 @@ def test_reads_are_measured_as_rounds_read(
         monkeypatch.setattr(DiskReader, name, lambda *args, spy=spy: spy(*args))
     read = list[int]()
 
-    def link(move: measuring.Move, *_: Any, **__: Any) -> Link:
+    def link(move: Move, *_: Any, **__: Any) -> Link:
         move(128 << 10, 1 << 20)
         read.append(sum(spy.call_count for name, spy in spies.items() if name == way))
         files[1].write_bytes(b"short")
@@ -338,15 +338,15 @@ def test_reads_are_measured_as_rounds_read(
             move(128 << 10, 1 << 20)
         return Link(1e9)
 
-    monkeypatch.setattr(measuring, "_link", link)
-    assert measuring._file_reads(files, on_gpu).bytes_per_s == 1e9
+    monkeypatch.setattr(links, "link_of", link)
+    assert links.file_reads(files, on_gpu).bytes_per_s == 1e9
     assert read == [1 if way == "submit_list" else 8]
 
 
 def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(processor, "of_cpu", lambda: machine().device)
-    monkeypatch.setattr(measuring, "_link", lambda *_: Link(1e9))
+    monkeypatch.setattr(links, "link_of", lambda *_: Link(1e9))
     out = tmp_path / "machine.json"
     found = run("env", "--measure", "--path", tmp_path, "--save", out, "--json")
     assert found.exit_code == 0, found.output

@@ -24,7 +24,8 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.kvcache.store.sparse import WRONG_GUESSES
 from qoff.memory.instrumentation import PLAIN
-from qoff.memory.io.disk import ReadRequest, Run
+from qoff.memory.io.disk import ReadRequest
+from qoff.memory.io.runs import Run
 from qoff.memory.io.virtual import VirtualClock
 from qoff.memory.plan import Image
 from qoff.plan import Plan

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from qoff.errors import DiskReadError
 from qoff.memory.arena import map_pages
 from qoff.memory.io.direct import BLOCK, SECTOR, DirectFile, Preadv
-from qoff.memory.io.disk import DiskReader, Run
+from qoff.memory.io.disk import DiskReader
+from qoff.memory.io.runs import Run
 
 SIZE = 300_001
 CHUNKS = st.sampled_from([4096, 8192, 65536, 1 << 20])

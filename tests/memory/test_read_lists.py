@@ -15,7 +15,7 @@ from qoff.errors import DiskReadError
 from qoff.kernels.cpu.jit.slots import Slots
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
-from qoff.memory.io.disk import Fill
+from qoff.memory.io.runs import Fill
 
 UNIT, UNITS = 3 * 4096, 5
 TAIL = 100  # bytes of the last unit

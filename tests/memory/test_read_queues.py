@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.kernels.cpu.jit.read_queue import ReadQueue
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
-from qoff.memory.io.disk import Run
+from qoff.memory.io.runs import Run
 
 SLOT, SLOTS, EACH = 4 * 4096, 4, 8
 

@@ -17,7 +17,8 @@ from qoff.memory import DiskReader, Transfers
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.copy_stream import Copy, CopyStream, Event
 from qoff.memory.io.direct import DirectFile
-from qoff.memory.io.disk import ReadRequest, Run
+from qoff.memory.io.disk import ReadRequest
+from qoff.memory.io.runs import Run
 from qoff.memory.io.spill import SpillFile
 from qoff.memory.io.transfers import UnitRead
 from qoff.memory.plan import FileRange, Image

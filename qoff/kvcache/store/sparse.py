@@ -18,7 +18,7 @@ from torch import Tensor
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS, BlockTable, Bounds
 from qoff.memory.arena import Arena
-from qoff.memory.io.disk import Run
+from qoff.memory.io.runs import Run
 
 from .ring import BlockRing, LayerFetches
 

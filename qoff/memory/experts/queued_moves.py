@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.errors import DiskReadError
 from qoff.memory.arena import PAGE
-from qoff.memory.io.disk import Run
+from qoff.memory.io.runs import Run
 from qoff.memory.plan import Image
 
 from .moves import ExpertMoves, Slots

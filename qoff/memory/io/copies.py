@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
-from .disk import Run
+from .runs import Run
 
 if TYPE_CHECKING:
     from qoff.kernels.cpu.jit.copies import CopiedWords

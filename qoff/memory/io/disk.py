@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from qoff.errors import DiskReadError
 
 from .clock import SYSTEM, Clock
 from .direct import DirectFile, Preadv
+from .runs import Fill, Piece, Run, pieces, split, whole_blocks
 from .workers import Workers, when_all
 
 if TYPE_CHECKING:
@@ -38,35 +39,6 @@ class DiskStats:
     bytes: int  # delivered
     busy_s: float  # seconds in which at least one read was in flight
     buffered_files: frozenset[Path]  # their file systems refused O_DIRECT
-
-
-class Run(NamedTuple):
-    """Neighbouring bytes that go from one place to another."""
-
-    source: int
-    dest: int
-    nbytes: int
-
-
-class Piece(NamedTuple):
-    """A read of `wanted` bytes to a place, for which `asked` may be written."""
-
-    offset: int
-    place: int
-    wanted: int
-    asked: int
-
-
-class Fill(NamedTuple):
-    """What goes from a file into a slot, whose `words` and `turn` are as for `ReadList`.
-
-    parts: offsets, and where the bytes go; what follows there up to a whole page may be written.
-    """
-
-    path: Path
-    parts: Sequence[tuple[int, Tensor]]
-    words: int
-    turn: int
 
 
 class ReadRequest(Future[None]):
@@ -192,7 +164,7 @@ class DiskReader:
             if dest.dtype != torch.uint8 or not dest.is_contiguous() or dest.device.type != "cpu":
                 raise ValueError("reads land in contiguous uint8 memory of the host")
             memory, address = dest.numpy().data, dest.data_ptr()
-            for start, stop in _split(offset, dest.numel(), self.chunk):
+            for start, stop in split(offset, dest.numel(), self.chunk):
                 piece = memory[start:stop]
                 chunks.append(
                     partial(self._read, request, file, offset + start, piece, address + start)
@@ -245,7 +217,7 @@ class DiskReader:
             descriptor = file.fileno() if self._preadv is os.preadv else -1
             unit = file.block if file.direct else 1
             for offset, dest in fill.parts:
-                for piece in _pieces(offset, dest.data_ptr(), dest.numel(), self.chunk, unit):
+                for piece in pieces(offset, dest.data_ptr(), dest.numel(), self.chunk, unit):
                     start = piece.offset - offset
                     chunks.append(Chunk(descriptor, *piece, number))
                     places.append((file, piece.offset, dest, start, start + piece.wanted))
@@ -301,15 +273,7 @@ class DiskReader:
             file = self._file(path)
         except DiskReadError:
             return None
-        unit = file.block if file.direct else 1
-        found = list[Piece]()
-        for run in runs:
-            stop = run.dest + run.nbytes
-            end = stop + -run.nbytes % unit
-            if run.source % unit or run.dest % unit or any(stop <= r.dest < end for r in runs):
-                return None
-            found += _pieces(*run, self.chunk, unit)
-        return found
+        return whole_blocks(runs, self.chunk, file.block if file.direct else 1)
 
     def descriptor(self, path: Path) -> int:
         """Of a file that stays open. Raises DiskReadError."""
@@ -437,18 +401,3 @@ def _made(call: Callable[[], None]) -> Future[None]:
     else:
         future.set_result(None)
     return future
-
-
-def _pieces(offset: int, place: int, nbytes: int, chunk: int, unit: int) -> Iterator[Piece]:
-    """Reads of at most `chunk` bytes, which ask for whole blocks of `unit` bytes."""
-    for start, stop in _split(offset, nbytes, chunk):
-        yield Piece(offset + start, place + start, stop - start, -(-(stop - start) // unit) * unit)
-
-
-def _split(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Cut `nbytes` into pieces of at most `chunk`; all but the first begin at a page."""
-    start = 0
-    while start < nbytes:
-        stop = min(nbytes, start + chunk - (offset + start) % mmap.PAGESIZE)
-        yield start, stop
-        start = stop

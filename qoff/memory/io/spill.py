@@ -20,8 +20,9 @@ from qoff.memory.arena import PAGE
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 
 from .direct import set_direct
-from .disk import DiskReader, Fill, ReadRequest, Run
+from .disk import DiskReader, ReadRequest
 from .ranges import copy_range
+from .runs import Fill, Run
 
 Pwritev = Callable[[int, Sequence[memoryview], int], int]
 SlotFill: TypeAlias = tuple[Sequence[tuple[int, Tensor]], int, int]
