@@ -18,7 +18,7 @@ from qoff.schema import read_object, shown
 
 from .processor import Processor, check, with_curves
 
-VERSION = 5
+VERSION = 6
 IN_FLIGHT = 2  # requests at a time while a link is measured, as slots are
 
 
