@@ -29,10 +29,10 @@ from .machine import machine
 POOL = 64 << 20  # bytes that are read in turn, more than caches hold
 _SIZE, _GROUP = 4096, 32  # rows and columns of a matrix, columns of a group
 _SHARE = 1024  # rows of it that a CPU multiplies many rows of x with, to save time
-_ROWS = (1, 4, 16, 64, 256, 512)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 512)
 _FEW = (1, 16, 256)  # of other bits than 4
 _NARROW = (16, 256)  # of activations of 8 bits
-_NEAR = (1, 4, 16, 64)  # of a matrix that is in the last cache
+_NEAR = (1, 2, 4, 8, 16, 64)  # of a matrix that is in the last cache
 _EXPERT, _TOP_K, _GROUPS = (1536, 2048, 768), 8, 4  # rows, columns, inner size; of them at once
 _OF_EXPERTS = (1, 4, 16, 64, 256)  # rows of each
 _OF_CACHE = 0.8  # of which a layer's matrices may take so much
