@@ -120,22 +120,17 @@ def plan(
     plot: Annotated[
         Path | None, Option(help="Draw memory against tokens/s as FILE.svg and FILE.png.")
     ] = None,
-    brief: bool = Option(False, "--brief", help="Do not look for what would be faster."),
+    brief: bool = Option(False, "--brief", help="Do not look for what changes would do."),
     as_json: Json = False,
 ) -> None:
     """Choose batch sizes and placement for a model, and explain them. No weights are needed.
 
     With --train: what fine-tuning it takes.
     """
-    from qoff.engine.simulated import simulated
-    from qoff.kvcache.quant import kv_quant
-    from qoff.memory.experts.routes import RecordedRoutes
-    from qoff.plan import Plan
     from qoff.plan.explain import beside_checkpoint, explain
     from qoff.plan.pareto import pareto_front
     from qoff.plan.saved import plan_text
     from qoff.plan.tokenizer import tokenizer_bytes
-    from qoff.plan.workload import Lengths, Workload
 
     _check_bounds(context, work)
     _check_training(context, model, finetuning)
@@ -144,6 +139,7 @@ def plan(
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
     on.check(context)
+    workload, template = _workload(work), _template(work, kv, spill_folder)
     folder = spill_folder or Path(tempfile.gettempdir())
     there = Path(model).absolute()
     machine = machine_of(on, there if there.exists() else Path(), folder)
@@ -152,6 +148,7 @@ def plan(
         config = _config_of(model)
         print_training(config, finetuning, training.sequence, machine, packed, as_json)
         return
+    _check_bits(template, machine.on_gpu)
     sizes = sizes_of(model, weights, machine.on_gpu)
     if work.shared and sizes.spec.linear is not None:
         raise ArgumentError(
@@ -163,33 +160,15 @@ def plan(
             "--acceptance plans drafted tokens, which models with recurrent states and "
             "--attention-top do not have; leave it out"
         )
-    cache = kv_quant(kv)
     chosen: Form | None = None
-    if cache is None:
-        raise ArgumentError("the KV cache of a plan is packed; use --kv 2, 3, 4, 8 or 8,4")
-    workload = Workload(
-        Lengths.of(work.prompt),
-        Lengths.of(work.tokens),
-        work.requests,
-        work.objective,  # type: ignore[arg-type]  # checked there
-        work.token_s,
-        work.shared,
-        routes=None if work.routes is None else RecordedRoutes.read(work.routes),
-        acceptance=work.acceptance,
-    )
-    template = Plan(
-        kv=replace(cache, attention_top=work.attention_top),
-        share_prefixes=work.shared > 0,
-        activation_bits=work.activation_bits,
-        spill_folder=spill_folder,
-    )
-    _check_bits(template, machine.on_gpu)
     if work.max_kl is not None:
         chosen, sizes = _form(model, work, weights, machine, workload, template)
         template = replace(template, kv=chosen.kv)
     beside = on.disk is not None and not sizes.checkpoint.outer.path.exists()
     if beside:
         machine = beside_checkpoint(machine, sizes)
+    from qoff.engine.simulated import simulated  # takes seconds to import
+
     found = explain(
         sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
     )
@@ -220,14 +199,55 @@ def plan(
         if chosen.weights is not None:
             typer.echo(f"to have it: qoff convert {model} FOLDER {chosen.weights.options}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
-    print_table("busy in a round", found.resources(), ("resource", "prompts", "decoding"))
-    columns = ("change", "new tokens/s", "whole work")
-    print_table("what would be faster, by the model alone", changes, columns)
+    columns = ("resource", "prompts", "decoding")
+    print_table("busy in a round, by the model", found.resources(), columns)
+    if changes:
+        columns = ("change", "new tokens/s", "whole work")
+        print_table("what changes would do, by the model alone", changes, columns)
     typer.echo(found.bound())
     for warning in found.warnings():
         typer.echo(f"note: {warning}")
     for path in written:
         typer.echo(f"written: {path}")
+
+
+def _workload(work: WorkOptions) -> Workload:
+    """Raises ArgumentError for values out of range."""
+    from qoff.memory.experts.routes import RecordedRoutes
+    from qoff.plan.workload import Lengths, Workload
+
+    def lengths(option: str, text: str) -> Lengths:
+        try:
+            return Lengths.of(text)
+        except ArgumentError as error:
+            raise ArgumentError(f"{option}: {error}") from error
+
+    return Workload(
+        lengths("--prompt", work.prompt),
+        lengths("--tokens", work.tokens),
+        work.requests,
+        work.objective,  # type: ignore[arg-type]  # checked there
+        work.token_s,
+        work.shared,
+        routes=None if work.routes is None else RecordedRoutes.read(work.routes),
+        acceptance=work.acceptance,
+    )
+
+
+def _template(work: WorkOptions, kv: str, spill_folder: Path | None) -> Plan:
+    """What is given of the plan. Raises ArgumentError for values out of range."""
+    from qoff.kvcache.quant import kv_quant
+    from qoff.plan import Plan
+
+    cache = kv_quant(kv)
+    if cache is None:
+        raise ArgumentError("the KV cache of a plan is packed; use --kv 2, 3, 4, 8 or 8,4")
+    return Plan(
+        kv=replace(cache, attention_top=work.attention_top),
+        share_prefixes=work.shared > 0,
+        activation_bits=work.activation_bits,
+        spill_folder=spill_folder,
+    )
 
 
 def _check_bounds(context: typer.Context, work: WorkOptions) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from qoff.plan.profile import MachineProfile
 
 
+_LINK = 12e9  # bytes/s to a GPU that is described, and back: PCIe 3.0 x16, or half of 4.0
+
+
 @dataclass(frozen=True)
 class MachineOptions:
     """A machine: the one at hand, one from a file, or one of given sizes and rates."""
@@ -69,13 +72,7 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
                 "--link is that to a GPU, and there is none; describe one with --gpu"
             )
         rate = rate_of("--link", on.link)
-        machine = replace(
-            machine,
-            to_device=replace(machine.to_device, bytes_per_s=rate),
-            from_device=replace(machine.from_device, bytes_per_s=rate),
-            # Memory is written and read beside what the link moves.
-            host=replace(machine.host, bytes_per_s=max(machine.host.bytes_per_s, 3 * rate)),
-        )
+        machine = machine.with_link(rate, rate)
     if on.disk_rate is not None:
         rate = rate_of("--disk-rate", on.disk_rate)
         machine = replace(machine, disk_read=replace(machine.disk_read, bytes_per_s=rate))
@@ -94,10 +91,13 @@ def _with_gpu(machine: MachineProfile, size: str, rates: str) -> MachineProfile:
     if not comma:
         raise ArgumentError(f"--gpu-rates is written like 1TB/s,100T, not {rates!r}")
     gpu = Processor.of(rate_of("--gpu-rates", memory), rate_of("--gpu-rates", flops))
-    link = Link(12e9, 1e-5)
+    link = Link(_LINK, 1e-5)
     host = machine.usable["host"] if machine.on_gpu else machine.usable["device"]
     usable = {**machine.usable, "device": memory_size("--gpu", size) or 0, "host": host}
-    note = f"the GPU is taken to read its memory with {memory} and to do {flops}flop/s"
+    note = (
+        f"the GPU is taken to read its memory with {memory} and to do {flops}flop/s, and the CPU "
+        f"beside it to be this machine's, with {machine.cores} cores"
+    )
     return replace(
         machine,
         name=f"a GPU of {size}",
@@ -107,7 +107,7 @@ def _with_gpu(machine: MachineProfile, size: str, rates: str) -> MachineProfile:
         from_device=link,
         usable=usable,
         notes=(*machine.notes, note),
-    )
+    ).with_link(_LINK, _LINK)
 
 
 def rate_of(option: str, text: str) -> float:

@@ -17,7 +17,7 @@ from .finalists import Simulate
 from .manual import Plan
 from .profile import Link, MachineProfile
 from .saved import plan_values
-from .search import find_plan
+from .search import find_plan, forecast_on
 from .sizes import ModelSizes
 from .workload import Workload
 
@@ -42,8 +42,9 @@ class Explained:
     counted: Counted = field(default_factory=dict, repr=False)
 
     def line(self) -> str:
-        """Why this plan, in one line."""
+        """Why this plan, in one line, with what virtual time expects of it if that was asked."""
         plan, found = self.found.plan, self.found
+        timed = found.simulated or found
         where = [f"{format_size(n)} on {tier}" for tier, n in found.weights.items() if n]
         batches = f"{plan.batches} x {plan.batch_size} sequences of {plan.context} tokens"
         busy = share(found.decode)
@@ -51,8 +52,8 @@ class Explained:
             batches += f", up to {plan.draft_tokens} tokens drafted of each"
         return (
             f"{batches}, weights {', '.join(where)}; limit: {found.decode.limit} {busy:.0%}; "
-            f"{found.prefill.tokens_per_s:.1f} prompt tokens/s, "
-            f"{found.decode.tokens_per_s:.1f} new tokens/s expected"
+            f"{timed.prefill.tokens_per_s:.1f} prompt tokens/s, "
+            f"{timed.decode.tokens_per_s:.1f} new tokens/s expected"
         )
 
     def bytes_by_tier(self) -> dict[str, dict[str, int]]:
@@ -112,9 +113,11 @@ class Explained:
         simulated = self.found.simulated
         if simulated is not None and abs(simulated.seconds / self.found.seconds - 1) > _DIFFERS:
             yield (
-                f"in virtual time rounds of prompts take {simulated.prefill.seconds:.3f} s, of "
-                f"decoding {simulated.decode.seconds:.3f} s "
-                f"({simulated.decode.tokens_per_s:.1f} new tokens/s)"
+                f"expected is what virtual time says: {simulated.prefill.seconds:.3f} s for a "
+                f"round of prompts, {simulated.decode.seconds:.3f} s for one of decoding; the "
+                f"model alone, in the tables and the bound, has {self.found.prefill.seconds:.3f} "
+                f"and {self.found.decode.seconds:.3f} s, and {self.found.decode.tokens_per_s:.1f} "
+                "new tokens/s"
             )
         file, free = self.sizes.checkpoint.outer.path, self.machine.usable[DISK]
         spilled = sum(self.found.bytes_by_tier()[DISK].values())
@@ -128,9 +131,8 @@ class Explained:
     def bound(self) -> str:
         """How much faster any other plan could be, in one line."""
         gap = self.found.seconds / self.found.bound - 1 if self.found.bound else 0.0
-        return (
-            f"no plan of this model in this memory is more than {gap:.1%} faster, by the same rates"
-        )
+        faster = f"more than {gap:.1%} faster" if gap >= 0.0005 else "faster"
+        return f"no plan of this model in this memory is {faster}, by the model alone"
 
     def _windows(self) -> Iterator[str]:
         """Layers that do not see all tokens, and what they keep."""
@@ -151,7 +153,10 @@ class Explained:
                 )
 
     def changes(self) -> list[tuple[str, ...]]:
-        """Rows: what would be changed, new tokens/s, and how much faster, by the model alone."""
+        """Rows: what would be changed, new tokens/s, and how much faster, by the model alone.
+
+        The plan of a better machine is the present one at least.
+        """
         rows: list[tuple[str, ...]] = []
         for name, machine, template in self._others():
             try:
@@ -160,24 +165,26 @@ class Explained:
                 )
             except QoffError:
                 continue
-            rows.append(
-                (
-                    name,
-                    f"{other.decode.tokens_per_s:.1f}",
-                    f"{self.found.seconds / other.seconds:.2f}x",
-                )
-            )
+            if machine is not self.machine:
+                same = forecast_on(machine, self.sizes, self.workload, self.found)
+                other = min(other, same, key=lambda one: one.seconds)
+            times = self.found.seconds / other.seconds
+            rows.append((name, f"{other.decode.tokens_per_s:.1f}", f"{times:.2f}x"))
         return rows
 
     def _others(self) -> Iterator[tuple[str, MachineProfile, Plan]]:
+        """Changes; of memory and links where any of them limits."""
         machine, plan, usable = self.machine, self.found.plan, self.machine.usable
-        tier = HOST if machine.on_gpu else DEVICE
-        more = machine.with_memory(**{tier: usable[tier] + _MORE})
-        yield f"{format_size(_MORE)} more of {tier} memory", more, plan
-        if machine.on_gpu:
-            faster = replace(machine, to_device=_twice(machine.to_device))
-            yield "a link twice as fast", faster, plan
-        yield "a disk twice as fast", replace(machine, disk_read=_twice(machine.disk_read)), plan
+        if self.found.offloads:
+            tier = HOST if machine.on_gpu else DEVICE
+            more = machine.with_memory(**{tier: usable[tier] + _MORE})
+            yield f"{format_size(_MORE)} more of {tier} memory", more, plan
+            if machine.on_gpu:
+                rates = machine.to_device.bytes_per_s, machine.from_device.bytes_per_s
+                yield "a link twice as fast", machine.with_link(*(2 * r for r in rates)), plan
+            if any(phase.busy["disk read"] for phase in (self.found.prefill, self.found.decode)):
+                faster = replace(machine, disk_read=_twice(machine.disk_read))
+                yield "a disk twice as fast", faster, plan
         bits = 4 if plan.kv.k_bits == 8 else 8
         other = KVQuant(bits, bits, plan.kv.window)
         yield f"{bits}-bit KV cache", machine, replace(plan, kv=other)

@@ -126,7 +126,7 @@ def assumed_profile(device: torch.device, spill: Path) -> MachineProfile:
     on_gpu = device.type == "cuda"
     disk = Link(5e8, 1e-4, 4e-10, 1e-4)
     copies = Link(8e9, 1e-5) if on_gpu else Link(8e9, 1e-5, 1.25e-10, 1e-4)
-    return MachineProfile(
+    found = MachineProfile(
         name="not measured",
         on_gpu=on_gpu,
         cores=cores,
@@ -139,6 +139,7 @@ def assumed_profile(device: torch.device, spill: Path) -> MachineProfile:
         usable=usable_memory(device, spill),
         notes=("rates are assumed; qoff env --measure measures them",),
     )
+    return found.with_link(copies.bytes_per_s, copies.bytes_per_s) if on_gpu else found
 
 
 def _cpu_name() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import combinations, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -110,11 +110,10 @@ class Mixture:
         away, share, layers = self.share * (1 - HELD[::-1]), self.share, self.experts.layers
         last = layers[-1] / sum(layers)
         values = (1 - last) * self._missed(tokens) + last * self._missed(of_last)
-        for _ in HELD:  # down to a convex curve
-            between = values[:, :-2] * np.diff(away)[1:] + values[:, 2:] * np.diff(away)[:-1]
-            values[:, 1:-1] = np.minimum(values[:, 1:-1], between / (away[2:] - away[:-2]))
+        values = _convex(away, values)
         slopes = np.diff(values) / np.diff(away)
-        offsets, rest = values[:, :-1] - slopes * away[:-1], values[:, -1:] - share
+        offsets = np.minimum(0.0, values[:, :-1] - slopes * away[:-1])  # nothing away, none moved
+        rest = values[:, -1:] - share
         return Moves(np.hstack([slopes, np.ones_like(rest)]), np.hstack([offsets, rest]))
 
     def _missed(self, tokens: Array) -> Array:
@@ -122,6 +121,17 @@ class Mixture:
         wanted = self.share * self.wanted(tokens)[:, None]
         found: Array = wanted * (1 - self.hits(HELD[::-1], tokens))
         return found
+
+
+def _convex(x: Array, values: Array) -> Array:
+    """The largest convex curves below some, at x, ascending: [..., x]."""
+    found = values.copy()
+    for first, last in combinations(range(len(x)), 2):
+        part = (x[first + 1 : last] - x[first]) / (x[last] - x[first])
+        line = values[..., [first]] * (1 - part) + values[..., [last]] * part
+        inner = found[..., first + 1 : last]
+        np.minimum(inner, line, out=inner)
+    return found
 
 
 @lru_cache(8)

@@ -42,6 +42,11 @@ class Choices:
     def __len__(self) -> int:
         return len(self.batch_size)
 
+    @property
+    def sequences(self) -> Array:
+        """Of a plan at once."""
+        return self.batch_size * self.batches
+
     def one(self, index: int) -> Choices:
         """A plan alone."""
         return Choices(*(x[index : index + 1] for x in vars(self).values()))

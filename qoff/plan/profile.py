@@ -94,6 +94,19 @@ class MachineProfile:
         changed = {tier: nbytes for tier, nbytes in usable.items() if nbytes is not None}
         return replace(self, usable={**self.usable, **changed})
 
+    def with_link(self, to_device: float, from_device: float) -> Self:
+        """With other rates, in bytes/s, between host and device.
+
+        Host memory is written and read beside what they move: it has three times as much at least.
+        """
+        least = 3 * max(to_device, from_device)
+        return replace(
+            self,
+            to_device=replace(self.to_device, bytes_per_s=to_device),
+            from_device=replace(self.from_device, bytes_per_s=from_device),
+            host=replace(self.host, bytes_per_s=max(self.host.bytes_per_s, least)),
+        )
+
     def text(self) -> str:
         """As JSON."""
         return json.dumps(asdict(self), indent=1)

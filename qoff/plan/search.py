@@ -7,6 +7,7 @@ the placement of tensors and blocks does, and counted exactly.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,7 +21,7 @@ from qoff.errors import BudgetError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 
-from .certify import STAGING, Certified, Certifier, Counted
+from .certify import STAGING, Certified, Certifier, Counted, choices_of
 from .cost import CostModel
 from .drafting import with_drafts
 from .finalists import NEAR, Simulate, fastest_simulated
@@ -35,9 +36,10 @@ from .workload import Workload
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
 _PREFILL = (64, 256, 512, 1024, 2048, 4096)
-_LPS, _FINALISTS = 50, 6
-_MOST = 100  # LPs are solved until the best is so near the bound, so many at most
-_TRIED = 100  # choices, where no plan is found
+# LPs by their bounds; of each number of sequences; of about as many as the best plan has.
+_LPS = (50, 40, 40)
+_FINALISTS, _ALIKE = 12, 3  # of LPs, of them with as many sequences, whose bytes are counted
+_ABOUT = (0.7, 1.2)  # times as many
 
 
 def find_plan(
@@ -65,13 +67,8 @@ def find_plan(
     if workload.acceptance:
         template = replace(template, draft_tokens=0)  # `with_drafts` chooses them
     sizes.spec.check_positions(workload.context)
-    number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
-    bits = template.activation_bits
-    kv = template.kv
-    cost = CostModel(sizes, machine, workload, kv, number.itemsize, bits, template.frees)
-    cuda = machine.on_gpu and torch.cuda.is_available()
-    place = torch.device("cuda") if cuda else torch.device("cpu")
-    certifier = Certifier(cost, template, place, number, {} if counted is None else counted)
+    certifier = _certifier(sizes, machine, workload, template, dtype, counted)
+    cost = certifier.cost
     choices = choices_for(workload, machine.on_gpu, like)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)
@@ -79,9 +76,10 @@ def find_plan(
     order = [int(i) for i in np.argsort(bounds, kind="stable") if np.isfinite(bounds[i])]
     fits = np.ones(len(choices), dtype=bool)
     finalists = list[Certified]()
-    bound, solved, tried = np.inf, 0, 0
-    while order:
+    bound = np.inf
+    for most, arranged in zip(_LPS, (_as_they_are, _spread, _about_the_best), strict=True):
         found, head = list[_Relaxed | None](), 0
+        order = arranged(choices, order, finalists)
         for index in order:
             head += 1
             lp = program(certifier, choices, index, prefill, decode) if fits[index] else None
@@ -89,19 +87,17 @@ def find_plan(
                 found.append(_solved(lp, index))
             elif fits[index]:
                 fits &= ~_no_less(choices, index)
-            if len(found) == _LPS:
+            if len(found) == most:
                 break
-        order = [index for index in order[head:] if fits[index]]
+        order = sorted((i for i in order[head:] if fits[i]), key=bounds.__getitem__)
         relaxed = sorted((one for one in found if one is not None), key=lambda one: one.seconds)
         bound = min([bound, *(one.seconds for one in relaxed)])
         finalists += _certified(certifier, choices, relaxed)
         finalists.sort(key=lambda one: one.seconds)
-        solved, tried = solved + len(relaxed), tried + len(found)
         unseen = bounds[order[0]] if order else np.inf
-        near = finalists and unseen >= finalists[0].seconds / NEAR
-        if near or (finalists and solved >= _MOST) or (not finalists and tried >= _TRIED):
-            bound = min(bound, unseen)
+        if finalists and unseen >= finalists[0].seconds / NEAR:
             break
+    bound = min(bound, unseen)
     finalists = finalists or possible
     if not finalists:
         alone = min(one.decode.seconds for one in least(certifier, choices))
@@ -110,6 +106,30 @@ def find_plan(
     if simulate is not None:
         best = fastest_simulated(certifier, finalists, simulate)
     return with_drafts(certifier, replace(best, bound=float(min(bound, best.seconds))))
+
+
+def forecast_on(
+    machine: MachineProfile, sizes: ModelSizes, workload: Workload, one: Certified
+) -> Certified:
+    """A plan as it is, on a machine with other rates."""
+    certifier = _certifier(sizes, machine, workload, one.plan)
+    return certifier.forecast(choices_of(one.plan), one.plan, one.memory, one.residency)
+
+
+def _certifier(
+    sizes: ModelSizes,
+    machine: MachineProfile,
+    workload: Workload,
+    template: Plan,
+    dtype: torch.dtype | None = None,
+    counted: Counted | None = None,
+) -> Certifier:
+    number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
+    bits = template.activation_bits
+    cost = CostModel(sizes, machine, workload, template.kv, number.itemsize, bits, template.frees)
+    cuda = machine.on_gpu and torch.cuda.is_available()
+    place = torch.device("cuda") if cuda else torch.device("cpu")
+    return Certifier(cost, template, place, number, {} if counted is None else counted)
 
 
 def _possible(
@@ -128,6 +148,35 @@ def _possible(
     if fastest > token_s and all(one is None for one in alone):
         raise BudgetError(too_slow(token_s, fastest))
     return [one for one in found if one.decode.seconds <= token_s]
+
+
+def _as_they_are(choices: Choices, order: list[int], finalists: list[Certified]) -> list[int]:
+    return order
+
+
+def _spread(choices: Choices, order: list[int], finalists: list[Certified]) -> list[int]:
+    """The first of each number of sequences, then the second of each, and so on.
+
+    LPs know no blocks: all with as many sequences may come out worse than their LPs say.
+    """
+    before = Counter[float]()
+    ranks = list[int]()
+    for index in order:
+        ranks.append(before[choices.sequences[index]])
+        before[choices.sequences[index]] += 1
+    return [order[place] for place in np.argsort(ranks, kind="stable")]
+
+
+def _about_the_best(choices: Choices, order: list[int], finalists: list[Certified]) -> list[int]:
+    """Those first that have about as many sequences as the best plan that was found."""
+    if not finalists:
+        return order
+    best = finalists[0].plan.batch_size * finalists[0].plan.batches
+
+    def differs(index: int) -> bool:
+        return not _ABOUT[0] <= choices.sequences[index] / best <= _ABOUT[1]
+
+    return sorted(order, key=differs)
 
 
 @dataclass(frozen=True)
@@ -347,12 +396,16 @@ def _certified(
     certifier: Certifier, choices: Choices, relaxed: list[_Relaxed]
 ) -> Iterator[Certified]:
     """The exact plans of the best relaxed ones, until enough fit."""
-    count, best = 0, np.inf
+    alike, best = Counter[float](), np.inf
     token_s = certifier.cost.workload.token_s
     for one in relaxed:
-        if count >= _FINALISTS or one.seconds > best:
+        if alike.total() >= _FINALISTS or one.seconds > best:
             return
+        sequences = choices.sequences[one.index]
+        if alike[sequences] >= _ALIKE:
+            continue
         found = certifier.certify(choices.one(one.index), one.host, one.disk)
         if found is not None and (token_s is None or found.decode.seconds <= token_s):
-            count, best = count + 1, min(best, found.seconds)
+            alike[sequences] += 1
+            best = min(best, found.seconds)
             yield found

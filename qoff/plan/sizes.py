@@ -26,7 +26,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.memory.plan import HEAD, Layouts, is_expert, unit_weights
 from qoff.models.families import converted
-from qoff.models.modules.configs import is_native
+from qoff.models.modules.configs import check_config, is_native
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.native.decoder import head_shapes
 from qoff.models.spec import DecoderSpec
@@ -52,6 +52,7 @@ class ModelSizes:
         weights whose codes are taken over, whose formats only their files tell.
         """
         if not is_native(config):
+            check_config(config, trust_remote_code=True)  # raises for what nothing runs
             raise UnsupportedModelError(
                 f"config.json: model_type {config.get('model_type')!r} runs through transformers' "
                 "modules, which are not planned for; use qoff.load with device_memory"

@@ -41,6 +41,8 @@ class Lengths:
         match = _RANGE.fullmatch(value) if isinstance(value, str) else None
         if match is not None:
             first, last = int(match[1]), int(match[2] or match[1])
+            if first > last:
+                raise ArgumentError(f"{value!r} is no length: {first} is more than {last}")
             return cls((first + last) / 2, last)
         if type(value) is int:
             return cls(value, value)

@@ -23,6 +23,18 @@ LLAMA_405B: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+GEMMA_27B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 5376,
+    "num_hidden_layers": 62,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "query_pre_attn_scalar": 168,
+    "sliding_window": 1024,
+    "vocab_size": 262208,
+}
 SMALL: dict[str, Any] = LLAMA_405B | {
     "hidden_size": 256,
     "num_hidden_layers": 12,

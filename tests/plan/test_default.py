@@ -138,6 +138,17 @@ def test_an_explanation_names_tiers_limit_and_what_would_be_faster() -> None:
     assert not [w for w in found.warnings() if "everything fits" in w]
 
 
+def test_a_better_machine_is_never_said_to_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan there is the present one, where the search finds nothing as fast."""
+    found = explain(sizes(True), machine(True, device=140 * MIB, host=GIB), WORK)
+    slow = replace(found.found, decode=replace(found.found.decode, seconds=1e6))
+    monkeypatch.setattr("qoff.plan.explain.find_plan", lambda *args, **options: slow)
+    changes = {row[0]: float(row[2].removesuffix("x")) for row in found.changes()}
+    assert changes.pop("8-bit KV cache") < 1
+    assert changes.keys() == {"32.0 GiB more of host memory", "a link twice as fast"}
+    assert min(changes.values()) >= 1
+
+
 def test_what_passes_through_host_memory_is_on_the_device_of_a_cpu() -> None:
     """KV blocks on their way to disk, which no tier of its own has room for."""
     on = machine(device=6 * MIB)
@@ -159,6 +170,7 @@ def test_what_passes_through_host_memory_is_on_the_device_of_a_cpu() -> None:
 def test_a_model_that_fits_is_said_to_need_no_offloading() -> None:
     found = explain(sizes(), machine(device=GIB), WORK)
     assert any("no offloading" in warning for warning in found.warnings())
+    assert [row[0] for row in found.changes()] == ["8-bit KV cache"]
 
 
 def test_the_disk_has_to_have_room_for_the_checkpoint_and_the_plan() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,17 +17,19 @@ from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
 from qoff.memory.plan import plan_residency
 from qoff.plan import Memory, Plan
-from qoff.plan.certify import Certified, Certifier, Counted
+from qoff.plan.certify import Certified, Certifier, Counted, choices_of
 from qoff.plan.cost import CostModel
+from qoff.plan.machine import assumed_profile
 from qoff.plan.pareto import pareto_front
 from qoff.plan.phase import Choices, round_seconds
+from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import Program, choices_for, find_plan, program
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 
-from .machines import GIB, LLAMA_405B, MIB, machine, mixture, sizes
+from .machines import GEMMA_27B, GIB, LLAMA_405B, MIB, machine, mixture, sizes
 
 WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
 
@@ -67,6 +70,28 @@ def test_no_plan_that_was_tried_is_better(
     assert best.seconds <= 1.02 * min(one.seconds for one in tried)
     assert best.bound <= best.seconds
     assert all(best.bound <= 1.0001 * one.seconds for one in tried)
+
+
+def test_fewer_sequences_are_found_where_blocks_of_more_do_not_fit() -> None:
+    """Their LPs say that a little of the KV cache on disk is enough; a block of each is not."""
+    model = ModelSizes.of(GEMMA_27B, QuantConfig(packing="split32"))
+    on = replace(
+        assumed_profile(torch.device("cpu"), Path()),
+        on_gpu=True,
+        device=Processor.of(1e12, 1e14),
+        to_device=Link(12e9, 1e-5),
+        from_device=Link(12e9, 1e-5),
+        usable={"device": 12 * GIB, "host": 16 * GIB, "disk": 1000 * GIB},
+    )
+    work = Workload()
+    best = find_plan(model, on, work)
+    template = Plan(context=work.context)
+    cost = CostModel(model, on, work, template.kv, 2)
+    certifier = Certifier(cost, template, torch.device("cpu"), torch.float16)
+    fewer = replace(template, batch_size=32, batches=2)
+    tried = certifier.certify(choices_of(fewer), host=1, disk=0)
+    assert tried is not None
+    assert best.seconds <= tried.seconds
 
 
 def of_whole_units(lp: Program, units: int, blocks: int) -> float:

@@ -1,0 +1,37 @@
+"""What rounds move of a mixture of experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qoff.plan.certify import choices_of
+from qoff.plan.cost import CostModel
+from qoff.plan.manual import Plan
+from qoff.plan.mixture import HELD, Mixture
+from qoff.plan.phase import RESOURCES
+from qoff.plan.workload import Workload
+
+from .machines import machine, mixture
+
+
+def test_moves_are_a_convex_curve_below_what_caches_miss() -> None:
+    experts = mixture().spec.experts
+    assert experts is not None
+    tokens = np.array([1.0, 5.0, 64.0, 2048.0])
+    made = Mixture(experts, share=0.9)
+    moves = made.moves(tokens, tokens)
+    assert (np.diff(moves.slopes[:, :-1]) >= -1e-12).all()
+    assert (moves.of(np.zeros(4)) == 0).all()
+    wanted = 0.9 * made.wanted(tokens)
+    for held in HELD:
+        missed = wanted * (1 - made.hits(np.array([held]), tokens)[:, 0])
+        assert (moves.of(np.full(4, 0.9 * (1 - held))) <= missed + 1e-12).all()
+    np.testing.assert_allclose(moves.of(np.full(4, 0.9)), wanted)
+
+
+def test_a_disk_with_no_weights_on_it_is_not_read() -> None:
+    work, plan = Workload(), Plan(context=640)
+    cost = CostModel(mixture(True), machine(True), work, plan.kv, 2)
+    for phase in (cost.prefill(choices_of(plan)), cost.decode(choices_of(plan))):
+        busy = phase.busy(np.array([[0.5, 0.0, 0.0, 0.0]]))
+        assert busy[0, RESOURCES.index("disk read")] == 0
