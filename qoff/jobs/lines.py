@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
@@ -53,6 +54,7 @@ def read_lines(file: BinaryIO, digest: Digest | None = None) -> Iterator[Line]:
             whole, data = None, file.readline(MAX_LINE + 1)
         if whole is not None:
             whole = whole.removesuffix(b"\n").removesuffix(b"\r")
+            whole = whole.removeprefix(BOM_UTF8) if at == 1 else whole
         if whole != b"":
             yield Line(number, at, whole)
             number += 1

@@ -342,7 +342,7 @@ def test_every_call_on_files_fails_once(how: int, tmp_path: Path) -> None:
 
 def test_any_line_is_a_prompt(tmp_path: Path) -> None:
     lines = ['"quoted", she said', '{"prompt": "json\u2028line"}', "", "plain\x85text", '"text"']
-    (tmp_path / "in").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    (tmp_path / "in").write_text("\r\n".join(lines), encoding="utf-8-sig", newline="")
     with (tmp_path / "in").open("rb") as file:
         found = list(read_lines(file))
     assert [prompt(one) for one in found] == [lines[0], "json\u2028line", "plain\x85text", "text"]
