@@ -105,6 +105,7 @@ def finetune(
     if plot is not None:
         new_figure(1, 1)  # so is this
     path = local_source(model)
+    work.check_model(path, chosen)  # before the data are read
     tokenizer = load_tokenizer(path)
     broken = 0
 

@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from .model import QoffForCausalLM
 
 AUTO = "auto"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+)
 
 
 @refusals()
@@ -96,9 +99,18 @@ def load(
     Raises ArgumentError, BudgetError with the bytes wanted, FormatError, ChecksumError,
     UnsupportedModelError, ConversionError, or OpError for a head size whose cache cannot be packed.
     """
+    if not isinstance(path_or_hub_id, str | PathLike):
+        raise ArgumentError(
+            f"{path_or_hub_id!r} is neither a path nor the id of a model on the hub"
+        )
     _check_room(context, batch_size)
     where = resolve_device(device)
     device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+    if where.type == "cpu" and device_bytes is None and host_bytes is not None:
+        raise ArgumentError(
+            "host_memory holds what device_memory has no room for, and needs that bound, too; on a "
+            "CPU device_memory alone bounds everything"
+        )
     if kv != AUTO:
         kv = kv_quant(kv)  # what is none is known before anything is converted
     checkpoint = find_checkpoint(
@@ -323,6 +335,10 @@ def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrai
             "the tokenizer is code of its own, which is not run unless you say so: read it, then "
             "convert and load with trust_remote_code=True (--trust-remote-code)"
         )
+    if not has_tokenizer(checkpoint):  # of some families transformers would make an empty one
+        raise FormatError(
+            f"{checkpoint}: no usable tokenizer (there are no files of one); {advice}"
+        )
     with raised_as(FormatError, f"{checkpoint}: no usable tokenizer", advice):
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=trusted
@@ -351,6 +367,7 @@ def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffFor
     else:
         config = full_config(runtime.checkpoint.config)
         model = QoffForCausalLM(config, runtime, budget)
+    model.name_or_path = str(checkpoint)
     generation = read_generation_config(checkpoint)
     if generation is not None:
         model.generation_config = generation

@@ -142,15 +142,20 @@ class PlacedModel(PreTrainedModel):
     @property
     def peft_config(self) -> NoReturn:  # type: ignore[override]
         """What PEFT looks for first. Raises OpError: adapters need torch's modules."""
+        self._refuse_modules()
+
+    def _refuse_modules(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise OpError(
-            f"a model of qoff.load has no modules that adapters could go to; use {self._in_torch}"
+            "a model of qoff.load has no modules of torch that could be changed or have adapters; "
+            f"use {self._in_torch}"
         )
 
-    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse, as PEFT is refused."""
-        _ = self.peft_config
-
-    load_adapter = add_adapter  # type: ignore[assignment]
+    add_adapter = _refuse_modules
+    load_adapter = _refuse_modules
+    get_input_embeddings = _refuse_modules
+    set_input_embeddings = _refuse_modules
+    resize_token_embeddings = _refuse_modules
+    gradient_checkpointing_enable = _refuse_modules
 
     @property
     def _computes_on(self) -> torch.device:
@@ -159,4 +164,10 @@ class PlacedModel(PreTrainedModel):
 
     @property
     def _in_torch(self) -> str:
+        """How transformers loads a model with torch's modules of the same weights."""
+        if isinstance(self.runtime.decoder, ModuleDecoder):  # whose checkpoints it cannot read
+            return (
+                f"AutoModelForCausalLM.from_pretrained('<the original {self.config.model_type}>', "
+                "quantization_config=qoff.QoffConfig())"
+            )
         return f"AutoModelForCausalLM.from_pretrained({str(self.runtime.checkpoint.path)!r})"

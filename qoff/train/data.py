@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,8 @@ def examples(path: Path, encoder: Encoder, broken: Callable[[int, str], None]) -
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)  # which editors of Windows write
                 if not line.strip():
                     continue
                 try:

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import ArgumentError, QoffError, TrainingError, UnsupportedModelError, raised_as
 from qoff.hf.load import is_checkpoint
+from qoff.models.modules.configs import LAYOUT as MODULES
+from qoff.schema import read_object
 
 from . import checkpoints, logs
 from .data import Sequences
@@ -91,23 +94,35 @@ class Recipe:
         return Schedule(self.lr, self.schedule, self.warmup, self.decay_steps)
 
 
+def check_model(path: Path, lora: Lora | None) -> None:
+    """Raise ArgumentError for a qoff checkpoint in which nothing could learn."""
+    if not is_checkpoint(path):
+        return
+    if lora is None:
+        raise ArgumentError(
+            f"{path} is a qoff checkpoint, whose packed weights do not learn; use --lora, or the "
+            "model that it was made of"
+        )
+    if read_object(path / CONFIG_FILE)["quantization_config"].get("layout") == MODULES:
+        raise ArgumentError(
+            f"{path} is a qoff checkpoint of a family that qoff has no decoder for; adapters "
+            "train on the transformers model that it was made of: give that one"
+        )
+
+
 def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | None = None) -> Any:
     """The model to train, with adapters if they learn; a qoff checkpoint streams from its files.
 
     places: other options of `from_pretrained` for a qoff checkpoint, see `room`. Seeds torch's
     generator, from which adapters begin and dropout goes on.
-    Raises ArgumentError for a qoff checkpoint without adapters, UnsupportedModelError.
+    Raises ArgumentError as `check_model` does, UnsupportedModelError.
     """
     from transformers import AutoModelForCausalLM
 
-    own, lora = is_checkpoint(path), recipe.lora
-    if own and lora is None:
-        raise ArgumentError(
-            f"{path} is a qoff checkpoint, whose packed weights do not learn; use --lora, or the "
-            "model that it was made of"
-        )
+    lora = recipe.lora
+    check_model(path, lora)
     options: Mapping[str, Any] = {"dtype": dtype}
-    if own:
+    if is_checkpoint(path):
         options = places or {"device_map": "disk"}
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
@@ -139,6 +154,8 @@ def adapted(model: Any, lora: Lora) -> Any:
     with warnings.catch_warnings():
         # PEFT asks for what transformers has under another name.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        # It gives experts a rank of their own, and looks for them among modules only.
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         return get_peft_model(model, config)
 
 

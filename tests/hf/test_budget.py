@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import qoff
+from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.kvcache import KVQuant
 from tests.tiny_models import load_budgets, tiny_checkpoint
@@ -53,6 +55,16 @@ def test_nothing_goes_beyond_the_bound(base: Path, family: str, kv: Any) -> None
                     peak = allocated(lambda m=model, i=ids, r=run: m.generate(i, **r))
 
                     assert weights + peak <= memory
+
+
+def test_a_refusal_says_what_takes_the_memory(checkpoint: Path) -> None:
+    with pytest.raises(BudgetError, match=r"fewer or shorter sequences \(batch_size") as refusal:
+        qoff.load(checkpoint, device_memory=0, batch_size=1000)
+    found = re.search(r" and ([\d,]+) bytes of KV cache .* take ([\d,]+)", str(refusal.value))
+    assert found is not None
+    work, everything = (int(number.replace(",", "")) for number in found.groups())
+    weights = sum(file.nbytes for file in Checkpoint.open(checkpoint).files)
+    assert weights / 2 < everything - work < weights * 2
 
 
 @pytest.mark.parametrize("kv", [None, 4], ids=str)

@@ -35,6 +35,9 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "save_pretrained": (lambda m: m.save_pretrained("here"), "copy it"),
     "peft": (adapted, r"use AutoModelForCausalLM\.from_pretrained"),
     "add_adapter": (lambda m: m.add_adapter(None), r"use AutoModelForCausalLM\.from_pretrained"),
+    "embeddings": (lambda m: m.get_input_embeddings(), "has no modules of torch"),
+    "more tokens": (lambda m: m.resize_token_embeddings(9), "has no modules of torch"),
+    "checkpointing": (lambda m: m.gradient_checkpointing_enable(), "has no modules of torch"),
     "hidden states": (lambda m: m(IDS, output_hidden_states=True), "output_hidden_states=True;"),
     "attentions": (lambda m: m.generate(IDS, output_attentions=True), "output_attentions=True;"),
 }

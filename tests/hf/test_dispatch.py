@@ -135,6 +135,23 @@ def test_it_has_no_gradients_and_can_be_neither_copied_nor_saved() -> None:
         model.save_pretrained("/nonexistent")
 
 
+def test_it_is_neither_cast_nor_moved(tmp_path: Path) -> None:
+    model = model_of("llama")
+    whole = model.get_memory_footprint()
+    wanted = results(model)
+    options: Any = {"host_memory": 0, "offload_folder": tmp_path}
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0], **options)
+    for same in (model.to("cpu"), model.float(), model.cpu(), nn.Sequential(model).to("cpu")[0]):
+        assert same is model
+    for cast in (model.half, lambda: model.to(torch.bfloat16), nn.Sequential(model).double):
+        with pytest.raises(ArgumentError, match=r"load it again with dtype=torch\."):
+            cast()
+    with pytest.raises(ArgumentError, match="moved from cpu to meta"):
+        model.to("meta")
+    assert all(map(torch.equal, results(model), wanted))
+    assert model.get_memory_footprint() < whole
+
+
 def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
     model = model_of("llama")
     least, _ = least_of(model)

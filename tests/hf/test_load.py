@@ -23,7 +23,7 @@ from qoff.errors import (
     QoffError,
     UnsupportedModelError,
 )
-from qoff.hf.load import find_checkpoint, is_checkpoint
+from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer
 from qoff.quant import QuantConfig
 from tests.tiny_models import QUANT, load_budgets, save_gguf
 
@@ -216,9 +216,12 @@ def without_tokenizer(checkpoint: Path, tmp_path: Path) -> Path:
 
 def test_a_missing_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
     path = without_tokenizer(checkpoint, tmp_path)
-    with pytest.raises(FormatError, match=rf"^{path}: no usable tokenizer") as error:
-        qoff.load(path)
-    assert "\n" not in str(error.value)
+    for family in ("llama", "gpt2"):  # of the second transformers makes an empty one
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "model_type": family}))
+        with pytest.raises(FormatError, match=rf"^{path}: no usable tokenizer") as error:
+            load_tokenizer(path)
+        assert "\n" not in str(error.value)
 
 
 def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path) -> None:
@@ -297,6 +300,17 @@ def test_a_model_that_nobody_holds_gives_everything_back(checkpoint: Path) -> No
         left = [t.name for t in set(threading.enumerate()) - threads if "cpu" not in t.name]
         assert left == []
         assert arena() is None
+
+
+@pytest.mark.parametrize("path", [None, 123, b"path"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ArgumentError, match="is neither a path nor"):
+        qoff.load(path)
+
+
+def test_a_bound_without_a_meaning_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="host_memory holds what device_memory has no room for"):
+        qoff.load(checkpoint, device="cpu", host_memory="50MiB")
 
 
 @pytest.mark.parametrize("options", [{"slots": 1, "device_memory": 10**9}, {"device_memory": -5}])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import qoff
 from qoff.errors import ArgumentError, OpError, QoffError
@@ -111,7 +112,7 @@ def test_a_cache_is_packed_only_where_the_model_was_loaded_so(base: Path) -> Non
     ("name", "reason"),
     [
         ("bloom", "layer 0 does not use transformers' attention interface"),
-        ("mamba2", "it does not use transformers' attention interface"),
+        ("mamba2", "it has no attention"),
         ("minicpm3", "its queries, keys and values differ in shape"),
         ("falcon_h1", "FalconH1Attention has no layer of the cache for itself"),
         ("stablelm", "heads of 16 channels"),
@@ -121,3 +122,45 @@ def test_what_cannot_be_packed_is_refused(base: Path, name: str, reason: str) ->
     with pytest.raises(QoffError, match=reason) as refusal:
         qoff.load(module_checkpoint(base, name), kv=4)
     assert "\n" not in str(refusal.value)
+
+
+def test_what_names_another_way_names_one_that_there_is(base: Path, tmp_path: Path) -> None:
+    path = module_checkpoint(base, "gpt2")
+    model, _ = qoff.load(path)
+    with model:
+        assert model.name_or_path == str(path)
+        for refused in (
+            lambda: model(torch.tensor([[3]]), output_hidden_states=True),
+            model.get_input_embeddings,
+        ):
+            with pytest.raises(OpError, match=r"'<the original gpt2>', quantization_config=qoff"):
+                refused()
+    with pytest.raises(QoffError, match=r"original model with quantization_config=qoff\.QoffConf"):
+        AutoModelForCausalLM.from_pretrained(path)
+    found = AutoModelForCausalLM.from_pretrained(
+        module_source(base, "gpt2"), quantization_config=qoff.QoffConfig()
+    )
+    assert len(found(torch.tensor([[3]]), output_hidden_states=True).hidden_states) == 4
+
+
+def test_a_table_of_positions_ends_with_a_message(base: Path) -> None:
+    model, _ = qoff.load(module_checkpoint(base, "gpt2"), kv=None)
+    with model:
+        limit = model.config.max_position_embeddings
+        cache = qoff.QoffCache(model)
+        ids = torch.full((1, limit), 3)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        before = model.stats().disk_bytes
+        for more, where in ((ids[:, :1], cache), (torch.full((1, limit + 1), 3), None)):
+            with pytest.raises(ArgumentError, match=f"is run up to {limit} tokens a sequence"):
+                model(more, past_key_values=where)
+        assert model.stats().disk_bytes == before
+    other, _ = qoff.load(module_checkpoint(base, "stablelm"), kv=None)
+    with other:  # whose positions are angles
+        other(torch.full((1, other.config.max_position_embeddings + 1), 3), logits_to_keep=1)
+
+
+def test_a_model_without_attention_says_so(base: Path) -> None:
+    model, _ = qoff.load(module_checkpoint(base, "mamba2"))
+    with model:
+        assert "cannot be packed: it has no attention;" in repr(model)

@@ -347,6 +347,31 @@ def test_a_bound_of_memory_is_compared_with_packed_weights(base: Path) -> None:
     assert torch.equal(logits(model), logits(load(path)))
 
 
+def test_memory_of_a_gpu_that_is_not_there_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    with pytest.raises(ArgumentError, match="max_memory names 0, but the model runs on 'cpu'"):
+        load(
+            tiny_checkpoint(base, "llama"),
+            device_map="auto",
+            max_memory={0: "1GiB", "cpu": "1GiB"},
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3-tied", "mixtral"])
+def test_packed_weights_count_as_parameters(base: Path, family: str) -> None:
+    path = tiny_checkpoint(base, family)
+    model, streamed = load(path), load(path, device_map="disk")
+    for exclude in (False, True):
+        wanted = reference_model(path).num_parameters(exclude_embeddings=exclude)
+        for found in (model, streamed):
+            assert found.num_parameters(exclude_embeddings=exclude) == wanted
+    assert streamed.num_parameters(only_trainable=True) == 0
+    whole = model.num_parameters()
+    assert model.dequantize().num_parameters() == whole
+
+
 def test_importing_qoff_imports_nothing_and_registers_it_later() -> None:
     code = """
 import sys

@@ -68,7 +68,8 @@ def test_max_memory_bounds_weights(tmp_path: Path, stores: list[WeightStore]) ->
         assert torch.equal(generated(model), wanted)
         assert list(model.hf_device_map.values()) == ["cpu", *["disk"] * streamed]
         held = [x for x in (*model.parameters(), *model.buffers()) if x.device.type != "meta"]
-        assert stores[-1].stats.arena_peak + sum(x.nbytes for x in held) <= budget
+        nbytes = stores[-1].stats.arena_peak + sum(x.nbytes for x in held)
+        assert model.get_memory_footprint() == nbytes <= budget
 
 
 def tensor_bytes(file: WeightFile) -> int:
@@ -87,6 +88,9 @@ def test_what_cannot_be_done_with_streamed_layers(base: Path, tmp_path: Path) ->
             refuse()
     with pytest.raises(ArgumentError, match="neither copied nor pickled"):
         copy.deepcopy(model)
+    assert model.to("cpu") is model
+    with pytest.raises(ArgumentError, match=r"load it again with dtype=torch\.float16"):
+        model.to(torch.float16)
     layer = model.model.layers[1]
     with pytest.raises(QoffError):
         layer.self_attn.q_proj(torch.zeros(1, model.config.hidden_size))

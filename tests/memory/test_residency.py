@@ -45,8 +45,10 @@ def test_no_plan_exceeds_its_budget_and_no_store_its_plan(
     budget = int(everything.device_bytes * share)
     if budget < least(checkpoint, slots, workspace):
         numbers = f"take {everything.device_bytes:,} bytes, and the budget is {budget:,};"
-        with pytest.raises(BudgetError, match=numbers):
+        with pytest.raises(BudgetError, match=numbers) as refusal:
             plan_residency(checkpoint, budget, slots, workspace)
+        mostly = 2 * workspace > least(checkpoint, slots, workspace)
+        assert ("shorter sequences" in str(refusal.value)) == mostly
         return
     plan = plan_residency(checkpoint, budget, slots, workspace)
     assert plan.device_bytes <= budget

@@ -92,6 +92,14 @@ def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
     assert "a line is {" in told[3]
 
 
+def test_the_mark_of_an_encoding_is_no_fault(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"text": "a"}) + "\n", encoding="utf-8-sig")
+    told: dict[int, str] = {}
+    assert len(list(examples(path, encoder, told.__setitem__))) == 1
+    assert told == {}
+
+
 def test_empty_text_is_refused(encoder: Encoder) -> None:
     with pytest.raises(FormatError, match="text must be text that is not empty"):
         encoder.encode({"text": ""})

@@ -14,7 +14,7 @@ from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.train.finetune import Lora, adapted
 from qoff.train.fused_lora import fuse
-from tests.tiny_models import reference_model, tiny_checkpoint
+from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 peft = pytest.importorskip("peft")
@@ -126,3 +126,14 @@ def test_routers_that_return_a_tuple_have_no_adapters(
     learned = [name for name, p in model.named_parameters() if p.requires_grad]
     assert any("q_proj" in name for name in learned)
     assert not any("router" in name for name in learned)
+
+
+@pytest.mark.filterwarnings("error:.*did not match any targeted module")
+def test_experts_have_the_rank_that_was_asked_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tiny_model(tmp_path_factory.getbasetemp(), "qwen3-moe")
+    model = adapted(AutoModelForCausalLM.from_pretrained(path), Lora(r=4, alpha=8))
+    found = {n: m for n, m in model.named_modules() if ".mlp.experts" in n and hasattr(m, "r")}
+    ranks = {m.parameter_name: (m.r["default"], m.scaling["default"]) for m in found.values()}
+    assert ranks == {"gate_up_proj": (8, 2.0), "down_proj": (4, 2.0)}  # of gate and of up 4 each

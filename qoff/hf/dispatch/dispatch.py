@@ -20,6 +20,7 @@ from qoff.checkpoint import Checkpoint, CheckpointWriter, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.plugin.offloaded import OffloadedLayer
+from qoff.hf.plugin.placed import Placed
 from qoff.hf.plugin.streaming import streamed_residency
 from qoff.memory import WeightStore
 from qoff.memory.plan.placement import spread_evenly
@@ -56,9 +57,10 @@ def dispatch(
     `_no_split_modules`, or what is in its lists of modules. Weights that layers share, buffers and
     all outside of layers stay on the device.
 
-    The model has no gradients then. Raises ArgumentError for a model that cannot stream and for
-    layers that go to disk without a folder, BudgetError with the bytes wanted, ConversionError
-    where the folder cannot be written. If copying fails half-way, load the model again.
+    The model has no gradients then, and is neither moved nor cast. Raises ArgumentError for a model
+    that cannot stream and for layers that go to disk without a folder, BudgetError with the bytes
+    wanted, ConversionError where the folder cannot be written. If copying fails half-way, load the
+    model again.
     """
     where = resolve_device(device)
     room, host = memory_bounds(device_memory, host_memory, max_memory, where)
@@ -170,6 +172,7 @@ def _stream(
     turn = threading.Lock()
     for number, unit in enumerate(units):
         OffloadedLayer(unit.module, store, turn, number, [UnitPlace(unit)])
+    Placed(model, device, plan)
 
 
 def _checkpoint(files: Mapping[ModelUnit, WeightFile]) -> Checkpoint:

@@ -57,7 +57,8 @@ class QoffConfig(QuantizationConfigMixin):
         if layout not in (LAYERS, STATE_DICT):
             raise QuantizationError(
                 f"layout {layout!r} is none that from_pretrained reads ({LAYERS}, {STATE_DICT}); "
-                "load it with qoff.load"
+                "load it with qoff.load, or load the original model with "
+                "quantization_config=qoff.QoffConfig()"
             )
         found = modules_to_not_convert
         if found is not None and not (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.quantizers.base import HfQuantizer
 
+from qoff.budgets import memory_bounds
 from qoff.errors import ArgumentError, QoffError
 
 from .config import LAYERS, QoffConfig
@@ -68,8 +69,12 @@ class QoffHfQuantizer(HfQuantizer):
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         """Let layers stream that do not fit one device; all others do, then.
 
-        Raises BudgetError for memory that is too small for that.
+        Raises BudgetError for memory that is too small for that, ArgumentError for a GPU's memory
+        where there is none.
         """
+        if not torch.accelerator.is_available():
+            bounds = {place: int(n) for place, n in max_memory.items() if place != "disk"}
+            memory_bounds(None, None, bounds, torch.device("cpu"))
         devices = [key for key, n in max_memory.items() if key not in _OFFLOADED and n > 0]
         if self._open is None or len(devices) > 1:
             return max_memory
@@ -117,6 +122,7 @@ class QoffHfQuantizer(HfQuantizer):
         from qoff.hf.packed.experts import QoffExperts
         from qoff.hf.packed.module import PackedModule
 
+        from .placed import num_parameters
         from .save import save_pretrained
 
         if self._errors:
@@ -128,6 +134,7 @@ class QoffHfQuantizer(HfQuantizer):
         for method in (save_pretrained, load_adapter):
             own = _refuse if self._streams else MethodType(method, model)
             model.__dict__[method.__name__] = own
+        model.__dict__["num_parameters"] = MethodType(num_parameters, model)
         model.register_load_state_dict_pre_hook(check_shapes)
         for module in model.modules():
             if isinstance(module, PackedModule | QoffExperts):
@@ -183,7 +190,7 @@ class QoffHfQuantizer(HfQuantizer):
         if self._streams:
             _refuse()
         restore(model, dtype or torch.float32)
-        for name in ("save_pretrained", "load_adapter"):
+        for name in ("save_pretrained", "load_adapter", "num_parameters"):
             model.__dict__.pop(name, None)
         return model
 

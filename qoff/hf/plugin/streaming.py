@@ -32,6 +32,7 @@ from qoff.process import only_here
 
 from .offloaded import OffloadedLayer, packed_places
 from .operations import Into, Unfuse
+from .placed import Placed
 from .stored import Stored, stored_weights
 
 
@@ -136,6 +137,7 @@ class Streaming:
             OffloadedLayer(model.get_submodule(self._paths[i]), store, turn, unit, places)
         paths = {self._paths[i]: place for i, place in self._places.items()}
         model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]
+        Placed(model, self.device, plan)
         return store
 
     def _offloads(self, place: Any) -> bool:

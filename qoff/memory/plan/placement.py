@@ -70,11 +70,13 @@ def plan_residency(
             found = search.best(device_memory)
         if found is None:
             least, beside = min((search.least, search.least_workspace), (wanted, workspace))
+            fewer = ", or use fewer or shorter sequences (batch_size, context)"
             raise BudgetError(
-                f"device memory: the weights of {checkpoint.path} take {wanted:,} bytes, and the "
-                f"budget is {device_memory:,}; streaming them takes at least {least:,} "
-                f"({slots} slots, {beside:,} bytes of working space): raise the "
-                "budget to that"
+                f"device memory: the weights of {checkpoint.path}, {wanted - workspace:,} bytes, "
+                f"and {workspace:,} bytes of KV cache and working space take {wanted:,} bytes, and "
+                f"the budget is {device_memory:,}; streaming the weights takes at least {least:,} "
+                f"({slots} slots, {beside:,} bytes of cache and working space): raise the budget "
+                f"to that{fewer if 2 * beside > least else ''}"
             )
         choice = found
     plan = search.residency(choice, device_memory)

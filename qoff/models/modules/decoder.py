@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from .slots import LayerMemory
 
 
+_BEFORE_FIRST = 8  # rows of a table of positions before that of the first token, at most
+
+
 def is_modules(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is for transformers' modules. Raises FormatError for another layout."""
     layout = checkpoint.config.get("quantization_config", {}).get("layout")
@@ -110,6 +113,7 @@ class ModuleDecoder:
         for layer, lender in lenders.items():
             place, shape = self._attends[lender]
             self._attends[layer] = place, replace(shape, appends=False)
+        self._ends = _ends(self.model, structure, self.position_limit)
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
@@ -226,10 +230,13 @@ class ModuleDecoder:
         """One forward pass, as a generator over its units, like `Decoder.steps`.
 
         Hidden states stay where they are between its steps. Raises OpError for another cache than
-        `new_cache` makes, and as `ModuleCache.begin` does.
+        `new_cache` makes, and as `ModuleCache.begin` does; ArgumentError beyond the end of a table
+        of positions.
         """
         from .passes import ModulePass
 
+        if self._ends:
+            self.check_positions(run.ragged.longest + 1)
         run.cached = cached = run.cache.begin(run.ragged)
         packs = bool(self.packed_shapes)
         if not isinstance(cached, StatesPass) or (cached.tokens is None) == packs:
@@ -274,6 +281,16 @@ class ModuleDecoder:
             wait_for_weights(structure.layers[i], binder)
         head = Head(structure.outputs, Multiply(exact(self._ops)))
         self.model.set_output_embeddings(head)
+
+
+def _ends(model: nn.Module, structure: Structure, limit: int | None) -> bool:
+    """Whether positions are rows of a table, which ends at this limit or a few rows later."""
+    others = {id(table.tensor) for table in structure.tables}
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables += [x for name, x in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J
+    return limit is not None and any(
+        limit <= len(x) <= limit + _BEFORE_FIRST for x in tables if id(x) not in others
+    )
 
 
 def _width(layer: nn.Module, config: Any) -> int:

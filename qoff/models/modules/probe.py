@@ -46,6 +46,8 @@ def head_shapes(
     """
     trial = _Trial(states)
     try:
+        if states.layers and not any(map(_attends, states.layers)):
+            raise _RefusedError("it has no attention")
         _try(model, call, states, trial)
         return trial.shapes(), trial.lenders
     except Exception as error:  # the code of any model
@@ -107,6 +109,13 @@ def _unvalidated() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def _attends(layer: Any) -> bool:
+    """Whether a layer of a cache may hold keys and values, beside states or alone."""
+    from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+    return isinstance(layer, DynamicLayer) or not isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def _reason(error: Exception) -> str:

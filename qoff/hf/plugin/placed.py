@@ -1,0 +1,68 @@
+"""What a transformers model says of weights that are packed or stream, and that these stay."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qoff.errors import ArgumentError
+from qoff.hf.packed.derived import QoffEmbedding
+from qoff.hf.packed.module import CodesModule, PackedModule
+from qoff.memory import Residency
+
+
+def num_parameters(
+    self: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """As transformers counts, and packed weights, which do not learn; tied ones once."""
+    total = int(type(self).num_parameters(self, only_trainable, exclude_embeddings))
+    for module in () if only_trainable else self.modules():
+        left_out = exclude_embeddings and isinstance(module, QoffEmbedding)
+        if isinstance(module, CodesModule) and "codes" in module._buffers and not left_out:
+            matrices = 1 if isinstance(module, PackedModule) else len(module.codes)  # of experts
+            total += matrices * math.prod(module.packed_shape)
+    return total
+
+
+class Placed:
+    """Takes the place of two methods of a model, which it does not keep alive."""
+
+    def __init__(self, model: nn.Module, device: torch.device, plan: Residency) -> None:
+        """device: computes. plan: of what streams."""
+        self._model, self._device = weakref.ref(model), device
+        self._streams = plan.device_bytes - plan.workspace + plan.host_bytes
+        self._dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        model._apply = self.apply  # type: ignore[method-assign]
+        model.get_memory_footprint = self.footprint  # type: ignore[assignment]
+
+    def apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `to`, `half` and the like call: nothing where nothing changes.
+
+        Raises ArgumentError else: weights that are not there now would stay as they are.
+        """
+        was = torch.empty(0, dtype=self._dtype, device=self._device)
+        now = fn(was)
+        if now.dtype != was.dtype:
+            raise ArgumentError(
+                f"a model whose layers stream cannot be cast from {was.dtype} to {now.dtype}; load "
+                f"it again with dtype={now.dtype}"
+            )
+        if now.device != was.device:
+            raise ArgumentError(
+                f"a model whose layers stream cannot be moved from {was.device} to {now.device}; "
+                "load it again for that device"
+            )
+        return self._model()
+
+    def footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of memory: of weights that stay, and of what the others stream through."""
+        model = self._model()
+        assert model is not None
+        found = [*model.parameters(), *(model.buffers() if return_buffers else ())]
+        return self._streams + sum(x.nbytes for x in found if not x.is_meta)
