@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.engine import Logprob
 
-_INCOMPLETE = "\ufffd"
+from .token_bytes import Place, TokenBytes
 
 
 class Form:
@@ -28,7 +28,7 @@ class Form:
         self._chat, self.tokenizer, self._shown = kind == "chat", tokenizer, logprobs
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        self._texts: dict[int, str] = {}  # of tokens that were decoded
+        self._bytes = TokenBytes(tokenizer)
 
     def marked(self, tokens: Sequence[int]) -> str:
         """The text of tokens with the special ones among them."""
@@ -84,33 +84,37 @@ class Form:
                 what["delta"]["tool_calls"] = calls
         return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
 
+    def place(self) -> Place:
+        """Where a text begins."""
+        return Place(self._bytes)
+
     def logprobs(
-        self, tokens: Sequence[int], steps: Sequence[Mapping[int, Logprob]], offset: int = 0
+        self,
+        tokens: Sequence[int],
+        steps: Sequence[Mapping[int, Logprob]],
+        place: Place | None = None,
     ) -> dict[str, Any] | None:
-        """Log-probabilities of some tokens, where asked for; offset: of the text before them."""
+        """Log-probabilities of some tokens, where asked for; place: where these begin."""
         if self._shown is None:
             return None
-        texts = [self._token(token) for token in tokens]
-        pairs = list(zip(tokens, texts, steps, strict=True))
+        pairs = list(zip(tokens, steps, strict=True))
         if self._chat:
             return {
                 "content": [
-                    {**_entry(text, step[token]), "top_logprobs": self._top(step)}
-                    for token, text, step in pairs
+                    {
+                        **self._entry(token, step[token]),
+                        "top_logprobs": [self._entry(one, step[one]) for one in self._top(step)],
+                    }
+                    for token, step in pairs
                 ],
                 "refusal": None,
             }
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        place = place or self.place()
         return {
-            "tokens": texts,
-            "token_logprobs": [step[token].logprob for token, _, step in pairs],
-            "top_logprobs": [
-                {one["token"]: one["logprob"] for one in self._top(step)} for step in steps
-            ],
-            "text_offset": offsets,
+            "tokens": [self._token(token) for token in tokens],
+            "token_logprobs": [step[token].logprob for token, step in pairs],
+            "top_logprobs": [self._likeliest(step) for step in steps],
+            "text_offset": [place.add(token) for token in tokens],
         }
 
     def echoed(
@@ -122,13 +126,13 @@ class Form:
         """Log-probabilities of a prompt's tokens, the first of which has none, before `own`."""
         if own is None or steps is None:
             return own
-        found = self.logprobs(tokens[1:], [one for one in steps[1:] if one is not None])
+        place = self.place()
+        at = place.add(tokens[0])
+        found = self.logprobs(tokens[1:], [one for one in steps[1:] if one is not None], place)
         assert found is not None
-        first = self._token(tokens[0])
         found = {name: [None, *values] for name, values in found.items()}
-        found["tokens"][0], found["text_offset"][0] = first, 0
-        found["text_offset"][1:] = [at + len(first) for at in found["text_offset"][1:]]
-        end = found["text_offset"][-1] + len(found["tokens"][-1])
+        found["tokens"][0], found["text_offset"][0] = self._token(tokens[0]), at
+        end = place.end()
         own = {**own, "text_offset": [end + at for at in own["text_offset"]]}
         return {name: [*values, *own[name]] for name, values in found.items()}
 
@@ -143,7 +147,7 @@ class Form:
                 str(token): {
                     "logprob": one.logprob,
                     "rank": one.rank,
-                    "decoded_token": self._token(token),
+                    "decoded_token": self._bytes.text(token),
                 }
                 for token, one in step.items()
             }
@@ -154,20 +158,32 @@ class Form:
         """A prompt as it was given, or what its tokens say."""
         return str(self.tokenizer.decode(list(tokens))) if text is None else text
 
-    def _top(self, step: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    def _top(self, step: Mapping[int, Logprob]) -> list[int]:
+        """The likeliest tokens, as many as were asked for."""
         most = self._shown or 0
         best = sorted((one.rank, token) for token, one in step.items() if one.rank <= most)
-        return [_entry(self._token(token), step[token]) for _, token in best]
+        return [token for _, token in best]
+
+    def _likeliest(self, step: Mapping[int, Logprob]) -> dict[str, float]:
+        """Their log-probabilities by their texts: of those with one text, the likeliest one's."""
+        found: dict[str, float] = {}
+        for token in self._top(step):
+            found.setdefault(self._token(token), step[token].logprob)
+        return found
 
     def _token(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = str(self.tokenizer.decode([token]))
-        return self._texts[token]
+        """What a text completion has of a token; as OpenAI, of a part of a character its bytes."""
+        known = self._bytes.within(token)
+        try:
+            return known.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{known.decode(errors='backslashreplace')}"
 
-
-def _entry(text: str, one: Logprob) -> dict[str, Any]:
-    known = None if _INCOMPLETE in text else list(text.encode())
-    return {"token": text, "logprob": one.logprob, "bytes": known}
+    def _entry(self, token: int, one: Logprob) -> dict[str, Any]:
+        """What a chat has of a token."""
+        known = self._bytes.within(token)
+        text = known.decode(errors="backslashreplace")
+        return {"token": text, "logprob": one.logprob, "bytes": list(known)}
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from qoff.engine import PoolingParams, SamplingParams, StructuredOutputs
 from qoff.engine.prompts import Chat
@@ -16,16 +17,20 @@ from .errors import ApiError
 from .tools import Calls
 
 _MOST_LOGPROBS, _MOST_FIELDS = 20, 100
+_MOST_LISTS = 1 << 16  # and objects, in all of a body: each takes up to 15 us to validate
+_SEEDS = 2**63  # as the sampler has them
 _LEAST_HEAT = 0.01  # a temperature below it is 0
 Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # Of a list only the first thing that is wrong is told: there may be a million.
 First = Field(fail_fast=True)
+Prompts = Field(fail_fast=True, max_length=4096)
+Tools = Field(fail_fast=True, max_length=512)
 Input = (
     str
-    | Annotated[list[str], First]
+    | Annotated[list[str], Prompts]
     | Annotated[list[int], First]
-    | Annotated[list[Annotated[list[int], First]], First]
+    | Annotated[list[Annotated[list[int], First]], Prompts]
 )
 Stop = Annotated[str, Field(max_length=1000)]
 
@@ -35,6 +40,17 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's; one of very many objects and lists is refused before it is read."""
+        data = json_data.encode() if isinstance(json_data, str) else json_data
+        if _lists(data) > _MOST_LISTS and _lists(_outside_texts(data)) > _MOST_LISTS:
+            wrong = PydanticCustomError("too_many", f"more than {_MOST_LISTS} objects and lists")
+            raise ValidationError.from_exception_data(
+                cls.__name__, [{"type": wrong, "input": None}]
+            )
+        return super().model_validate_json(data, **options)
+
     @model_validator(mode="before")
     @classmethod
     def _few(cls, given: Any) -> Any:
@@ -43,9 +59,20 @@ class Body(BaseModel):
         return given
 
 
+def _lists(data: bytes | bytearray) -> int:
+    """How many lists and objects begin in some JSON, and brackets in its texts."""
+    return data.count(b"[") + data.count(b"{")
+
+
+def _outside_texts(data: bytes | bytearray) -> bytes:
+    """What some JSON has between its texts."""
+    return b"".join(data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
 
 
 class JsonSchema(Body):
@@ -83,7 +110,7 @@ class Generation(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-_SEEDS)] | None = None
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     max_tokens: int | None = None
     temperature: Number | None = None
@@ -95,6 +122,8 @@ class Generation(Body):
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     logit_bias: Annotated[dict[str, Number] | None, Field(max_length=300)] = None
     # vLLM's
     top_k: int | None = None
@@ -122,6 +151,8 @@ class Generation(Body):
         with raised_as(ArgumentError, "logit_bias has token ids, as texts"):
             given["logit_bias"] = {int(k): v for k, v in (self.logit_bias or {}).items()} or None
         given.setdefault("structured_outputs", self.structured())
+        if given["seed"] is not None:
+            given["seed"] %= _SEEDS
         if given["top_p"] == 0 or 0 < (given["temperature"] or 0) < _LEAST_HEAT:
             given |= {"temperature": 0.0, "top_p": None}  # the likeliest token, as for OpenAI
         return replace(defaults, **{k: v for k, v in given.items() if v is not None})
@@ -172,9 +203,9 @@ class Message(Body):
     """One of a conversation. The last four are what OpenAI's client sends back of an answer."""
 
     role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[TextPart], First] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=4096)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], First] | None = None
+    tool_calls: Annotated[list[ToolCall], Tools] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None
@@ -189,8 +220,11 @@ class Message(Body):
         for call in found.get("tool_calls", ()):  # templates write them as JSON themselves
             call.pop("index", None)
             with raised_as(ArgumentError, "the arguments of a tool call are no JSON"):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
         return found
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=16_384)]
 
 
 class Function(Body):
@@ -215,13 +249,14 @@ class NamedTool(Body):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    tools: Annotated[list[Tool], First] | None = None
+    messages: Annotated[Messages, Field(min_length=1)]
+    tools: Annotated[list[Tool], Tools] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's, as the next two
     continue_final_message: bool = False
     add_generation_prompt: bool = True
@@ -271,28 +306,38 @@ class ChatRequest(Generation):
             "logprobs": shown,
             "max_tokens": self.max_tokens if most is None else most,
         }
-        calls = self.calls()
-        if calls is not None and calls.must:
-            more["structured_outputs"] = StructuredOutputs(json=calls.schema())
-        return self.params(replace(defaults, max_tokens=None), **more)
+        calls, defaults = self.calls(), replace(defaults, max_tokens=None)
+        if calls is None or not calls.must:
+            return self.params(defaults, **more)
+        more["structured_outputs"] = StructuredOutputs(json=calls.schema())
+        # What ends a text may be in the JSON of a call, which is not to end before it is complete.
+        return replace(self.params(defaults, **more), stop=None, stop_token_ids=None)
 
 
 class CompletionRequest(Generation):
     prompt: Input
     logprobs: Count | None = None
     echo: bool | None = None  # the prompt before its answer
-    suffix: None = None
-    best_of: None = None
+    suffix: Literal[""] | None = None
+    best_of: int | None = None
 
     @model_validator(mode="after")
-    def _echoes(self) -> CompletionRequest:
+    def _answers(self) -> CompletionRequest:
         if self.echo and self.stream:
             raise ValueError("echo does not go with stream")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of has to be n: all answers are given")
         return self
+
+    @property
+    def prompt_alone(self) -> bool:
+        """Whether no token of an answer is wanted, but the prompt."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """How the answers are drawn; OpenAI's 16 tokens without a bound."""
-        more: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": self.max_tokens}
+        most = 1 if self.prompt_alone else self.max_tokens
+        more: dict[str, Any] = {"logprobs": self.logprobs, "max_tokens": most}
         if self.echo and self.prompt_logprobs is None:
             more["prompt_logprobs"] = self.logprobs
         return self.params(replace(defaults, max_tokens=16), **more)
@@ -337,7 +382,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], First] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
@@ -353,8 +398,9 @@ class DetokenizeRequest(Body):
 
 
 def wrong_body(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request's JSON."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first thing that is wrong with a request's JSON; of a list with too many, that."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = next((one for one in errors if one["type"] == "too_long"), errors[0])
     where = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
     if first["type"] == "extra_forbidden":
         message = f"{where[-1][:100]!r} is not supported by this server"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qoff.engine import LLM, Completion, SamplingParams
@@ -29,6 +29,7 @@ class Asked:
     adapter: str | None
     echo: bool = False
     prompt_logprobs: bool = False  # asked for as such, not for `echo` alone
+    prompt_alone: bool = False  # not the answer, of which the engine computes a token
 
     def split(self, one: Completion) -> tuple[str, list[dict[str, Any]]]:
         """What an answer says, and the calls in it."""
@@ -39,9 +40,12 @@ class Asked:
 
         Raises ApiError where one of them is an error.
         """
-        choices = []
+        choices, generated = [], 0
         for number, one in enumerate(answers):
             check_answer(one)
+            if self.prompt_alone:
+                one = replace(one, text="", token_ids=(), logprobs=(), finish_reason="length")
+            generated += len(one.token_ids)
             text, tools = self.split(one)
             logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
             if self.echo:
@@ -52,7 +56,6 @@ class Asked:
             choices.append(self.form.choice(number, text, reason, logprobs, tools))
             if self.prompt_logprobs and one.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = self.form.prompt_logprobs(one.prompt_logprobs)
-        generated = sum(len(one.token_ids) for one in answers)
         return self.form.whole(choices, usage(prompt_tokens, generated))
 
 
@@ -79,6 +82,7 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
     return Asked(
         form, prompts, params, calls, bool(body.stream), with_usage, adapter, echo,
         prompt_logprobs=body.prompt_logprobs is not None,
+        prompt_alone=isinstance(body, CompletionRequest) and body.prompt_alone,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # before them, where a tokenizer sh
 # Between a name and its arguments in Mistral's newer form; one version has an identifier there.
 _BETWEEN = r"(?:(?:\[CALL_ID\])?[A-Za-z0-9]{9})?(?:\[ARGS\])?\s*"
 _BEGUN = re.compile(rf"{_BETWEEN}\{{|\[|[A-Za-z0-9]{{0,9}}\s*\Z")  # what may become that
+# The name in a call that must be, and what there is of its arguments.
+_CUT = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"(?:\s*,\s*"arguments"\s*:\s*(.*))?', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,20 @@ class Calls:
         options = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema or {"type": "object"}},
+                "properties": {"name": {"const": name}, "arguments": _rooted(schema, number)},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name, schema in self.tools.items()
+            for number, (name, schema) in enumerate(self.tools.items())
         ]
         return {"anyOf": options}
+
+
+def _rooted(schema: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A function's parameters within another schema: `#` in their references stays their root."""
+    if not schema:
+        return {"type": "object"}
+    return {**schema, "$id": schema.get("$id") or f"qoff:/{number}"}
 
 
 def written(calls: Calls, template: object) -> Calls:
@@ -102,12 +112,13 @@ def split(
     """What an answer says, and OpenAI's objects of the calls in it.
 
     with_marks: its text with special tokens; None: `text` has them. What is not the JSON of a call,
-    because the answer was cut off, say, stays text.
+    because the answer was cut off, say, stays text. A call that must be is one as soon as its
+    function is known, with its arguments as far as they are written.
     """
     if calls is None:
         return text, []
     if calls.must:
-        one = _call(text, calls.whole)
+        one = _call(text, calls.whole) or _cut_off(calls, text)
         return (text, []) if one is None else ("", [one])
     if calls.whole:
         return _whole(calls, text)
@@ -184,6 +195,17 @@ def _call(text: str, whole: bool = False) -> dict[str, Any] | None:
     return _call_of(said, _number(whole))
 
 
+def _cut_off(calls: Calls, text: str) -> dict[str, Any] | None:
+    """The call that an answer begins; None where its function is not known yet."""
+    match = _CUT.match(text)
+    if match is None or match[1] not in calls.tools:
+        return None
+    arguments = match[2] or ""
+    with suppress(ValueError, RecursionError):  # they are complete, and the object around them not
+        arguments = arguments[: json.JSONDecoder().raw_decode(arguments)[1]]
+    return _object(match[1], arguments, _number(calls.whole))
+
+
 def _call_of(said: Any, number: str) -> dict[str, Any] | None:
     """OpenAI's object of what a model has written of a call; None where it is none."""
     if not isinstance(said, dict):
@@ -195,5 +217,9 @@ def _call_of(said: Any, number: str) -> dict[str, Any] | None:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    function = {"name": name, "arguments": written}
+    return _object(name, written, number)
+
+
+def _object(name: str, arguments: str, number: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"id": number, "type": "function", "function": function}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -95,9 +98,19 @@ def serve(
     path = how.checkpoint(model)
     name = served_model_name or model_name(model)
     sizes = parse_size(max_file_size), parse_size(max_files_size)
+    atexit.register(_collect_no_more)
     with logging_to_stderr(log_level), ExitStack() as ends:
         batches = open_batches(files, name, *sizes)
         if batches is not None:
             ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
         run(partial(LLM, path, plan, **opening), engine, options)
+
+
+def _collect_no_more() -> None:
+    """Spare the end of the process the collection of torch's modules, which takes it seconds.
+
+    Triton's bindings would print what was not collected.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()

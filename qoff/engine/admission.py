@@ -84,7 +84,7 @@ class Admission:
             text: str | None = None
             tokens: tuple[int, ...] = ()
             try:
-                text, tokens = self._reader.read(prompt)
+                text, tokens = self._read(prompt)
                 yield self._sequences(
                     index, text, tokens, each[index], given[index], numbers[index]
                 )
@@ -98,7 +98,7 @@ class Admission:
         """
         found = list[list[Sequence]]()
         for index, prompt in enumerate(prompts):
-            text, tokens = self._reader.read(prompt)
+            text, tokens = self._read(prompt)
             self._room(tokens, 0)
             pooled = Pooled(params, size)
             found.append([Sequence(index, 0, text, tokens, SamplingParams(), 0, pooled=pooled)])
@@ -110,9 +110,13 @@ class Admission:
         """The sequences of each prompt. Raises ArgumentError where one cannot be answered."""
         number = self._adapter_number(adapter)
         return [
-            self._sequences(index, *self._reader.read(prompt), params, None, number)
+            self._sequences(index, *self._read(prompt), params, None, number)
             for index, prompt in enumerate(prompts)
         ]
+
+    def _read(self, prompt: Any) -> tuple[str | None, tuple[int, ...]]:
+        """The text of a prompt and its tokens, all of them if they may fit the plan's context."""
+        return self._reader.read(prompt, self._plan.context)
 
     def _sequences(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 # Where JSON may have any number of blanks and lines, models write them without end.
 _JSON: Any = {"whitespace_pattern": r"[ \n]?"}
 _WRONG = "the structured output cannot be had"
+# What llguidance does with a schema takes about 1 us a character, but with expressions and grammars
+# up to the square of their length, and of their signs. The worst text of so many takes about 0.1 s.
+_SCHEMA, _CHARACTERS, _SIGNS = 128 << 10, 16 << 10, 2000
+_SIGN = re.compile(r"[^\w\s]")
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Grammars:
         self._reader, self._vocab_size, self._eos = reader, vocab_size, eos
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
+        self._last: tuple[str, Matcher] | None = None  # a grammar, and what came of it
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """Raises ArgumentError for what is none, or too complex; QoffError without llguidance."""
@@ -90,10 +96,10 @@ class Grammars:
                 "structured output needs llguidance, which is not installed; "
                 "pip install 'qoff[serve]'"
             ) from error
-        # All of it together takes a tenth of a second at most, and a step some milliseconds.
+        # All of it together takes about a tenth of a second at most, a step some milliseconds.
         limits = LLParserLimits(
             max_items_in_row=1000,
-            initial_lexer_fuel=200_000,
+            initial_lexer_fuel=100_000,
             step_lexer_fuel=50_000,
             step_max_items=20_000,
             max_lexer_states=50_000,
@@ -101,12 +107,18 @@ class Grammars:
             verbose_errors=False,
         )
         with raised_as(ArgumentError, _WRONG):
-            found = LLMatcher(self._known(), _grammar(wanted), log_level=0, limits=limits)
+            _check_size(wanted)
+            grammar = _grammar(wanted)
+            if (last := self._last) is not None and last[0] == grammar:  # of another prompt
+                return last[1].copy()
+            found = LLMatcher(self._known(), grammar, log_level=0, limits=limits)
             if not found.is_error():
                 found.compute_bitmask()  # the first takes longest: not in a round
             if found.is_error():
                 raise ArgumentError(f"{_WRONG}: {_line(found.get_error())}")
-        return Matcher(found, self._vocab_size)
+        matcher = Matcher(found, self._vocab_size)
+        self._last = grammar, matcher.copy()
+        return matcher
 
     def _known(self) -> LLTokenizer:
         """The tokenizer as llguidance has it; made once, in about a second."""
@@ -125,13 +137,55 @@ class Grammars:
             return self._tokens
 
 
+def _check_size(wanted: StructuredOutputs) -> None:
+    """Raise ArgumentError for what would hold up others while it is read. A choice is a sign."""
+    schema = _schema(wanted)
+    if schema is not None:
+        _check_most(len(schema), _SCHEMA, "characters")
+        text = " ".join(_patterns(json.loads(schema)))
+        _check_most(len(text), _CHARACTERS, "characters in patterns")
+        _check_most(sum(1 for _ in _SIGN.finditer(text)), _SIGNS, "signs in patterns")
+    elif wanted.choice is not None:
+        _check_most(sum(map(len, wanted.choice)), _CHARACTERS, "characters")
+        _check_most(len(wanted.choice), _SIGNS, "choices")
+    else:
+        text = wanted.regex or wanted.grammar or ""
+        _check_most(len(text), _CHARACTERS, "characters")
+        _check_most(sum(1 for _ in _SIGN.finditer(text)), _SIGNS, "signs")
+
+
+def _check_most(found: int, most: int, what: str) -> None:
+    if found > most:
+        raise ArgumentError(f"{_WRONG}: it has {found} {what}, and may have {most}")
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """The regular expressions in a schema."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            if isinstance(one.get("pattern"), str):
+                yield one["pattern"]
+            if isinstance(one.get("patternProperties"), dict):
+                yield from one["patternProperties"]
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+
+
+def _schema(wanted: StructuredOutputs) -> str | None:
+    """The schema as text, where there is one."""
+    given = wanted.json
+    return given if given is None or isinstance(given, str) else json.dumps(given)
+
+
 def _grammar(wanted: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
     if wanted.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
-    if wanted.json is not None:
-        schema = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+    if (schema := _schema(wanted)) is not None:
         return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)

@@ -358,9 +358,12 @@ class LLM:
         """Packed KV blocks there is room for, by tier; raises as `runtime`."""
         return self._executor.kv_blocks
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt. Raises ArgumentError for what is none."""
-        return self._reader.read(prompt)[1]
+    def encode(self, prompt: Prompt, most: int | None = None) -> tuple[int, ...]:
+        """The token ids of a prompt. Raises ArgumentError for what is none.
+
+        most: tokens; a text that is much longer is refused, without reading all of it.
+        """
+        return self._reader.read(prompt, most)[1]
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""

@@ -15,6 +15,8 @@ from qoff.hf.chat import ChatRenderer
 from qoff.schema import shown
 
 _WARM = 512  # times four words, which are read before memory is measured
+_CHARACTERS = 16  # of a text for each token that may be wanted, read at first
+_DOUBT = 1024  # tokens that the first part of a text may have more of than in the whole
 _FORMS = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
@@ -75,10 +77,11 @@ class PromptReader:
         """End the process that renders chat templates, if there is one."""
         self._renderer.close()
 
-    def read(self, prompt: object) -> tuple[str | None, tuple[int, ...]]:
+    def read(self, prompt: object, most: int | None = None) -> tuple[str | None, tuple[int, ...]]:
         """The text of a prompt, where it is known, and its token ids.
 
-        Raises ArgumentError for what is no prompt, and for text without a tokenizer.
+        most: tokens; a text that is much longer is refused, without reading all of it. Raises
+        ArgumentError for that, for what is no prompt, and for text without a tokenizer.
         """
         if isinstance(prompt, Mapping):
             if not prompt or not all(key in ("prompt", "prompt_token_ids") for key in prompt):
@@ -91,9 +94,9 @@ class PromptReader:
                 return text, token_ids(tokens)
             prompt = text
         if isinstance(prompt, str):
-            return prompt, self._encoded(prompt)
+            return prompt, self._encoded(prompt, most)
         if isinstance(prompt, Chat):
-            return self._chat(prompt)
+            return self._chat(prompt, most)
         return None, token_ids(prompt)
 
     @property
@@ -108,13 +111,21 @@ class PromptReader:
         if template is None and not self.tokenizer.chat_template:
             raise ArgumentError("the tokenizer has no chat template; give chat_template")
 
-    def _chat(self, chat: Chat) -> tuple[str, tuple[int, ...]]:
+    def _chat(self, chat: Chat, most: int | None) -> tuple[str, tuple[int, ...]]:
         text = self._renderer.render(self.tokenizer, chat.messages, **chat.options)
         # A template has the special tokens itself.
-        return text, self._encoded(text, add_special_tokens=False)
+        return text, self._encoded(text, most, add_special_tokens=False)
 
-    def _encoded(self, text: str, **options: Any) -> tuple[int, ...]:
+    def _encoded(self, text: str, most: int | None = None, **options: Any) -> tuple[int, ...]:
+        part = len(text) if most is None else _CHARACTERS * (most + _DOUBT)
         with raised_as(ArgumentError, "the tokenizer does not take this text"):
+            while most is not None and part < len(text):
+                if len(self.tokenizer(text[:part], **options)["input_ids"]) > most + _DOUBT:
+                    raise ArgumentError(
+                        f"a prompt of {len(text)} characters has more than {most} tokens, the most "
+                        "that this takes"
+                    )
+                part *= 4
             return tuple(self.tokenizer(text, **options)["input_ids"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from qoff.api.answers import encoded
 from qoff.api.errors import ApiError, as_api_error
 from qoff.api.protocol import (
     Body,
@@ -24,12 +26,13 @@ from qoff.api.protocol import (
     TokenizeRequest,
     wrong_body,
 )
-from qoff.api.requests import asked, check_model
-from qoff.engine.prompts import Chat
+from qoff.api.requests import Asked, asked, check_model
+from qoff.engine import LLM
+from qoff.engine.prompts import Chat, Prompt
 from qoff.errors import ArgumentError, QoffError, raised_as
 
 from .batch_routes import BatchRoutes
-from .bodies import read_data
+from .bodies import BodyRoom, read_data
 from .embeddings import Embedded
 from .engine import Engine
 from .generation import Generated
@@ -38,6 +41,8 @@ from .options import ServeOptions
 from .page import page
 
 _B = TypeVar("_B", bound=Body)
+_T = TypeVar("_T")
+_MOST = 16  # contexts: tokens of a text that is turned into them for a client, or back
 
 
 class Routes:
@@ -48,34 +53,41 @@ class Routes:
         self._created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
-        return self._generated(await self._read(request, ChatRequest))
+        return Generated(self._engine, await self._read(request, ChatRequest, self._asked))
 
     async def completion(self, request: Request) -> Response:
-        return self._generated(await self._read(request, CompletionRequest))
+        return Generated(self._engine, await self._read(request, CompletionRequest, self._asked))
 
-    def _generated(self, body: ChatRequest | CompletionRequest) -> Response:
-        return Generated(self._engine, asked(body, self._engine.name, self._engine.ready()))
+    def _asked(self, body: ChatRequest | CompletionRequest, llm: LLM) -> Asked:
+        return asked(body, self._engine.name, llm)
 
     async def embeddings(self, request: Request) -> Response:
-        return Embedded(self._engine, await self._read(request, EmbeddingRequest))
+        return Embedded(self._engine, await self._read(request, EmbeddingRequest, _itself))
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
-        body, llm = await self._read(request, TokenizeRequest), self._engine.ready()
-        prompt: Any = body.prompt
-        if body.messages is not None:
-            options = {"add_generation_prompt": body.add_generation_prompt}
-            prompt = Chat([message.plain() for message in body.messages], options)
-        tokens = await self._engine.beside(lambda: llm.encode(prompt))
-        return {"count": len(tokens), "max_model_len": llm.plan.context, "tokens": tokens}
+    async def tokenize(self, request: Request) -> Response:
+        prompt, llm = await self._read(request, TokenizeRequest, _prompt), self._engine.ready()
+        context = llm.plan.context
+
+        def work() -> bytes:
+            tokens = llm.encode(prompt, _MOST * context)
+            return encoded({"count": len(tokens), "max_model_len": context, "tokens": tokens})
+
+        found = await self._engine.in_turn(work)
+        return Response(found, media_type="application/json")
 
     async def detokenize(self, request: Request) -> dict[str, str]:
-        body, llm = await self._read(request, DetokenizeRequest), self._engine.ready()
-        tokenizer = llm.tokenizer
+        body, llm = await self._read(request, DetokenizeRequest, _itself), self._engine.ready()
+        tokenizer, most = llm.tokenizer, _MOST * llm.plan.context
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer")
-        with raised_as(ArgumentError, "the tokenizer does not take these tokens"):
-            text = await self._engine.beside(lambda: str(tokenizer.decode(body.tokens)))
-        return {"prompt": text}
+        if len(body.tokens) > most:
+            raise ApiError(400, f"{len(body.tokens)} tokens are more than {most}", param="tokens")
+
+        def work() -> str:
+            with raised_as(ArgumentError, "the tokenizer does not take these tokens"):
+                return str(tokenizer.decode(body.tokens))
+
+        return {"prompt": await self._engine.in_turn(work)}
 
     async def models(self) -> dict[str, Any]:
         names = [self._engine.name, *self._adapters()]
@@ -112,13 +124,34 @@ class Routes:
             "max_model_len": None if llm is None else llm.plan.context,
         }
 
-    async def _read(self, request: Request, kind: type[_B]) -> _B:
-        """The body of a request. Raises ApiError for one that is too large, slow or wrong."""
+    async def _read(self, request: Request, kind: type[_B], use: Callable[[_B, LLM], _T]) -> _T:
+        """What `use` makes of the body of a request; of a large one beside the loop.
+
+        Raises ApiError for one that is too large, slow or wrong.
+        """
         data = await read_data(request, self._options)
-        self._engine.ready()
-        found = kind.model_validate_json(data)
-        check_model(getattr(found, "model", None), self._engine.name, self._adapters())
-        return found
+        llm = self._engine.ready()
+
+        def read() -> _T:
+            try:
+                found = kind.model_validate_json(data)
+            except ValidationError as error:
+                raise wrong_body(error) from error
+            check_model(getattr(found, "model", None), self._engine.name, self._adapters())
+            return use(found, llm)
+
+        return await self._engine.of_body(len(data), read)
+
+
+def _itself(body: _B, llm: LLM) -> _B:
+    return body
+
+
+def _prompt(body: TokenizeRequest, llm: LLM) -> Prompt:
+    if body.messages is None:
+        return body.prompt or ""
+    options = {"add_generation_prompt": body.add_generation_prompt}
+    return Chat([message.plain() for message in body.messages], options)
 
 
 def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
@@ -159,7 +192,8 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
     for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,
                  TimeoutError, Exception):  # fmt: skip
         app.add_exception_handler(kind, failed)
-    guarded = Guard(app, options.api_keys, options.cors_origins)
+    room = BodyRoom(options.max_request_bytes)
+    guarded = Guard(app, options.api_keys, options.cors_origins, room)
     if not options.cors_origins:
         return guarded
     return CORSMiddleware(

@@ -80,8 +80,9 @@ class BatchStore:
             return list(self._known.values())
 
     def next(self) -> dict[str, Any] | None:
-        """The oldest batch that has not ended."""
-        return next((one for one in self._known.values() if one["status"] not in ENDED), None)
+        """The oldest batch that has not ended; first of all one that is only to be given up."""
+        open_ = [one for one in self._known.values() if one["status"] not in ENDED]
+        return min(open_, key=lambda one: one["status"] != "cancelling", default=None)
 
     def note(self, batch_id: str, **more: Any) -> None:
         """Know more of a batch, until a restart."""

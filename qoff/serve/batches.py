@@ -18,6 +18,7 @@ from qoff.jobs.journal import Journal, Places
 from qoff.jobs.lines import overview, read_lines
 from qoff.jobs.requests import OpenAIReader
 from qoff.jobs.runner import Counts, Runner
+from qoff.schema import read_object
 from qoff.settings import cache_directory
 
 from .batch_store import ENDED, BatchStore
@@ -37,7 +38,7 @@ class Batches:
         self.store = BatchStore(files.folder / "batches")
         self._changed = self.store.changed
         self._runner: Runner | None = None
-        self._running = ""  # the id of its batch
+        self._in_hand = ""  # the id of the thread's batch
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -81,14 +82,19 @@ class Batches:
         return self.store.create(file_id, endpoint, window, metadata)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Give a batch up; what is answered of it by then is kept. Raises ApiError if it ended."""
+        """Give a batch up; what is answered of it by then is kept. Raises ApiError if it ended.
+
+        One that waits and has no answers is cancelled at once; others are by the thread.
+        """
         with self._changed:
             said = self.store.get(batch_id)
             if said["status"] in (*ENDED, "finalizing"):
                 raise ApiError(409, f"the batch is {said['status']}", code="batch_ended")
             if said["status"] != "cancelling":
                 self.store.turn(said, "cancelling")
-            if self._running == batch_id and self._runner is not None:
+            if self._in_hand != batch_id and not self._places_of(batch_id).header.exists():
+                self.store.turn(said, "cancelled")
+            elif self._in_hand == batch_id and self._runner is not None:
                 self._runner.stop()
         return self.store.get(batch_id)
 
@@ -107,6 +113,7 @@ class Batches:
                 said = self.store.next()
                 if self._stopped or said is None:
                     return
+                self._in_hand = said["id"]
             try:
                 self._run(said)
             except (QoffError, OSError, ApiError) as error:
@@ -114,6 +121,8 @@ class Batches:
             except Exception:
                 logger.exception("batch failed", extra={"fields": {"batch": said["id"]}})
                 self._fail(said, "internal error")
+            with self._changed:
+                self._in_hand = ""
 
     def _fail(self, said: dict[str, Any], why: str) -> None:
         """End a batch by an error; what was answered of it is published.
@@ -135,7 +144,9 @@ class Batches:
 
     def _run(self, said: dict[str, Any]) -> None:
         batch_id = said["id"]
-        if said["status"] != "finalizing":  # then the journal may have been published
+        if said["status"] == "cancelling":
+            self._take_up(batch_id)
+        elif said["status"] != "finalizing":  # then the journal may have been published
             with self.files.path(said["input_file_id"]).open("rb") as file:
                 seen = overview(file)
                 if not seen.lines:
@@ -162,6 +173,17 @@ class Batches:
         fields = {"batch": batch_id, **self.store.get(batch_id)["request_counts"]}
         logger.info("batch ended", extra={"fields": fields})
 
+    def _take_up(self, batch_id: str) -> None:
+        """Cut what a kill has torn of a batch's answers, and know how many there are."""
+        places = self._places_of(batch_id)
+        if not places.header.exists() or not places.header.stat().st_size:
+            return  # it had not begun
+        journal = Journal(places, read_object(places.header))
+        journal.close()
+        counts = self.store.get(batch_id)["request_counts"]
+        counts = {**counts, "completed": journal.completed, "failed": journal.failed}
+        self.store.save({**self.store.get(batch_id), "request_counts": counts})
+
     def _answer(self, said: dict[str, Any], lines: Any, sink: _Bounded, total: int) -> None:
         """Answer what is left of a batch. Raises what ends it."""
         journal = sink.journal
@@ -183,12 +205,12 @@ class Batches:
             if self._stopped or self.store.get(said["id"])["status"] == "cancelling":
                 return
             self.store.turn(said, "in_progress", request_counts=tell())
-            self._runner, self._running = runner, said["id"]
+            self._runner = runner
         try:
             runner.run()
         finally:
             with self._changed:
-                self._runner, self._running = None, ""
+                self._runner = None
                 self.store.save({**self.store.get(said["id"]), "request_counts": tell()})
         if runner.error is not None:
             raise runner.error

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +28,8 @@ from .stats import memory, recent
 
 _T = TypeVar("_T")
 _READERS = 2  # threads that turn prompts into tokens
+LARGE = 64 << 10  # bytes; what a larger body needs done waits for its like, and others not for it
+_is_large: ContextVar[bool] = ContextVar("is_large", default=False)  # the request of this task
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class Engine:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._readers = ThreadPoolExecutor(_READERS, "qoff-serve-reader")
+        self._large = ThreadPoolExecutor(1, "qoff-serve-large")  # its work takes seconds
+        self._texts = 0  # that are turned into tokens for clients, or back, or wait for that
         self._disk = ThreadPoolExecutor(1, "qoff-serve-disk")  # its waits are no reader's
         self._lasts_s = 1.0  # an answer, lately
         self.failure: BaseException | None = None
@@ -139,6 +144,7 @@ class Engine:
         """Compute no more, after the present round; its threads end. Closes the LLM."""
         self._stopped = True
         self._readers.shutdown(cancel_futures=True)
+        self._large.shutdown(cancel_futures=True)
         self._disk.shutdown(cancel_futures=True)
         if self.batches is not None:
             self.batches.stop()
@@ -228,15 +234,17 @@ class Engine:
             raise ApiError(400, f"the request is for {answers} answers; ask for 1 to {most}")
         wait = self.in_flight + answers - self.places
         if wait > self._max_queue:
-            self.metrics.refused.inc()
-            after = max(1, math.ceil(self._lasts_s * (1 + wait / self.places)))
-            raise ApiError(
-                429,
-                f"{self.in_flight} answers are being computed or wait, and no more than "
-                f"{self._max_queue} may wait; try again later",
-                code="queue_full",
-                headers={"Retry-After": str(min(after, 600))},
-            )
+            after = math.ceil(self._lasts_s * (1 + wait / self.places))
+            raise self._full(f"{self.in_flight} answers are being computed or wait", after)
+
+    def _full(self, why: str, after_s: int) -> ApiError:
+        self.metrics.refused.inc()
+        return ApiError(
+            429,
+            f"{why}, and no more than {self._max_queue} may wait; try again later",
+            code="queue_full",
+            headers={"Retry-After": str(min(max(1, after_s), 600))},
+        )
 
     @asynccontextmanager
     async def answering(
@@ -251,13 +259,14 @@ class Engine:
         Raises ApiError 429 where the queue is full, and ArgumentError for a prompt that cannot be
         answered.
         """
-        llm, count = self.ready(), len(prompt_list(prompts))
+        llm, found = self.ready(), await self._unless_small(lambda: prompt_list(prompts))
+        count = len(found)
         self._check_room(count * params.n)
         loop = asyncio.get_running_loop()
         answers = Answers(count, params.n, loop.time() + self._timeout_s)
         self._running[answers] = answers.count
         self._changed()
-        read = loop.run_in_executor(self._readers, llm.submit, prompts, params, answers, adapter)
+        read = loop.run_in_executor(self._lane(), llm.submit, found, params, answers, adapter)
         watcher = asyncio.create_task(_watch(receive, answers))
         try:
             answers.prompt_tokens = sum(await asyncio.shield(read))
@@ -279,9 +288,33 @@ class Engine:
             spent = time.perf_counter() - answers.started
             self._lasts_s += 0.1 * (spent - self._lasts_s)
 
+    async def of_body(self, nbytes: int, work: Callable[[], _T]) -> _T:
+        """What a function makes of a request's body of so many bytes; of a large one in a thread.
+
+        Whatever else this request needs done has that thread, too.
+        """
+        _is_large.set(nbytes > LARGE)
+        return await self._unless_small(work)
+
+    async def _unless_small(self, work: Callable[[], _T]) -> _T:
+        return await self.beside(work) if _is_large.get() else work()
+
+    def _lane(self) -> ThreadPoolExecutor:
+        return self._large if _is_large.get() else self._readers
+
     async def beside(self, work: Callable[[], _T]) -> _T:
         """What a function returns, computed in a thread beside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        return await asyncio.get_running_loop().run_in_executor(self._lane(), work)
+
+    async def in_turn(self, work: Callable[[], _T]) -> _T:
+        """The same of what few may wait for. Raises ApiError 429 where as many do as may."""
+        if self._texts >= _READERS + self._max_queue:
+            raise self._full(f"{self._texts} texts are being read or wait", 1)
+        self._texts += 1
+        try:
+            return await self.beside(work)
+        finally:
+            self._texts -= 1
 
     async def on_disk(self, work: Callable[[], _T]) -> _T:
         """The same of a function that waits for the disk; these take turns."""

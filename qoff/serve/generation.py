@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from qoff.api.answers import encoded, event, usage
 from qoff.api.errors import ClientGone, as_api_error
 from qoff.api.requests import Asked, check_answer
+from qoff.api.token_bytes import Place
 from qoff.api.tools import ended, may_be_calls
 from qoff.engine import Completion
 
@@ -85,13 +86,16 @@ class Generated(Response):
         form, asked = self._asked.form, self._asked
         async with self._answering(receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
-            texts: dict[int, TextStream] = {}
-            stops = [*asked.params.stops, *([] if asked.calls is None else asked.calls.begins)]
+            texts, places = dict[int, TextStream](), dict[int, Place]()
+            begins = [] if asked.calls is None else asked.calls.begins
             async for piece in self._pieces(answers):
                 number, one = piece.number, piece.answer
                 first = number not in texts
-                text = texts.setdefault(number, TextStream(form.tokenizer, stops))
-                logprobs = form.logprobs(piece.token_ids, piece.logprobs, text.sent)
+                text = texts.setdefault(
+                    number, TextStream(form.tokenizer, asked.params.stops, begins)
+                )
+                place = places.setdefault(number, form.place())
+                logprobs = form.logprobs(piece.token_ids, piece.logprobs, place)
                 new, reason, tools = "", None, list[dict[str, Any]]()
                 if one is not None:
                     content, tools = asked.split(one)
@@ -99,7 +103,11 @@ class Generated(Response):
                 elif asked.calls is None or not asked.calls.must:
                     new = text.add(piece.token_ids, self._held_back)
                 if new or first or reason or (logprobs and piece.token_ids):
-                    choice = form.delta(number, new, first, reason, logprobs, tools)
+                    why = None if tools else reason
+                    choice = form.delta(number, new, first, why, logprobs, tools)
+                    yield event(form.chunk([choice]))
+                if tools:  # clients take a call for complete in a chunk after its own
+                    choice = form.delta(number, "", False, reason, None, [])
                     yield event(form.chunk([choice]))
             if asked.include_usage:
                 cost = usage(answers.prompt_tokens, sum(self._tokens.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -18,8 +19,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qoff.api.answers import event
 from qoff.api.errors import ApiError, ClientGone, as_api_error
 
+from .bodies import KEEP, BodyRoom
 from .generation import LOG
 
 logger = logging.getLogger("qoff.serve")
@@ -28,29 +31,46 @@ _GONE = 499  # nginx's status for clients that hang up
 
 
 class Guard:
-    """Checks the key and the origin of a request, and has its end logged, whatever it is."""
+    """Checks the key and the origin of a request, and has its end logged, whatever it is.
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], origins: Sequence[str]) -> None:
+    room: for bodies; a request's is given back at its end.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], origins: Sequence[str], room: BodyRoom
+    ) -> None:
         self._app, self._keys = app, [key.encode() for key in api_keys]
-        self._origins = origins
+        self._origins, self._room = origins, room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        start, status = time.perf_counter(), 0
+        start, status, is_open = time.perf_counter(), 0, False  # a stream without its end
         said: dict[str, Any] = scope.setdefault(LOG, {})
 
         async def noted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            nonlocal status, is_open
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                is_open = any(value.startswith(b"text/event-stream")
+                              for _, value in message["headers"])  # fmt: skip
+            is_open = is_open and message.get("more_body", True)
             await send(message)
 
         try:
             self._check_origin(scope)
             self._check_key(scope)
-            await self._app(scope, receive, noted)
+            with self._room.of_one() as scope[KEEP]:
+                await self._app(scope, receive, noted)
         except (ClientGone, ClientDisconnect):
             status = _GONE
+        except asyncio.CancelledError:  # the server ends, and this has had its time
+            known = ApiError(503, "the server is stopping", code="stopping")
+            if is_open:
+                await send({"type": "http.response.body", "body": event(known.body())})
+            elif not status:
+                await JSONResponse(known.body(), known.status)(scope, receive, send)
+            status = known.status
         except Exception as error:
             known = as_api_error(error)
             if known.status == 500:

@@ -22,6 +22,7 @@ from .engine import Engine
 from .options import ServeOptions
 
 logger = logging.getLogger("qoff.serve")
+_LAST_S = 1.0  # for the end of requests that were cut off
 _OTHER_FILES = 256  # that the model and its tiers may have open
 
 
@@ -131,6 +132,13 @@ def _config(engine: Engine, options: ServeOptions) -> uvicorn.Config:
 class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
+        await self._cancelled()
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # it has had its time
         await asyncio.sleep(0)
+        await self._cancelled()
+
+    async def _cancelled(self) -> None:
+        """Wait a while for what cancelled requests still tell their clients."""
+        if tasks := self.server_state.tasks:
+            await asyncio.wait(tasks, timeout=_LAST_S)

@@ -12,20 +12,26 @@ _INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
 class TextStream:
     """Text that will not change any more, from tokens as they come.
 
-    Held back are characters whose bytes are not complete, and what may be the start of a text that
-    ends the answer.
+    Held back are characters whose bytes are not complete, what may be the start of one of `stops`,
+    which end the answer, and what may be one of `begins`, with all that comes after it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        begins: Sequence[str] = (),
+    ) -> None:
+        self._tokenizer, self._stops, self._begins = tokenizer, stops, begins
         self._tokens: list[int] = []
         self._start = self._end = 0  # tokens decoded again for the next ones; of which given
         self._held = ""
         self.sent = 0  # characters
 
     def add(self, tokens: Sequence[int], holds: Callable[[str], bool] = lambda _: False) -> str:
-        """The text that further tokens have made certain.
+        """The text that further tokens have made certain, of an answer that goes on after them.
 
+        So a stop text among it came too early to end the answer, and is given like any other text.
         holds: whether a text that an answer begins with is to be held back as a whole.
         """
         self._tokens += tokens
@@ -37,11 +43,9 @@ class TextStream:
         self._held += after[len(before) :]
         if not self.sent and holds(self._held):
             return ""
-        certain = len(self._held)
-        for stop in self._stops:
-            at = self._held.find(stop)
-            start = len(self._held) - _overlap(self._held, stop) if at < 0 else at
-            certain = min(certain, start)
+        held = max((_overlap(self._held, one) for one in (*self._stops, *self._begins)), default=0)
+        begun = [at for one in self._begins if (at := self._held.find(one)) >= 0]
+        certain = min([len(self._held) - held, *begun])
         text, self._held = self._held[:certain], self._held[certain:]
         self.sent += len(text)
         return text
@@ -55,7 +59,7 @@ class TextStream:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text a stop text may begin with."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+def _overlap(text: str, other: str) -> int:
+    """How many characters at the end of a text another one may begin with."""
+    most = min(len(text), len(other) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(other[:n])), 0)

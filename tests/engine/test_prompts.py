@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qoff.engine import LLM, SamplingParams
+from qoff.engine.prompts import PromptReader
 from qoff.errors import ArgumentError
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
@@ -119,6 +120,27 @@ def test_a_text_that_no_tokenizer_takes_is_one_error(llm: LLM) -> None:
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     with pytest.raises(ArgumentError, match="SamplingParams, not int"):
         llm.generate([[5, 6]], 5)  # type: ignore[arg-type]
+
+
+def test_a_text_that_is_much_too_long_is_not_read_to_its_end(llm: LLM) -> None:
+    lengths = list[int]()
+
+    def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:  # a token for 1000 characters
+        lengths.append(len(text))
+        return {"input_ids": [5] * (len(text) // 1000)}
+
+    reader, most = PromptReader(tokenizer), 100  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="of 100000000 characters has more than 100 tokens"):
+        reader.read("a" * 100_000_000, most)
+    assert lengths[-1] < 10_000_000
+    lengths.clear()
+    assert len(reader.read("a" * 100_000, most)[1]) == 100  # few tokens, though many characters
+    assert lengths[-1] == 100_000
+    long = "a " * 100_000
+    assert "has more than 96 tokens" in llm.generate(long, PARAMS)[0].error
+    assert len(llm.encode(long)) > len(llm.encode("a " * 100, 200)) > 99
+    with pytest.raises(ArgumentError, match="has more than 200 tokens"):
+        llm.encode(long, 200)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from openai import OpenAI
 from qoff.api.errors import ApiError
 from qoff.engine import SamplingParams
 from qoff.errors import ArgumentError
+from qoff.jobs.journal import Journal
 from qoff.serve.batches import Batches, open_batches
 from qoff.serve.files import FileStore
 from tests.adapters import save_adapter
@@ -106,6 +107,59 @@ def test_a_cancelled_batch_keeps_what_is_answered(client: OpenAI, served: Runnin
     found = ended(client, made.id, "cancelled")
     assert list(read(client, found.output_file_id)) == ["id 0"]
     assert found.request_counts.to_dict() == {"total": 30, "completed": 1, "failed": 0}
+
+
+def test_a_batch_that_waits_is_cancelled_at_once(client: OpenAI, served: Running) -> None:
+    with served.slowed():
+        first = batch_of(client, *(line(i, 150) for i in range(20)))
+        ended(client, first.id, "in_progress")
+        second = batch_of(client, line(0))
+        found = client.batches.cancel(second.id)
+        assert (found.status, found.output_file_id) == ("cancelled", None)
+        assert found.cancelling_at
+        assert found.cancelled_at
+        assert client.batches.retrieve(first.id).status == "in_progress"
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(second.id)
+        client.batches.cancel(first.id)
+    ended(client, first.id, "cancelled")
+
+
+def test_a_batch_that_just_begins_is_cancelled_by_its_thread(tmp_path: Path) -> None:
+    batches, said = unended(tmp_path, status="validating")
+    batches._in_hand = said["id"]
+    assert batches.cancel(said["id"])["status"] == "cancelling"
+    batches._run(batches.store.get(said["id"]))
+    assert batches.store.get(said["id"])["status"] == "cancelled"
+    batches.stop()
+
+
+def test_a_cancelled_batch_of_before_goes_first_and_reads_no_requests(tmp_path: Path) -> None:
+    """Of its answers, all are kept that were written as a whole."""
+    batches, first = unended(tmp_path, status="validating")
+    said = batches.create(first["input_file_id"], CHATS, "24h", None)
+    places = batches._places_of(said["id"])
+    journal = Journal(places, {"model": "tiny"})
+    answer = json.dumps({"id": f"batch_req_{journal.job}_3"}).encode() + b"\n"
+    journal.write([3], [answer], [])
+    journal.close()
+    with places.output.open("ab") as file:
+        file.write(b'{"id": "batch_')
+    batches.store.turn(
+        said, "in_progress", request_counts={"total": 9, "completed": 0, "failed": 0}
+    )
+    batches.files.path(first["input_file_id"]).unlink()
+    assert batches.store.next() == first
+    assert batches.cancel(said["id"])["status"] == "cancelling"
+    found = batches.store.next()
+    assert found is not None
+    batches._run(found)
+    found = batches.store.get(said["id"])
+    assert (found["status"], found["error_file_id"]) == ("cancelled", None)
+    assert found["request_counts"] == {"total": 9, "completed": 1, "failed": 0}
+    assert batches.files.path(found["output_file_id"]).read_bytes() == answer
+    assert batches.store.next() == first
+    batches.stop()
 
 
 def test_requests_go_before_batches(client: OpenAI, served: Running) -> None:

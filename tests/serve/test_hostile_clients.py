@@ -7,9 +7,11 @@ import logging
 import socket
 import ssl
 import struct
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+
+from qoff.api.requests import asked
 
 from .conftest import MODEL, OPTIONS, Running, running
 
@@ -86,7 +90,7 @@ BODIES: dict[str, Any] = {
     "empty stop": chat(stop=""),
     "many logprobs": chat(logprobs=True, top_logprobs=21),
     "top_logprobs alone": chat(top_logprobs=2),
-    "seed": chat(seed=-1),
+    "seed": chat(seed=-(2**64)),
     "a prompt too long": chat(messages=[{"role": "user", "content": "x" * 500}]),
     "own template": chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}),
     "template's self": chat(chat_template_kwargs={"self": 1}),
@@ -167,7 +171,97 @@ def test_megabytes_are_refused_and_not_kept(served: Running) -> None:
 def test_many_messages_that_fit_are_answered_or_too_long(served: Running) -> None:
     status, found, _ = served.ask(CHATS, chat(messages=CHAT * 10_000))
     assert status == 400
-    assert "tokens leaves no room" in found["error"]["message"]
+    assert "has more than 200 tokens" in found["error"]["message"]
+
+
+def in_threads(*works: Callable[[], Any]) -> list[Future[Any]]:
+    pool = ThreadPoolExecutor(len(works))
+    found = [pool.submit(work) for work in works]
+    pool.shutdown(wait=False)
+    return found
+
+
+def test_small_requests_do_not_wait_for_large_ones(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large bodies are read in a thread of their own, and their prompts, too."""
+    llm, where = served.engine.llm, list[tuple[bool, str]]()
+
+    def noted(works: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Any, *more: Any) -> Any:
+            where.append((len(str(first)) > 1000, threading.current_thread().name))
+            return works(first, *more)
+
+        return call
+
+    monkeypatch.setattr("qoff.serve.app.asked", noted(asked))
+    monkeypatch.setattr(llm, "submit", noted(llm.submit))  # type: ignore[union-attr]
+    free = threading.Event()
+    try:
+        served.engine._large.submit(free.wait)
+        large = in_threads(
+            lambda: served.ask(TEXTS, {"prompt": "x" * 70_000}),
+            lambda: served.ask("/tokenize", {"prompt": "x" * 70_000}),
+        )
+        wait_for(lambda: served.engine._large._work_queue.qsize() == 2)
+        assert served.ask(TEXTS, {"prompt": "a"})[0] == 200
+        assert served.ask("/tokenize", {"prompt": "a"})[0] == 200
+    finally:
+        free.set()
+    assert [one.result()[0] for one in large] == [400, 400]
+    assert {name.partition("_")[0] for is_large, name in where if is_large} == {"qoff-serve-large"}
+    assert len(where) == 4
+    assert "qoff-serve-large" not in {name for is_large, name in where if not is_large}
+
+
+def test_texts_that_wait_to_be_tokenized_have_a_bound(served: Running) -> None:
+    engine, free = served.engine, threading.Event()
+    try:
+        for _ in range(2):
+            engine._readers.submit(free.wait)
+        waiting = in_threads(*[lambda: served.ask("/tokenize", {"prompt": "a"})] * 6)
+        wait_for(lambda: engine._texts == 6)
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+            status, found, headers = served.ask(path, body)
+            assert (status, found["error"]["code"]) == (429, "queue_full")
+            assert int(headers["retry-after"]) >= 1
+    finally:
+        free.set()
+    assert [one.result()[0] for one in waiting] == [200] * 6
+    assert served.ask("/tokenize", {"prompt": "a"})[0] == 200
+
+
+def test_texts_that_are_tokenized_have_a_length(served: Running) -> None:
+    status, found, _ = served.ask("/tokenize", {"prompt": "x" * 50_000})
+    assert status == 200 or "more than 3200 tokens" in found["error"]["message"]
+    for path, body in (
+        ("/tokenize", {"prompt": "x" * 100_000}),
+        ("/detokenize", {"tokens": [5] * 3201}),
+    ):
+        status, found, _ = served.ask(path, body)
+        assert status == 400
+        assert "more than 3200" in found["error"]["message"]
+
+
+def test_bodies_have_room_together(checkpoint: Path) -> None:
+    """Clients that send nearly all of a large body leave none for others, but for small ones."""
+    size = 128 << 10
+    options = replace(OPTIONS, max_request_bytes=size, read_timeout_s=10)
+    large = b" " * (size - 2) + b"{}"
+    with running(checkpoint, options) as served:
+        held = [served.connect() for _ in range(40)]
+        for sock in held:
+            sock.sendall(head(size) + b" " * (size - 1))
+        wait_for(lambda: served.ask(CHATS, large)[0] == 503)
+        _, found, headers = served.ask(CHATS, large)
+        assert found["error"]["code"] == "no_room"
+        assert (int(headers["retry-after"]) >= 1, headers["connection"]) == (True, "close")
+        assert served.ask(CHATS, chat())[0] == 200
+        for sock in held:
+            sock.close()
+        wait_for(lambda: served.ask(CHATS, large)[0] == 400)
+        for _ in range(40):
+            assert served.ask(CHATS, large)[0] == 400  # which gives back what it kept
 
 
 def test_what_is_no_http_is_told_so_and_closed(served: Running) -> None:

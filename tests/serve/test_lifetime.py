@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -84,8 +86,11 @@ def test_an_address_in_use_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("bound", [0.2, 20])
-def test_open_answers_end_within_the_bound(checkpoint: Path, bound: float) -> None:
-    """A short bound cuts streams off; a long one lets them end."""
+def test_open_answers_end_within_the_bound(
+    checkpoint: Path, bound: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A short bound cuts streams off, as their last event says; a long one lets them end."""
+    caplog.set_level(logging.INFO, "qoff.serve")
     before = names()
     options = replace(OPTIONS, shutdown_timeout_s=bound)
     with running(checkpoint, options) as served, served.slowed():
@@ -102,7 +107,14 @@ def test_open_answers_end_within_the_bound(checkpoint: Path, bound: float) -> No
             while piece := sock.recv(65536):
                 found += piece
     assert found.startswith(b"HTTP/1.1 200")
-    assert (b"[DONE]" in found) == (bound > 1)
+    last = found.split(b"data: ")[-1]
+    assert last.startswith(
+        b"[DONE]" if bound > 1 else b'{"error":{"message":"the server is stopping"'
+    )
+    assert found.endswith(b"\r\n0\r\n\r\n")
+    logged: list[Any] = [one for one in caplog.records if one.getMessage() == "request"]
+    assert [one.fields["status"] for one in logged] == [200 if bound > 1 else 503]
+    assert not any(one.exc_info or "Exception" in one.getMessage() for one in caplog.records)
     assert names() == before
 
 
@@ -156,6 +168,22 @@ def test_wrong_options_are_one_line(
     assert found.exit_code == 1
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("qoff: ")]
     assert message in line
+
+
+def test_nothing_is_collected_at_the_end_of_the_process(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take seconds."""
+    last, frozen = list[Any](), list[bool]()
+    monkeypatch.setattr("atexit.register", last.append)
+    monkeypatch.setattr("qoff.serve.server.serve", lambda *_: None)
+    found = CliRunner().invoke(app, ["serve", str(checkpoint), "--files", str(tmp_path)])
+    assert found.exit_code == 0
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    for call in last:
+        call()
+    assert frozen == [True]
 
 
 @pytest.mark.slow

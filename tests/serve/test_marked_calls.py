@@ -56,7 +56,8 @@ def test_calls_are_found_and_what_is_before_them(
     assert json.loads(found[0]["function"]["arguments"]) == ARGUMENTS
     if not shown:
         assert content == before
-    stream, given = TextStream(_Characters(None), calls(form).begins), ""  # type: ignore[arg-type]
+    stream = TextStream(_Characters(None), (), calls(form).begins)  # type: ignore[arg-type]
+    given = ""
     for character in plain:
         given += stream.add([ord(character)])
     assert given + stream.finish(content) == content

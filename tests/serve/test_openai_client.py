@@ -76,6 +76,20 @@ def test_a_stop_text_ends_the_answer_before_it(client: OpenAI, stream: bool) -> 
     assert (text, reason) == (wanted, "stop")
 
 
+def test_a_stop_text_that_comes_too_early_does_not_silence_a_stream(client: OpenAI) -> None:
+    options: Any = {**GREEDY, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(model=MODEL, prompt="abc", **options).choices[0].text
+    options |= {"stop": whole[1], "extra_body": {"ignore_eos": True, "min_tokens": 20}}
+    wanted = client.completions.create(model=MODEL, prompt="abc", **options).choices[0]
+    chunks = list(client.completions.create(model=MODEL, prompt="abc", stream=True, **options))
+    texts = [chunk.choices[0].text for chunk in chunks]
+    assert ("".join(texts), chunks[-1].choices[0].finish_reason) == (
+        wanted.text,
+        wanted.finish_reason,
+    )
+    assert sum(map(bool, texts)) > 12
+
+
 def test_several_prompts_have_n_answers_each_drawn_by_seed(client: OpenAI, served: Running) -> None:
     options: Any = {"temperature": 1, "seed": 7, "n": 2, "max_tokens": 6}
     options |= {"presence_penalty": 1.5, "frequency_penalty": 0.5}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai import OpenAI
-from transformers import PreTrainedTokenizerBase
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel
 
 from qoff.api.errors import ApiError
 from qoff.api.tools import OPEN, Calls, ended, may_be_calls, split, written
 from qoff.engine import LLM, SamplingParams, StructuredOutputs
+from qoff.engine.grammar import Grammars
 from qoff.errors import ArgumentError
 from qoff.serve.text import TextStream
 
@@ -81,6 +83,45 @@ def test_what_cannot_be_matched_is_refused(served: Running, wanted: Any) -> None
     assert "structured output" in found["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"regex": "a" * 17_000}, "17000 characters, and may have 16384"),
+        ({"regex": "a?" * 2001}, "2001 signs, and may have 2000"),
+        ({"grammar": 'start: "a"' + ' "b"' * 1000}, "2003 signs"),
+        ({"json": {"enum": ["a" * 132_000]}}, "132014 characters, and may have 131072"),
+        ({"json": {"allOf": [{"pattern": "a?" * 2001}]}}, "2001 signs in patterns"),
+        ({"json": {"patternProperties": {"a" * 17_000: {}}}}, "17000 characters in patterns"),
+        ({"choice": ["a" * 9000, "b" * 9000]}, "18000 characters"),
+        ({"choice": ["a"] * 2001}, "2001 choices, and may have 2000"),
+    ],
+)
+def test_what_would_take_long_to_read_is_refused_unread(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, wanted: Any, found: str
+) -> None:
+    monkeypatch.setattr("qoff.engine.grammar._grammar", lambda _: pytest.fail("it is read"))
+    params = SamplingParams(structured_outputs=StructuredOutputs(**wanted))
+    (answer,) = llm.generate([[5]], params)
+    assert found in answer.error
+
+
+def test_a_schema_may_have_many_properties(llm: LLM) -> None:
+    """Which take no longer than a pattern of few signs."""
+    said = {"type": "string", "description": "as it is in the file (or 'none')."}
+    schema = {"type": "object", "properties": {f"field_{i}": said for i in range(200)}}
+    params = SamplingParams(structured_outputs=StructuredOutputs(json=schema), max_tokens=1)
+    assert not llm.generate([[5]], params)[0].error
+
+
+def test_prompts_share_a_grammar(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="x{4}y"), max_tokens=8)
+    found, grammars = [llm.generate([5], params)[0].text], llm._admission._grammars
+    read = grammars._last
+    found += [one.text for one in llm.generate([[5], [6, 7], [8]], params)]
+    assert found == ["xxxxy"] * 4
+    assert grammars._last is read is not None
+
+
 def test_what_goes_against_it_is_refused(served: Running) -> None:
     for more in (
         {"ignore_eos": True},
@@ -143,6 +184,99 @@ def test_calls_and_their_results_are_told_to_the_template(served: Running) -> No
     assert (status, '"arguments": {"a": 1}' in text, "tool: found" in text) == (200, True, True)
     call["function"]["arguments"] = "{"  # type: ignore[index]
     assert served.ask("/tokenize", {"messages": messages})[0] == 400
+
+
+class Street(BaseModel):
+    streets: list[Street]
+
+
+class House(BaseModel):
+    street: Street
+
+
+ITSELF = {"type": "object", "properties": {"x": {"$ref": "#"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_references_in_parameters_are_within_these(llm: LLM, count: int) -> None:
+    """Of one function and of several, with definitions of the same name."""
+    street = {"type": "object", "$defs": {"Street": {"const": 1}},
+              "properties": {"street": {"$ref": "#/$defs/Street"}}}  # fmt: skip
+    house: Any = pydantic_function_tool(House)["function"]["parameters"]
+    tools = dict(list({"house": house, "other": street, "itself": ITSELF}.items())[:count])
+    calls = Calls(tools, must=True, named=False, one_only=False)
+    assert llm.tokenizer is not None
+    reader: Any = SimpleNamespace(tokenizer=llm.tokenizer)
+    grammars = Grammars(reader, len(llm.tokenizer), frozenset({2}))
+    for text, right in (
+        ('{"name":"house","arguments":{"street":{"streets":[{"streets":[]}]}}}', True),
+        ('{"name":"house","arguments":{"street":1}}', False),
+        ('{"name":"other","arguments":{"street":1}}', count > 1),
+        ('{"name":"itself","arguments":{"x":{"x":{}}}}', count > 1),
+        ('{"name":"itself","arguments":{"x":{"name":"itself"}}}', False),
+    ):
+        grammar = grammars.matcher(StructuredOutputs(json=calls.schema()))
+        taken = [grammar.take(token) for token in llm.tokenizer.encode(text)]
+        assert (not any(taken)) == right, text
+
+
+def test_stop_texts_do_not_end_a_call_that_must_be(client: OpenAI, llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    quote = llm.tokenizer.encode('"')
+    for more in ({"stop": ['"', ":"]}, {"extra_body": {"stop_token_ids": quote}}):
+        found = client.chat.completions.create(
+            model=MODEL, messages=CHAT, tools=[TOOL], tool_choice="required", temperature=0,
+            max_tokens=100, **more,
+        )  # fmt: skip
+        assert found.choices[0].finish_reason == "tool_calls"
+        assert found.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_be_is_one_when_it_is_cut_off(client: OpenAI, stream: bool) -> None:
+    def asked(most: int) -> tuple[Any, str, str]:
+        found: Any = client.chat.completions.create(
+            model=MODEL, messages=CHAT, tools=[TOOL], tool_choice="required", temperature=0,
+            max_tokens=most, stream=stream,
+        )  # fmt: skip
+        parts = [chunk.choices[0] for chunk in found] if stream else [found.choices[0]]
+        said = [part.delta if stream else part.message for part in parts]
+        calls = [call for one in said for call in one.tool_calls or ()]
+        return calls, "".join(one.content or "" for one in said), parts[-1].finish_reason
+
+    ((whole,), _, _) = asked(100)
+    ((cut,), text, reason) = asked(40)
+    assert (cut.function.name, text, reason) == ("look", "", "length")
+    assert 0 < len(cut.function.arguments) < len(whole.function.arguments)
+    assert asked(4)[::2] == ([], "length")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "look"', ""),
+        ('{"name": "look", "argum', ""),
+        ('{"name": "look", "arguments": {"a": "}', '{"a": "}'),
+        ('{"name": "look", "arguments": {"a": 1} ', '{"a": 1}'),
+        ('{"name": "loo', None),
+        ('{"name": "other", "arguments": {', None),
+    ],
+)
+def test_arguments_of_a_call_that_was_cut_off(text: str, arguments: str | None) -> None:
+    said, calls = split(replace(AUTO, must=True), text)
+    assert said == (text if arguments is None else "")
+    assert [one["function"]["arguments"] for one in calls] == [arguments] * (said == "")
+
+
+def test_the_clients_helper_is_told_when_arguments_are_complete(client: OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=MODEL, messages=CHAT, tools=[TOOL], tool_choice="required", temperature=0,
+        max_tokens=100,
+    ) as stream:  # fmt: skip
+        kinds = [one.type for one in stream]
+        last = stream.get_final_completion().choices[0]
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert last.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -269,19 +403,29 @@ def test_a_stream_holds_back_what_may_be_calls_alone(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["plain <tool", f"Let me see. {CALL}", "äö< <tool_ca <stop> x"])
-def test_a_stream_of_text_never_shows_what_may_be_a_call(llm: LLM, text: str) -> None:
+def test_a_stream_of_text_never_shows_what_may_be_a_call(text: str) -> None:
     """Nor the beginning of a stop text; all of the rest is given out, in time."""
-    tokenizer: PreTrainedTokenizerBase | None = llm.tokenizer
-    assert tokenizer is not None
-    stream = TextStream(_Characters(tokenizer), [OPEN, "<stop>"])  # type: ignore[arg-type]
-    given = ""
-    for character in text:
+    stream, given = TextStream(_Characters(None), ["<stop>"], [OPEN]), ""  # type: ignore[arg-type]
+    before, stop, _ = text.partition("<stop>")
+    for character in before + stop[:-1]:  # the last one ends the answer
         given += stream.add([ord(character)])
         assert OPEN not in given
-        assert "<stop>" not in given
-    first = min(at for at in (text.find(OPEN), text.find("<stop>"), len(text)) if at >= 0)
+    first = min(at for at in (text.find(OPEN), len(before)) if at >= 0)
     assert text[:first].startswith(given)
     assert given + stream.finish(text[:first]) == text[:first]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_stop_text_that_came_too_early_is_given(size: int) -> None:
+    """size: tokens of a round. What may become one that counts is held back."""
+    stream, given = TextStream(_Characters(None), ["abab", "x."], [OPEN]), ""  # type: ignore[arg-type]
+    text = "1 x. 2 abab"
+    for at in range(0, len(text), size):
+        given += stream.add([ord(one) for one in text[at : at + size]])
+        assert text.startswith(given)
+        assert len(given) >= min(at + size, len(text)) - 3
+    assert given == "1 x. 2 ab"  # "abab" may begin again
+    assert stream.finish("1 x. 2 ab") == ""
 
 
 class _Characters:
