@@ -192,6 +192,9 @@ def batch(
 
     if (prompts is None) == (input_file is None):
         raise ArgumentError("give one file of requests: qoff batch MODEL FILE, or -i FILE")
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise ArgumentError(f"--n {sampling.n}: answers of temperature 0 are all the same; "
+                            "give --temperature, too")  # fmt: skip
     if ray is not None and (trace is not None or stats):
         raise ArgumentError("--trace and --stats are of one process; leave them out with --ray")
     plan, opening = planned.plan(called, model, how, cache)
@@ -209,7 +212,7 @@ def batch(
     path = how.checkpoint(model)
     with FileJob(asked, path, plan, overwrite=not resume) as job:
         if job.left == 0:
-            typer.echo(f"{output}: nothing is left to do; --overwrite begins anew", err=True)
+            typer.echo(job.nothing_left, err=True)
         elif ray is not None:
             opening["plan"] = plan
             with job_progress(job.total, quiet=output is None) as noticed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from functools import partial
@@ -68,7 +68,8 @@ class Admission:
         given: list[Any] = [None] * len(prompts)
         if continuations is not None:
             given = _listed("continuations", continuations)
-        several = _listed("parameters", params) if isinstance(params, Iterable) else None
+        lists = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
+        several = _listed("parameters", params) if lists else None
         for one in [params] if several is None else several:
             if not isinstance(one, SamplingParams):
                 raise ArgumentError(f"parameters are SamplingParams, not {type(one).__name__}")
@@ -98,8 +99,11 @@ class Admission:
         """
         found = list[list[Sequence]]()
         for index, prompt in enumerate(prompts):
-            text, tokens = self._read(prompt)
-            self._room(tokens, 0)
+            try:
+                text, tokens = self._read(prompt)
+                self._room(tokens, 0)
+            except ArgumentError as error:
+                raise ArgumentError(f"prompt {index}: {error}") from error
             pooled = Pooled(params, size)
             found.append([Sequence(index, 0, text, tokens, SamplingParams(), 0, pooled=pooled)])
         return found
@@ -146,7 +150,8 @@ class Admission:
                 )
         if params.n > self._plan.batch_size:
             raise ArgumentError(
-                f"{params.n} answers of a prompt are more than a batch of {self._plan.batch_size}"
+                f"{params.n} answers of a prompt are more than a batch of "
+                f"{self._plan.batch_size}; use a plan with a larger batch_size"
             )
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.stop_token_ids:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, QoffError, raised_as
+from qoff.schema import shown
 
 from .prompts import PromptReader
 
@@ -35,7 +36,7 @@ class StructuredOutputs:
 
     json: a JSON schema, as text or parsed; json_object: any JSON object; choice: one of the texts;
     grammar: in llguidance's Lark dialect. Needs the package llguidance. Raises ArgumentError for
-    none or several.
+    none or several, and for other types.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -51,6 +52,22 @@ class StructuredOutputs:
                 f"structured outputs have {', '.join(given) or 'nothing'}; give one of "
                 + ", ".join(one.name for one in fields(self))
             )
+        for name, good, wanted in (
+            ("json", isinstance(self.json, str | Mapping | None), "a JSON schema, text or parsed"),
+            ("regex", isinstance(self.regex, str | None), "text"),
+            ("choice", self.choice is None or _texts(self.choice), "a list of texts"),
+            ("grammar", isinstance(self.grammar, str | None), "text"),
+            ("json_object", isinstance(self.json_object, bool), "True or False"),
+        ):
+            if not good:
+                raise ArgumentError(
+                    f"{name} of structured outputs is {shown(getattr(self, name))}; use {wanted}"
+                )
+
+
+def _texts(choice: object) -> bool:
+    """Whether it is a list of texts; a text is a sequence of its characters, which nobody means."""
+    return isinstance(choice, list | tuple) and all(isinstance(one, str) for one in choice)
 
 
 class Matcher:

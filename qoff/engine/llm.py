@@ -32,6 +32,7 @@ from qoff.plan.default import default_plan, plan_within_limit
 from qoff.plan.saved import read_plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
+from qoff.schema import shown
 from qoff.system_memory import left_by_limits, refusals
 
 from .adapting import adapter_of
@@ -88,6 +89,10 @@ class LLM:
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
         if isinstance(plan, str | PathLike):
             plan = read_plan(plan)
+        if not isinstance(plan, Plan | None):
+            raise ArgumentError(f"plan is {shown(plan)}; give a Plan, or a file with one")
+        if not _is_adapters(adapters):
+            raise ArgumentError(f"adapters are {shown(adapters)}; give a dict of folders by name")
         chosen = plan is None and device_bytes is None and host_bytes is None
         plan = _bounded(
             plan or _plain or Plan(), device_memory=device_bytes, host_memory=host_bytes
@@ -175,9 +180,12 @@ class LLM:
 
         The arguments, and what goes wrong, are those of `stream`. use_tqdm: show a progress bar.
         """
+        prompts = prompt_list(prompts)
         found: Iterable[Completion] = self.stream(prompts, sampling_params, adapter=adapter)
         if use_tqdm:
-            found = tqdm(found, desc="answers", dynamic_ncols=True)
+            each = 1 if sampling_params is None else getattr(sampling_params, "n", None)
+            total = None if each is None else each * len(prompts)  # n of a list are not counted
+            found = tqdm(found, desc="answers", total=total, dynamic_ncols=True)
         return sorted(found, key=lambda one: (one.index, one.sample))
 
     def chat(
@@ -395,6 +403,14 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _is_adapters(given: object) -> bool:
+    """Whether they are folders by name, or None."""
+    return given is None or (
+        isinstance(given, Mapping)
+        and all(isinstance(folder, str | PathLike) for folder in given.values())
+    )
 
 
 def _bounded(plan: Plan, **bounds: int | None) -> Plan:

@@ -22,12 +22,14 @@ def processed_by(sequence: Sequence, logits: Tensor) -> Tensor:
         given: list[Any] = [list(sequence.answer), logits]
         if _takes_prompt(function):
             given.insert(0, list(sequence.prompt))
-        what = f"logits_processors: {function!r}"
+        what, before = f"logits_processors: {function!r}", logits.amax().isfinite()
         try:
             with raised_as(ArgumentError, f"{what} failed"):
                 found = function(*given)
                 if not isinstance(found, Tensor) or found.shape != logits.shape:
                     raise ArgumentError(f"{what} returns no logits [{len(logits)}]")
+                if before and not found.amax().isfinite():
+                    raise ArgumentError(f"{what} leaves no token: the largest logit is not finite")
         except ArgumentError as error:
             sequence.error = str(error)
             return logits

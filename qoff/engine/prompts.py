@@ -38,7 +38,8 @@ def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     if not isinstance(prompts, Iterable):
         raise ArgumentError(f"prompts are of type {type(prompts).__name__}; give a list of prompts")
     with raised_as(ArgumentError, f"prompts are of type {type(prompts).__name__}"):
-        found = list(prompts)
+        each = iter(prompts)
+    found = list(each)  # what a generator raises is its caller's
     return [found] if found and all(isinstance(one, Number) for one in found) else found
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self
 
 from qoff.checkpoint.layout import KV_SENSITIVITY_FILE
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, DiskWriteError, QoffError, io_errors
 from qoff.interrupts import whole
 from qoff.plan import Plan
 
@@ -79,7 +79,7 @@ class FileJob:
         self._lines: Iterator[Line]
         try:
             file = self._opened()
-            if asked.output is None and str(asked.requests) == "-":
+            if asked.output is None and (str(asked.requests) == "-" or not file.seekable()):
                 self._lines = read_lines(file)
                 first = list(islice(self._lines, 1))
                 self._openai = any(map(is_openai, first))
@@ -104,9 +104,19 @@ class FileJob:
         return None if self.total is None else self.total - done
 
     @property
+    def nothing_left(self) -> str:
+        """What to say where there is nothing to answer."""
+        asked, sink, again = self._asked, self.sink, ""
+        if not self.total:
+            return f"{asked.requests}: has no requests"
+        if isinstance(sink, Journal) and sink.failed:
+            again = f"; {sink.failed} failed: delete {sink.places.errors} to try them again"
+        return f"{asked.output}: nothing is left to do{again}; --overwrite begins anew"
+
+    @property
     def requests(self) -> Path:
-        """The file of requests, absolute. Raises ArgumentError for standard input."""
-        if str(self._asked.requests) == "-":
+        """The file of requests, absolute. Raises ArgumentError for standard input and pipes."""
+        if not self._asked.requests.is_file():
             raise ArgumentError("requests for many machines are in a file, not standard input")
         return self._asked.requests.resolve()
 
@@ -146,24 +156,35 @@ class FileJob:
         return self.sink.failed
 
     def _opened(self) -> BinaryIO:
-        """The file of requests; standard input in a copy, where the job may have to go on."""
+        """The file of requests; a pipe's in a copy, where the job may have to go on."""
         asked = self._asked
-        if str(asked.requests) != "-":
+        if str(asked.requests) == "-":
+            file: BinaryIO = sys.stdin.buffer
+        else:
             try:
-                return self._ends.enter_context(asked.requests.open("rb"))
+                file = self._ends.enter_context(asked.requests.open("rb"))
             except OSError as error:
                 raise QoffError(f"{asked.requests}: cannot be read: {error.strerror}") from error
+            if file.seekable():
+                return file
         if asked.output is None:
-            return sys.stdin.buffer
-        copy = self._ends.enter_context(tempfile.TemporaryFile(dir=asked.output.parent))  # noqa: SIM115
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.seek(0)
+            return file
+        with io_errors(asked.output.parent, DiskWriteError):
+            copy = self._ends.enter_context(tempfile.TemporaryFile(dir=asked.output.parent))  # noqa: SIM115
+            shutil.copyfileobj(file, copy)
+            copy.seek(0)
         return copy
 
     def _journal(self, output: Path, says: dict[str, Any], overwrite: bool) -> Journal:
         stem = str(output).removesuffix(".jsonl")  # another suffix may tell two outputs apart
         errors = self._asked.errors or Path(f"{stem}.errors.jsonl")
-        places = Places(output, errors)
+        for path in (output, errors):
+            if path.exists() and not path.is_file():  # a job that begins would delete it
+                raise ArgumentError(
+                    f"{path}: is no regular file; answers and errors are read again when the job "
+                    "goes on. Name files, or leave out -o to print them"
+                )
+        places = Places(_linked(output), _linked(errors))
         used = [self._asked.requests, output, errors, places.header, places.sorting]
         if len({path.resolve() for path in used}) < len(used):
             raise ArgumentError("requests, answers and errors need a file each")
@@ -205,12 +226,17 @@ class _Printed:
         self.completed = self.failed = 0
 
     def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
-        for line in [*output, *errors]:
-            sys.stdout.flush()
-            left = memoryview(line)
-            while left:  # with PYTHONUNBUFFERED, one call may write a part
-                left = left[sys.stdout.buffer.write(left) :]
-        sys.stdout.buffer.flush()
+        try:
+            for line in [*output, *errors]:
+                sys.stdout.flush()
+                left = memoryview(line)
+                while left:  # with PYTHONUNBUFFERED, one call may write a part
+                    left = left[sys.stdout.buffer.write(left) :]
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # who reads has seen enough
+            raise
+        except OSError as error:
+            raise DiskWriteError(f"standard output: {error.strerror}") from error
         for number in numbers:
             self.done.add(number)
         self.failed += len(errors)
@@ -251,6 +277,15 @@ def cache_says(plan: Plan) -> dict[str, Any]:
         "activation_bits": plan.activation_bits,
         "context": plan.context,
     }
+
+
+def _linked(path: Path) -> Path:
+    """The file that a link leads to; the link itself would be replaced.
+
+    A job that began beside the link goes on there.
+    """
+    begun = Places(path, path).header.exists()
+    return path.resolve() if path.is_symlink() and not begun else path
 
 
 def _need_pydantic() -> None:

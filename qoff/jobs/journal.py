@@ -28,6 +28,10 @@ BLOCK = 64  # requests whose answers are forced to disk together, at most
 _VERSION = 1
 _ID = re.compile(r"batch_req_(\w+)_(\d{1,15})")
 _ANEW = "--overwrite starts anew"
+_HASHES = {  # which say nothing to anyone
+    "model": "model has other contents",
+    "requests": "requests have other contents",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Journal:
         self.places, self._samples = places, samples
         self.done = Bits()
         self.completed = self.failed = 0  # requests
-        with io_errors(places.header, DiskWriteError):
+        with io_errors(places.header, DiskWriteError, "name a file in a folder you can write to"):
             self._lock = _locked(places.header)
         try:
             with io_errors(places.header, DiskReadError):
@@ -244,9 +248,7 @@ def _check_header(path: Path, says: dict[str, Any]) -> str:
     if found.get("version") != _VERSION or not isinstance(found.get("job"), str):
         raise FormatError(f"{path}: is not the header of a job; {_ANEW}")
     differs = [
-        f"{name} have other contents"
-        if name == "requests"  # a hash, which says nothing to anyone
-        else f"{name} was {shown(was)} and is {shown(now)}"
+        _HASHES.get(name) or f"{name} was {shown(was)} and is {shown(now)}"
         for name, was, now in _pairs({name: found.get(name) for name in says}, says)
     ]
     if differs:

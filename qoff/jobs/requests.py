@@ -106,9 +106,9 @@ class PromptRequest:
 
     def _line(self, answer: Completion, prompt_tokens: int) -> bytes:
         """An answer without its prompt, of which only the number of tokens is told."""
-        said = {key: value for key, value in asdict(answer).items() if value not in ("", None)}
-        said.pop("prompt", None)
-        del said["prompt_token_ids"]
+        said = {key: value for key, value in asdict(answer).items() if value is not None}
+        for name in ("prompt", "prompt_token_ids", "error"):
+            said.pop(name, None)
         return _encoded({**said, "index": self.line.number, "prompt_tokens": prompt_tokens})
 
 

@@ -86,6 +86,11 @@ class Plan:
                 raise ArgumentError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}"
                 )
+        for name, kind in (("kv", KVQuant), ("kv_placement", KVPlacement)):
+            if not isinstance(getattr(self, name), kind):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use qoff.{kind.__name__}")
+        if self.spill_folder is not None:
+            object.__setattr__(self, "spill_folder", Path(self.spill_folder))
         if not isinstance(self.share_prefixes, bool):
             raise ArgumentError(f"share_prefixes is {self.share_prefixes!r}; use True or False")
         if not isinstance(self.adapt, bool) and self.adapt != "rounds":

@@ -83,6 +83,18 @@ def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(
     assert "no room for an answer in the plan's context of 128" in found[0]["error"]
 
 
+def test_batch_says_why_nothing_is_left(packable: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "prompts", tmp_path / "out"
+    path.write_text("")
+    result = run("batch", packable, path, *BATCH)
+    assert (result.exit_code, result.stderr) == (0, f"{path}: has no requests\n")
+    path.write_text('{"text": "x"}\n')
+    for _ in range(2):
+        result = run("batch", packable, path, "-o", out, *BATCH)
+        assert result.exit_code == 1
+    assert f"nothing is left to do; 1 failed: delete {out}.errors.jsonl" in result.stderr
+
+
 def test_batch_names_a_line_that_is_no_prompt(packable: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     path.write_text('good\n{"text": "x"}\n')
@@ -106,6 +118,7 @@ def test_batch_goes_on_with_its_file(packable: Path, prompts: Path, tmp_path: Pa
     assert "parameters temperature was 0.0 and is 0.5" in fail(*options, "--temperature", 0.5)
     assert run(*options, "--temperature", 0.5, "--overwrite").exit_code == 0
     assert "give one file" in fail("batch", packable, *BATCH)
+    assert "are all the same" in fail("batch", packable, prompts, *BATCH, "--n", 2)
     assert "--keep-order needs a file" in fail("batch", packable, prompts, *BATCH, "--keep-order")
 
 

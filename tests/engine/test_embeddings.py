@@ -113,8 +113,8 @@ def test_what_cannot_be_embedded_is_said(
             PoolingParams(**params)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="dimensions is 10000"):
         llm.embed("x", PoolingParams(dimensions=10_000))
-    with pytest.raises(ArgumentError, match="to embed is longer than the plan's context of 120"):
-        llm.embed([[5] * 121])
+    with pytest.raises(ArgumentError, match=r"prompt 1: .* longer than the plan's context of 120"):
+        llm.embed([[5], [5] * 121])
     modules = module_checkpoint(tmp_path_factory.getbasetemp(), "stablelm")
     with LLM(modules, PLAN) as other, pytest.raises(ArgumentError, match="modules"):
         other.embed([[5]])

@@ -87,9 +87,10 @@ def test_a_stop_text_may_stay_in_the_text(llm: LLM) -> None:
 
 
 def test_texts_are_made_as_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    (none,) = llm.generate([PROMPTS[1]], replace(PARAMS, detokenize=False), use_tqdm=True)
+    params = replace(PARAMS, detokenize=False, n=2)
+    (none, _) = llm.generate([PROMPTS[1]], params, use_tqdm=True)
     assert (none.text, len(none.token_ids)) == ("", 12)
-    assert "answers" in capsys.readouterr().err
+    assert "2/2" in capsys.readouterr().err
 
     def end(_: list[int], logits: Tensor) -> Tensor:
         logits[2] = 1e4
@@ -134,12 +135,17 @@ def test_logits_are_biased_by_token(temperature: float, llm: LLM) -> None:
 
 
 def test_a_function_that_fails_ends_its_answer_alone(llm: LLM) -> None:
-    wrong = [lambda *_: 1 // 0, lambda _, logits: logits[:3]]
+    wrong = [
+        lambda *_: 1 // 0,
+        lambda _, logits: logits[:3],
+        lambda _, logits: logits.fill_(-torch.inf),
+    ]
     params = [replace(PARAMS, logits_processors=[one]) for one in wrong]
-    found = llm.generate([PROMPTS[1]] * 3, [*params, PARAMS])
-    assert [one.finish_reason for one in found] == ["error", "error", "length"]
+    found = llm.generate([PROMPTS[1]] * 4, [*params, PARAMS])
+    assert [one.finish_reason for one in found] == ["error", "error", "error", "length"]
     assert "integer" in found[0].error
     assert "returns no logits [128]" in found[1].error
+    assert "leaves no token" in found[2].error
 
 
 @pytest.mark.parametrize(

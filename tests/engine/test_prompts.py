@@ -14,6 +14,7 @@ import torch
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.prompts import PromptReader
 from qoff.errors import ArgumentError
+from qoff.kvcache import KVPlacement
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
 
@@ -106,6 +107,24 @@ def test_bounds_are_the_plans_or_the_callers(checkpoint: Path) -> None:
         LLM(checkpoint, bounded, device_memory="32MiB")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"plan": 3}, {"plan": {"batches": 2}}, {"adapters": ["a"]}, {"adapters": {"a": 3}}],
+)
+def test_plans_and_adapters_of_other_types_are_refused(
+    checkpoint: Path, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} (is|are) .*; give a"):
+        LLM(checkpoint, **wrong)
+
+
+def test_a_folder_to_spill_to_may_be_text(checkpoint: Path, tmp_path: Path) -> None:
+    folder: Any = str(tmp_path)
+    plan = Plan(batch_size=2, context=96, kv_placement=KVPlacement(0, 0), spill_folder=folder)
+    with LLM(checkpoint, plan) as llm:
+        assert llm.generate("Hi", PARAMS)[0].token_ids
+
+
 def test_a_cpu_is_the_device_where_there_is_no_gpu(
     llm: LLM, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +208,6 @@ def test_a_list_of_numbers_is_one_prompt(llm: LLM, numbers: list[Any]) -> None:
         (5,),
         (torch.tensor(5),),
         ("Hi", "greedy"),
-        ("Hi", {"temperature": 0}),
         ("Hi", torch.tensor(0)),
         ("Hi", PARAMS, 5),
         ("Hi", PARAMS, [[5], [5]]),
@@ -198,6 +216,16 @@ def test_a_list_of_numbers_is_one_prompt(llm: LLM, numbers: list[Any]) -> None:
 def test_arguments_of_other_types_are_refused(llm: LLM, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ArgumentError):
         list(llm.stream(*arguments))
+
+
+def test_what_the_prompts_of_a_generator_raise_is_not_changed(llm: LLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(f"{1 / one}" for one in (1, 0))
+
+
+def test_parameters_in_a_dict_are_refused_as_a_dict(llm: LLM) -> None:
+    with pytest.raises(ArgumentError, match="not dict"):
+        llm.generate("Hi", {"temperature": 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("continuation", [[2.0], "ab", 5, [], [10**9], [None], {5: 6}])

@@ -74,6 +74,8 @@ def test_a_trace_that_cannot_be_written_is_refused_first(checkpoint: Path) -> No
     ("wrong", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0; use a whole number from 1"),
+        ({"kv": 4}, "kv is 4; use qoff.KVQuant"),
+        ({"kv_placement": (1, 0)}, "use qoff.KVPlacement"),
         ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"context": True}, "context is True"),
         ({"device_memory": "2 sacks"}, "device_memory: '2 sacks' is not a size"),

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bench.batch_kills import answers
-from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError, FormatError, QoffError
+from qoff.engine import LLM, Completion, SamplingParams
+from qoff.errors import ArgumentError, DiskWriteError, FormatError, QoffError
 from qoff.hf.load import source_stamps
 from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.journal import BLOCK, Journal, Places
 from qoff.jobs.lines import IdSet, Line, prompt, read_lines
+from qoff.jobs.requests import PromptReader, PromptRequest
 from qoff.jobs.runner import Runner
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.plan import Plan
@@ -45,7 +50,7 @@ def job(llm: LLM, checkpoint: Path, tmp_path: Path) -> Callable[..., int]:
         )
         asked = replace(asked, **more)
         with FileJob(asked, checkpoint, plan, overwrite=overwrite) as opened:
-            if opened.left:
+            if opened.left != 0:  # None: nobody knows
                 opened.run(llm, lambda _: None)
             return opened.finish()
 
@@ -179,6 +184,9 @@ def test_another_job_is_refused_and_begun_anew_on_request(
         job(model="other")
     header = tmp_path / "out.jsonl.job"
     begun = header.read_bytes()
+    header.write_bytes(re.sub(rb'"model": "\w+"', b'"model": "0"', begun))
+    with pytest.raises(ArgumentError, match="another: model has other contents"):
+        job()
     header.write_bytes(begun.replace(b'"adapters": {}', b'"adapters": {"a": "0"}'))
     with pytest.raises(ArgumentError, match="adapters a was '0' and is None"):
         job()
@@ -238,6 +246,72 @@ def test_ids_of_done_lines_count_as_they_did(job: Callable[..., int], tmp_path: 
     output.write_bytes(b"")
     assert job() == 4
     assert answers(output) == wanted
+
+
+@pytest.mark.parametrize("role", ["output", "errors"])
+def test_what_is_no_regular_file_is_left_alone(
+    role: str, job: Callable[..., int], tmp_path: Path
+) -> None:
+    """`-o /dev/null` would have the superuser replace that device."""
+    write(tmp_path, line(0))
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (pipe, folder):
+        with pytest.raises(ArgumentError, match="is no regular file"):
+            job(overwrite=True, **{role: path})
+    assert pipe.is_fifo()
+    assert not Path(f"{pipe}.job").exists()
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_requests_may_come_through_a_pipe(
+    printed: bool, job: Callable[..., int], tmp_path: Path, capfdbinary: Any
+) -> None:
+    """As a shell's <(...) gives one."""
+    reading, writing = os.pipe()
+    os.write(writing, f"{line(0)}\n{line(1)}\n".encode())
+    os.close(writing)
+    out = tmp_path / "out.jsonl"
+    try:
+        assert job(requests=Path(f"/dev/fd/{reading}"), output=None if printed else out) == 0
+    finally:
+        os.close(reading)
+    found = capfdbinary.readouterr().out if printed else out.read_bytes()
+    assert found.count(b'"status_code": 200') == 2
+
+
+def test_standard_output_that_is_full_is_named(
+    job: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, line(0))
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=lambda: None, buffer=full))
+        with pytest.raises(DiskWriteError, match="standard output: No space left"):
+            job(output=None)
+
+
+def test_answers_are_written_to_where_a_link_leads(job: Callable[..., int], tmp_path: Path) -> None:
+    write(tmp_path, line(0), line(1))
+    (tmp_path / "disk").mkdir()
+    there, link = tmp_path / "disk" / "answers", tmp_path / "link"
+    link.symlink_to(there)
+    for overwrite in (False, False, True):
+        assert job(overwrite=overwrite, output=link) == 0
+        assert link.is_symlink()
+        assert len(answers(there)) == 2
+    Path(f"{there}.job").rename(f"{link}.job")  # as where answers are moved, and linked to
+    assert job(output=link) == 0
+
+
+def test_an_answer_without_text_says_so() -> None:
+    request = PromptReader(PARAMS, chats=False, job="0").read(Line(0, 1, b"abc"))
+    assert isinstance(request, PromptRequest)
+    (said,) = request.answered([Completion(0, 0, "abc", (5,), "", (), "stop")], 1)
+    assert json.loads(said) == {
+        "index": 0, "sample": 0, "text": "", "token_ids": [], "finish_reason": "stop",
+        "prompt_tokens": 1,
+    }  # fmt: skip
 
 
 def test_outputs_do_not_share_their_errors(job: Callable[..., int], tmp_path: Path) -> None:

@@ -136,6 +136,14 @@ def test_what_goes_against_it_is_refused(served: Running) -> None:
         StructuredOutputs()
 
 
+@pytest.mark.parametrize(
+    "wanted", [{"choice": "yes"}, {"choice": [1]}, {"json": 3}, {"regex": ["a"]}]
+)
+def test_other_types_are_refused(wanted: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"^{next(iter(wanted))} of structured outputs is"):
+        StructuredOutputs(**wanted)
+
+
 def test_the_engine_matches_beside_others(llm: LLM) -> None:
     """Rows with a grammar, with penalties and without anything, in one round."""
     plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
