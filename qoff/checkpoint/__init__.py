@@ -11,7 +11,7 @@ from .layout import (
 )
 from .reader import Checkpoint, read_config, read_weight
 from .verify import FileCheck, VerifyReport, verify
-from .writer import CheckpointWriter, unwritten
+from .writer import CheckpointWriter, check_place, unwritten
 
 __all__ = [
     "Checkpoint",
@@ -24,6 +24,7 @@ __all__ = [
     "VerifyReport",
     "WeightEntry",
     "WeightFile",
+    "check_place",
     "read_config",
     "read_weight",
     "tensors_of",

@@ -77,7 +77,7 @@ class CheckpointWriter:
             stack.enter_context(ending_by_signals())
             stack.enter_context(parents(self.path))
             self._folder = stack.enter_context(staging(self.path))
-            self._check_place()
+            check_place(self.path, self._overwrite)
             if _free(self.path) < self._expected:
                 raise ConversionError(self._no_space())
             self._stack = stack.pop_all()
@@ -129,7 +129,7 @@ class CheckpointWriter:
             what = str(error).replace(str(self._folder), str(self.path))
             raise ConversionError(f"{self.path}: this would not be a checkpoint: {what}") from error
         with self._failures():
-            self._check_place()
+            check_place(self.path, self._overwrite)
             publish(self._folder, self.path)
 
     def _write(self, name: str, weights: Mapping[str, QTensor | Tensor]) -> None:
@@ -176,20 +176,28 @@ class CheckpointWriter:
         need = f"{format_size(self._expected)} needed, " if self._expected else ""
         return f"{self.path}: the disk is full ({need}{free} free); free some or write elsewhere"
 
-    def _check_place(self) -> None:
-        if not os.path.lexists(self.path):
-            return
-        if not self._overwrite:
-            raise ConversionError(f"{self.path}: exists already; choose another or overwrite it")
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            return
-        try:
-            read_config(self.path)
-        except FormatError as error:
+
+def check_place(path: Path, overwrite: bool = False) -> None:
+    """Raise ConversionError where no checkpoint can be put: a place taken, or in no folder."""
+    if not os.path.lexists(path):
+        there = next(p for p in path.absolute().parents if os.path.lexists(p))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise ConversionError(
-                f"{self.path}: is not a qoff checkpoint, so it is not overwritten ({error}); "
-                "remove it, or choose another place"
-            ) from error
+                f"{path}: cannot be written, as {there} is no folder that you may write to; "
+                "choose another place"
+            )
+        return
+    if not overwrite:
+        raise ConversionError(f"{path}: exists already; choose another or overwrite it")
+    if path.is_dir() and not any(path.iterdir()):
+        return
+    try:
+        read_config(path)
+    except FormatError as error:
+        raise ConversionError(
+            f"{path}: is not a qoff checkpoint, so it is not overwritten ({error}); "
+            "remove it, or choose another place"
+        ) from error
 
 
 def unwritten(path: Path, weights: Mapping[str, QTensor | Tensor]) -> WeightFile:

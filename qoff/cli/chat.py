@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ from qoff.schema import shown
 from qoff.serve.text import TextStream
 from qoff.units import format_size
 
-from .generate import tokens_of
+from .generate import check_text, limits_of, tokens_of
 
 HELP = """\
 /help         this
@@ -57,7 +58,8 @@ class Conversation:
         if not tokenizer.chat_template:
             raise QoffError("the model has no chat template; use qoff generate --raw")
         self._opened, self._tokenizer, self._renderer = opened, tokenizer, renderer
-        self._params, self._context = params, context
+        limit = limits_of(opened.runtime).position_limit or context
+        self._params, self._context, self._longest = params, min(context, limit), limit <= context
         self.messages: list[dict[str, str]] = []
         self._cache: Sequences | None = None
         self._read: list[int] = []  # tokens in the cache
@@ -66,16 +68,20 @@ class Conversation:
     def say(self, text: str) -> Iterator[str]:
         """The answer to a message, in pieces; what was given out of it becomes a message, too.
 
-        Raises QoffError for a conversation that is longer than the context; it stays as it was.
+        Raises QoffError for a conversation that is longer than the context, ArgumentError for one
+        that is not UTF-8; it stays as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
+        for one in messages:
+            check_text(one["content"], f"a message ({one['role']})")
         prompt = self._renderer.render(self._tokenizer, messages)
         ids = list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
         most = min(self._params.max_tokens or self._context, self._context - len(ids))
         if most < 1:
+            larger = ", which is all that the model takes" if self._longest else ""
             raise QoffError(
-                f"the conversation has {len(ids)} tokens, and the context {self._context}; "
-                "use /reset, or a larger --context"
+                f"the conversation has {len(ids)} tokens, and the context {self._context}{larger}; "
+                f"use /reset{'' if larger else ', or a larger --context'}"
             )
         self.messages, said = messages, ""
         try:
@@ -178,10 +184,11 @@ def talk(chat: Conversation, read: Callable[[], str], write: Callable[[str], Non
 def _answer(
     chat: Conversation, line: str, interrupts: Interrupts, write: Callable[[str], None]
 ) -> None:
-    pieces = chat.say(line)
+    pieces, begun = chat.say(line), False
     interrupts.asked, interrupts.answering = False, True
     try:
         for piece in pieces:
+            begun = True
             write(piece)
             if interrupts.asked:
                 write(" (stopped)")
@@ -189,7 +196,8 @@ def _answer(
     finally:
         pieces.close()  # type: ignore[attr-defined]
         interrupts.answering = False
-    write("\n")
+        if begun:  # what comes next, an error too, has a line of its own
+            write("\n")
 
 
 def _command(chat: Conversation, line: str) -> str:
@@ -230,6 +238,8 @@ def _messages(path: Path) -> list[dict[str, str]]:
 def terminal() -> tuple[Callable[[], str], Callable[[str], None]]:
     """How a line is read and text written here; with a history of lines, if it is a terminal."""
     prompt = ""
+    if isinstance(sys.stdin, TextIOWrapper):  # a line that is not UTF-8 does not end the program
+        sys.stdin.reconfigure(errors="surrogateescape")
     if sys.stdin.isatty():
         prompt = "> "
         with suppress(ImportError):

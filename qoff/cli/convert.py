@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,10 +15,11 @@ import torch
 import typer
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint
+from qoff.checkpoint import Checkpoint, check_place
 from qoff.errors import ArgumentError, FormatError, QoffError
 from qoff.eval.texts import CALIBRATION_TEXT, read_text
 from qoff.hf.load import local_source
+from qoff.hf.plugin.config import IMPORTED
 from qoff.models.convert.convert import convert, modules_source
 from qoff.models.convert.loss import LossProbe
 from qoff.models.sources import open_source
@@ -53,10 +55,13 @@ class Target:
     def text(self, quant: QuantConfig) -> Path | None:
         """The text to calibrate on, by default the one of qoff; None if none is needed.
 
-        Raises QoffError for options that exclude each other.
+        Raises QoffError for numbers that are no target, and options that exclude each other.
         """
         if self.bits is not None and self.loss is not None:
             raise QoffError("--target-bits and --max-kl both choose the formats; give one of them")
+        for option, value in (("--target-bits", self.bits), ("--max-kl", self.loss)):
+            if value is not None and not 0 < value < math.inf:
+                raise ArgumentError(f"{option} is {value:g}; use a number above 0")
         if self.given and quant.weights:
             raise QoffError("--weight and a target both choose formats; leave one of them out")
         wants = self.given or quant.solver in CALIBRATED
@@ -95,6 +100,7 @@ def run(
     quiet: bool,
     measured: bool,
     automatic: bool = False,
+    overwrite: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Convert a model, with formats chosen for a target; returns what was made, for JSON.
@@ -105,6 +111,7 @@ def run(
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
     text = target.text(quant)
+    check_place(out, overwrite)  # before what takes minutes
     path = local_source(source, trust_remote_code)
     try:
         ids = None if text is None else calibration_ids(path, text, trust_remote_code)
@@ -131,6 +138,7 @@ def run(
             out,
             quant=quant,
             for_cpu=for_ == "cpu",
+            overwrite=overwrite,
             progress=progress,
             trust_remote_code=trust_remote_code,
             calibration=_for_solver(ids, quant),
@@ -144,6 +152,18 @@ def run(
         loss = probe.loss
         chosen |= {"kl": loss.kl, "kl_error": loss.error, "kl_tokens": loss.tokens}
     return {"path": str(out), "layers": len(made.layers), "bytes": nbytes, **chosen}
+
+
+def warn_of_kept(source: str, found: Mapping[str, Any], context: typer.Context) -> None:
+    """Warn of options for float weights where most matrices were quantized already."""
+    given = named(context, ("bits", "group_size", "solver")).values()
+    if given and found["solver"] == IMPORTED:
+        logger.warning(
+            "%s: is quantized already and keeps its codes; %s changed only what was not. For "
+            "another format convert the model of which it was made",
+            source,
+            ", ".join(given),
+        )
 
 
 def _probe(source: Path, trust_remote_code: bool) -> LossProbe | None:
@@ -248,9 +268,15 @@ def _mixed(
     from qoff.eval.mixing.by_modules import ModuleSensitivities
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
     from qoff.eval.mixing.native import NativeSensitivities
-    from qoff.eval.mixing.sensitivity import Sensitivities
+    from qoff.eval.mixing.sensitivity import FORMATS, Sensitivities
     from qoff.models.convert.unconverted import Unconverted
 
+    least = min(form.bits for form in FORMATS)
+    if target.bits is not None and target.bits <= least:  # known before anything is measured
+        raise ArgumentError(
+            f"{target.bits:g} bits a weight are too few; the smallest formats take more than "
+            f"{least}, scales and minima included"
+        )
     opened, rest = open_source(source), _for_solver(ids, quant)
     by_modules = modules_source(opened)
     sensitivities: Sensitivities[Any] = (
@@ -269,7 +295,10 @@ def _mixed(
 
 def sentence(found: Mapping[str, Any]) -> str:
     """The chosen formats, as a sentence."""
-    counts = ", ".join(f"{n} matrices of {form}" for form, n in found["formats"].items())
+    counts = ", ".join(
+        f"{n} {'matrix' if n == 1 else 'matrices'} of {form}"
+        for form, n in found["formats"].items()
+    )
     return (
         f"{found['bits_per_weight']:.3f} bits a weight in layers ({counts}); KL divergence "
         f"{found['loss']:.4f} nats a token, measured on the calibration text"

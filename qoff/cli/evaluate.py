@@ -42,13 +42,14 @@ def run_sweep(
 
     All cells are compared with what a file there has of the original's predictions.
     """
+    content = texts.content()
     source = local_source(model)
     convertible = not is_checkpoint(source)
     if convertible:
         _check_floats(source)
     cells = Grid.parse(grid).cells(convertible)
     tokenizer = load_tokenizer(source)
-    sample = texts.sample(tokenizer)
+    sample = texts.sample(tokenizer, content)
     named = local_source(original.reference) if original.reference else None
     named = source if named is None and convertible else named
     out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +113,8 @@ def caches(text: str) -> dict[str, CacheSetting]:
             if name not in values:
                 raise ArgumentError(f"a cache is written as {_CACHE}; not {part!r}")
             values[name] = _number(value, part)
+        if values["window"] % 1:  # neither whole nor a number
+            raise ArgumentError(f"a window is a whole number of tokens, in {part!r}")
         quant = KVQuant.of(bits, int(values["window"]), values["top"])
         device = 1 - values["disk"] - values["host"]
         found[part] = CacheSetting(quant, KVPlacement(device, values["host"]))
@@ -132,7 +135,10 @@ def run_needle(
     asked: lengths with commas between, keys for each length and depth, the seed.
     """
     lengths, repetitions, seed = asked
-    counts = tuple(int(_number(length, lengths)) for length in lengths.split(","))
+    try:
+        counts = tuple(map(int, lengths.split(",")))
+    except ValueError as error:
+        raise ArgumentError(f"--lengths are whole numbers with commas, not {lengths!r}") from error
     settings = NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
     if cache_texts is None:  # a GPU has packed caches alone
         cache_texts = "8,4; 4" if resolve_device(how.device).type == "cuda" else "float; 8,4; 4"
@@ -158,6 +164,7 @@ def run_named_tasks(
     as_json: bool,
 ) -> None:
     """Run tasks of lm-evaluation-harness and print a table; chosen: more for `run_tasks`."""
+    cache.check(how)
     path = how.checkpoint(model, quant, as_json)
     found = run_tasks(path, names, kv=cache.quant(path, how), **how.opening(), **chosen)
     if as_json:

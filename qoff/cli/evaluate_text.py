@@ -80,9 +80,12 @@ def evaluate_one(
     as_json: bool,
 ) -> None:
     """Evaluate one model and print a table. Windows that an interrupted run has done are kept."""
+    content = texts.content()
+    original.check()
+    cache.check(how)
     checkpoint = how.checkpoint(model, quant, as_json)
     tokenizer = load_tokenizer(checkpoint, how.trust_remote_code)
-    sample = texts.sample(tokenizer)
+    sample = texts.sample(tokenizer, content)
     kv = cache.quant(checkpoint, how)
     options = {**how.opening(), "kv": kv, "length": sample.longest, "batch_size": batch}
     with (

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from qoff.engine.answers import default_params, end_tokens
 from qoff.engine.request import SamplingParams, Sequence
 from qoff.engine.sampling import LogitsRow, Sampler
-from qoff.errors import QoffError
+from qoff.errors import ArgumentError, QoffError
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import Opened, load_tokenizer, open_runtime
 from qoff.hf.torch_threads import one_torch_thread
@@ -25,14 +25,18 @@ from qoff.measure.model_rates import Sequences
 from qoff.memory.experts import ExpertStats
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.timeline import Timeline
+from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
 from qoff.units import format_size
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
     """Return the prompt's tokens, through the chat template if any, unless `raw`.
 
-    Raises QoffError for a prompt without tokens.
+    Raises QoffError for a prompt without tokens, ArgumentError for one that is not UTF-8.
     """
+    check_text(prompt, "the prompt")
     if raw or not tokenizer.chat_template:
         encoded: Any = tokenizer(prompt)
     else:
@@ -42,6 +46,17 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[i
     if not encoded["input_ids"]:
         raise QoffError("the prompt has no tokens; write something, or leave out --raw")
     return list(encoded["input_ids"])
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise ArgumentError for text with bytes, or halves of characters, that UTF-8 has not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{what} is not UTF-8 (character {error.start + 1} is {text[error.start]!a}); "
+            "convert it, with iconv for instance"
+        ) from error
 
 
 def open_for(
@@ -71,12 +86,15 @@ def answer(
     """Generate once: the text, and what it cost in seconds, bytes and tokens per second.
 
     ids: of the prompt. Prints the text as it comes unless quiet. "rounds" are seconds of each
-    token, and how many of these were spent waiting for the disk. Raises QoffError for logits that
+    token, and how many of these were spent waiting for the disk. An answer ends where the model's
+    positions do. Raises ArgumentError for a prompt that leaves it none, QoffError for logits that
     are not finite, and what a pass does.
     """
     runtime, checkpoint = opened.runtime, opened.runtime.checkpoint
     penalty = default_params(checkpoint).repetition_penalty
-    params, most = replace(params, repetition_penalty=penalty), params.max_tokens or 1
+    params, limits = replace(params, repetition_penalty=penalty), limits_of(runtime)
+    limits.check_positions(len(ids) + 1)
+    most = min(params.max_tokens or 1, (limits.position_limit or sys.maxsize) - len(ids))
     sequence = Sequence(0, 0, None, tuple(ids), params, most, end_tokens(checkpoint))
     room = len(ids) + (most if opened.budget is not None else 0)
     before, stamps, waits = runtime.stats(), [time.perf_counter()], []
@@ -113,6 +131,12 @@ def answer(
             for spent, (a, b) in zip(seconds, pairwise([before.wait_s, *waits]), strict=True)
         ],
     }
+
+
+def limits_of(runtime: Runtime) -> DecoderSpec | ModuleDecoder:
+    """What says how many positions a model has."""
+    decoder = runtime.decoder
+    return decoder if isinstance(decoder, ModuleDecoder) else decoder.spec
 
 
 def _experts(before: ExpertStats, after: ExpertStats) -> dict[str, int]:

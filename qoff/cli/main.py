@@ -110,6 +110,7 @@ def convert(
         trust_remote_code=trust_remote_code,
         quiet=as_json,
     )
+    work.warn_of_kept(source, found, context)
     if as_json:
         print_json(found)
         return
@@ -144,6 +145,7 @@ def generate(
     if trace is not None:
         checked_path(trace)
     params = SamplingParams(**vars(draw), max_tokens=max_new_tokens)
+    cache.check(how)
     path = how.checkpoint(model, quiet=as_json)
     opening = {**how.opening(), "kv": cache.quant(path, how)}
     opened, tokenizer, ids = open_for(path, prompt, max_new_tokens, raw, timeline, **opening)
@@ -179,6 +181,7 @@ def chat(
 
     from .chat import Conversation, params_of, talk, terminal
 
+    cache.check(how)
     path = how.checkpoint(model)
     tokenizer = load_tokenizer(path, how.trust_remote_code)
     opened = open_runtime(path, context=context, kv=cache.quant(path, how), **how.opening())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -68,6 +70,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
     def wrapped(**given: Any) -> None:
         context: Context = given[called] if called else given.pop("_called")
+        if isinstance(sys.stdout, TextIOWrapper):  # answers may have what its encoding has not
+            sys.stdout.reconfigure(errors="replace")
         try:
             for name, kind in groups.items():
                 one = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
@@ -224,6 +228,11 @@ class CacheOptions:
         help="Fraction of packed KV that is attended to; on: 0.6.",
     )
 
+    def check(self, how: RunOptions) -> None:
+        """Raise what `quant` would of the options alone: before a model is converted for them."""
+        if self.kv_target_bits is None or self.kv != "auto":
+            self.quant("", how)
+
     def quant(self, model: str | Path, how: RunOptions, **form: Any) -> KVQuant | str | None:
         """What `qoff.load` takes as `kv`; form: fields of `KVQuant` that are not its defaults.
 
@@ -312,17 +321,23 @@ class TextOptions:
     definition: str = Option("strided", help="What is scored: strided, llama.cpp or lm_eval.")
     limit: int | None = Option(None, min=1, help="Windows, at most; with --tasks: documents.")
 
-    def sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """The text's tokens and windows. Raises ArgumentError for both a text and a dataset."""
-        from qoff.eval.perplexity.scoring import Sample
-        from qoff.eval.perplexity.windows import cut
-        from qoff.eval.texts import dataset_text, encode, read_text
+    def content(self) -> str:
+        """The text. Raises ArgumentError for both a text and a dataset, and for options of cuts."""
+        from qoff.eval.perplexity.windows import check_definition
+        from qoff.eval.texts import dataset_text, read_text
 
         if self.text is not None and self.dataset is not None:
             raise ArgumentError("give --text or --dataset, not both")
-        ids = encode(
-            tokenizer, read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
-        )
+        check_definition(self.definition)
+        return read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
+
+    def sample(self, tokenizer: PreTrainedTokenizerBase, content: str) -> Sample:
+        """The tokens and windows of a text. Raises ArgumentError as `cut` does."""
+        from qoff.eval.perplexity.scoring import Sample
+        from qoff.eval.perplexity.windows import cut
+        from qoff.eval.texts import encode
+
+        ids = encode(tokenizer, content)
         windows = cut(
             len(ids),
             self.window,
@@ -346,6 +361,14 @@ class ReferenceOptions:
     reference_file: Path | None = Option(
         None, help="File of its likeliest tokens: used if it is there, made by --reference."
     )
+
+    def check(self) -> None:
+        """Raise ArgumentError for a bound that is no size, and for a model that is not there."""
+        from qoff.hf.load import local_source
+
+        if self.reference is not None:
+            local_source(self.reference)
+        _ = self.memory
 
     @property
     def memory(self) -> int | None:

@@ -19,7 +19,7 @@ class Passing(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = 2 if args[:1] == ["-m"] else 1
-        if args and (named == 2 or not args[0].startswith("-")):
+        if args and args != ["-m"] and (named == 2 or not args[0].startswith("-")):
             args = [*args[:named], "--", *args[named:]]
         return super().parse_args(ctx, args)
 

@@ -7,17 +7,21 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from qoff.checkpoint import Checkpoint
 from qoff.cli.chat import Conversation, talk
 from qoff.cli.main import app
 from qoff.engine.request import SamplingParams
 from qoff.errors import QoffError
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import load_tokenizer, open_runtime
+from qoff.models.spec import DecoderSpec
+from tests.tiny_models import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 
@@ -112,6 +116,20 @@ def test_a_conversation_longer_than_the_context_is_refused(chat: Conversation) -
     assert len(chat.messages) == 2
 
 
+def test_a_model_whose_positions_end_is_asked_for_no_more(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "opt")
+    limit = DecoderSpec.from_config(Checkpoint.open(path).config).position_limit
+    assert limit is not None
+    opened, params = open_runtime(path), replace(PARAMS, max_tokens=2 * limit)
+    with closing(opened.runtime), ChatRenderer() as renderer:
+        chat = Conversation(opened, load_tokenizer(path), params, 2 * limit, renderer)
+        assert "qoff:" not in said(chat, "Hi")
+        assert chat.stats["context"].endswith(f"of {limit} tokens")
+        assert "all that the model takes" in said(chat, "x" * limit)
+
+
 def test_the_command_reads_standard_input(checkpoint: Path) -> None:
     found = CliRunner().invoke(
         app,
@@ -119,4 +137,12 @@ def test_the_command_reads_standard_input(checkpoint: Path) -> None:
         input="Hi\n/stats\n",
     )
     assert found.exit_code == 0, found.output
+    assert "4 tokens" in found.stdout
+
+
+def test_a_line_that_is_not_utf8_is_left_out(checkpoint: Path) -> None:
+    given = b"\xff\nHi\n/stats\n"
+    found = CliRunner().invoke(app, ["chat", str(checkpoint), "--max-new-tokens", "4"], input=given)
+    assert found.exit_code == 0, found.output
+    assert "qoff: a message (user) is not UTF-8" in found.stdout
     assert "4 tokens" in found.stdout

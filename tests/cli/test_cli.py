@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 
 import qoff
 from qoff.checkpoint import Checkpoint
+from qoff.cli.main import app
 from tests.cli.commands import fail, run, succeed
 from tests.tiny_families import EOS
 from tests.tiny_models import QUANT, load_budgets, tiny_checkpoint, tiny_model
@@ -146,6 +148,27 @@ def test_generate_loads_the_tokenizer_once(
     assert loaded == [checkpoint]
 
 
+def test_generate_ends_where_the_models_positions_do(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "opt")
+    options = ("--max-new-tokens", 300, "--json")
+    found = json.loads(succeed("generate", path, "a", "--raw", *options))
+    assert found["prompt_tokens"] + found["new_tokens"] == 256
+    assert "is run up to 256 tokens" in fail("generate", path, "a" * 256, "--raw", *options)
+
+
+def test_a_character_that_the_output_has_not_ends_no_command(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "字").symlink_to(checkpoint)
+    printed = BytesIO()
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(printed, "latin-1"))
+    app(["verify", str(tmp_path / "字")], standalone_mode=False)
+    sys.stdout.flush()
+    assert b"/?: " in printed.getvalue()
+
+
 def test_generate_says_what_each_token_waited_for(checkpoint: Path, tmp_path: Path) -> None:
     least, _ = load_budgets(checkpoint, context=5 + 3)
     trace = tmp_path / "trace.json"
@@ -256,6 +279,7 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
         (["generate", "{tmp}", "Hello"], "no model.safetensors"),
         (["generate", "{checkpoint}", "Hello", "--device-memory", "much"], "'much' is not a size"),
         (["generate", "{checkpoint}", "", "--raw"], "the prompt has no tokens"),
+        (["generate", "{checkpoint}", "a\udcff"], "the prompt is not UTF-8 (character 2"),
         (["generate", "{checkpoint}", "Hello", "--max-memory", "1GiB"], "like 0=12GiB,cpu=32GiB"),
         (["batch", "{checkpoint}", "{source}/config.json", "--kv", "none"], "of a batch is packed"),
         (["verify", "{tmp}/gone"], "gone"),

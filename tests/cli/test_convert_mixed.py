@@ -19,6 +19,7 @@ from qoff.plan.saved import plan_text
 from qoff.quant import Format
 from tests.cli.test_cli import FAST, fail, succeed
 from tests.cli.test_trust import TOKENIZER
+from tests.models.gguf_model import Model
 from tests.tiny_models import save_model, save_tokenizer
 
 HAL = "hal.HalTokenizer"
@@ -135,6 +136,35 @@ def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> Non
     assert default == named != own
 
 
+def test_options_that_a_quantized_model_does_not_heed_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Model("llama").write(tmp_path / "x.gguf")
+    succeed("convert", file, tmp_path / "plain")
+    assert not [one for one in caplog.messages if "keeps its codes" in one]
+    succeed("convert", file, tmp_path / "out", "--bits", 8, "--solver", "rtn")
+    (said,) = [one for one in caplog.messages if "keeps its codes" in one]
+    assert "--bits, --solver changed only what was not" in said
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/out"])
+def test_a_place_that_cannot_be_is_refused_before_a_text_is_read(
+    place: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.cli.convert.calibration_ids", None)
+    (tmp_path / "taken").touch()
+    said = fail("convert", source, tmp_path / place)
+    assert "exists already" in said or "is no folder that you may write to" in said
+
+
+def test_a_size_below_all_formats_is_refused_before_they_are_measured(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.eval.mixing.native.NativeSensitivities", None)
+    options = ("--target-bits", 3, "--calibration", text)
+    assert "take more than 4" in fail("convert", source, tmp_path / "out", *options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -145,7 +175,9 @@ def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> Non
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
-        (["--max-kl", "0", "--calibration", "TEXT"], "cannot be reached"),
+        (["--target-bits", "nan"], "--target-bits is nan; use a number above 0"),
+        (["--max-kl", "0"], "--max-kl is 0; use a number above 0"),
+        (["--max-kl", "1e-9", "--calibration", "TEXT"], "cannot be reached"),
         (["--max-kl", "1", "--calibration", "SHORT"], "has 5 tokens"),
         (["--max-kl", "1", "--calibration", "BINARY"], "is not UTF-8 text"),
     ],

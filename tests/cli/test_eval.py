@@ -138,6 +138,23 @@ def test_what_cannot_be_is_one_line(
     assert re.search(said, fail("eval", checkpoint, *text, *options))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--text", "/nowhere"],
+        ["--definition", "mine"],
+        ["--kv", "5"],
+        ["--reference", "/nowhere"],
+        ["--reference-memory", "much"],
+    ],
+)
+def test_what_cannot_be_is_known_before_a_model_is_converted(
+    source: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.hf.load.find_checkpoint", None)
+    assert fail("eval", source, *options)
+
+
 def test_a_text_that_is_none_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     assert "not a text" in fail("eval", checkpoint, "--text", tmp_path / "missing")
     (tmp_path / "empty").write_text(" \n")
@@ -171,7 +188,9 @@ def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--needle", "--lengths", "x"], "'x' is no number"),
+        (["--needle", "--lengths", "x"], "whole numbers with commas, not 'x'"),
+        (["--needle", "--lengths", "256.5"], "whole numbers with commas, not '256.5'"),
+        (["--needle", "--caches", "4 window=inf"], "a window is a whole number"),
         (["--needle", "--lengths", "9999"], "9999 tokens"),
         (["--needle", "--caches", "4 size=3"], "a cache is written as"),
         (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),

@@ -120,3 +120,7 @@ def test_a_program_that_is_not_there_is_one_line(
     assert found.exit_code == 1
     assert message in found.stderr
     assert len(found.stderr.splitlines()) == 1
+
+
+def test_an_option_without_its_module_is_wrong_usage(folder: Path) -> None:
+    assert qoff_run("-m").exit_code == 2

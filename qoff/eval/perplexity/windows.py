@@ -83,6 +83,12 @@ DEFINITIONS: Mapping[str, Callable[[int, int, int], list[Window]]] = {
 }
 
 
+def check_definition(definition: str) -> None:
+    """Raise ArgumentError for an unknown definition."""
+    if definition not in DEFINITIONS:
+        raise ArgumentError(f"there is no definition {definition!r}; use {', '.join(DEFINITIONS)}")
+
+
 def cut(
     total: int,
     length: int,
@@ -96,8 +102,7 @@ def cut(
     Raises ArgumentError for an unknown definition, a length below 2, a stride that leaves tokens
     out, or a text that is shorter than one window.
     """
-    if definition not in DEFINITIONS:
-        raise ArgumentError(f"there is no definition {definition!r}; use {', '.join(DEFINITIONS)}")
+    check_definition(definition)
     if limit is not None and limit < 1:
         raise ArgumentError(f"{limit} windows; use 1 at least")
     if length < 2:
