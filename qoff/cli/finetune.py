@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import gc
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +13,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, DiskWriteError, io_errors
 
 from .options import command
 from .progress import step_progress
@@ -104,7 +106,12 @@ def finetune(
         writer_class()  # before a model is loaded
     if plot is not None:
         new_figure(1, 1)  # so is this
+        _make_place(plot.parent, "--plot")
+    if not 0 < epochs < math.inf:
+        raise ArgumentError(f"--epochs is {epochs}; use a number above 0")
     path = local_source(model)
+    if output.exists() and output.samefile(path):
+        raise ArgumentError(f"--output {output} is the model itself; choose another")
     work.check_model(path, chosen)  # before the data are read
     tokenizer = load_tokenizer(path)
     broken = 0
@@ -200,6 +207,7 @@ def _check_packed(folder: Path, output: Path, full: bool, overwrite: bool) -> No
     if folder.resolve() in (place, *place.parents):
         raise ArgumentError(f"--packed {folder} has the output in it; choose a folder of its own")
     if not folder.exists():
+        _make_place(folder.parent, "--packed")
         return
     if not (folder.is_dir() and is_checkpoint(folder)):
         raise ArgumentError(f"{folder} is there, and no qoff checkpoint; choose another --packed")
@@ -207,6 +215,14 @@ def _check_packed(folder: Path, output: Path, full: bool, overwrite: bool) -> No
         raise ArgumentError(
             f"{folder} is there, and no result of this run; choose another --packed, or --overwrite"
         )
+
+
+def _make_place(folder: Path, option: str) -> None:
+    """Raise DiskWriteError where nothing can be written when the run ends."""
+    with io_errors(folder, DiskWriteError, f"choose another {option}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise DiskWriteError(f"{folder}: may not be written; choose another {option}")
 
 
 def _convert(model: Path, out: Path) -> None:

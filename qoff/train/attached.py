@@ -16,8 +16,9 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError
 
+from .checkpoints import exists
 from .offload import offload
-from .optimizers import SGD, AdamW, Optimizer
+from .optimizers import SGD, AdamW, Optimizer, checked
 from .training import Training
 
 if TYPE_CHECKING:
@@ -142,10 +143,17 @@ class _Steps:
         """Weights come with the states."""
 
     def load_states(self, checkpoint: str | None) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint. Raises ArgumentError for one that has no states of qoff."""
+        if checkpoint is None:
+            return
+        states = Path(checkpoint) / _STATES
+        if not exists(states):
+            raise ArgumentError(
+                f"{checkpoint} has no folder {_STATES!r}: it was saved with save_only_model, or "
+                "without qoff; load its model and begin anew"
+            )
         self._load_others(checkpoint)
-        if checkpoint is not None:
-            self._training.resume(Path(checkpoint) / _STATES)
+        self._training.resume(states)
 
 
 def _beginning(call: Callable[[], None]) -> TrainerCallback:
@@ -179,7 +187,7 @@ def _of_arguments(args: Any, follower: _Follower) -> Optimizer:
 
 
 def _following(optimizer: Optimizer, follower: _Follower) -> Optimizer:
-    return replace(optimizer, lr=follower.rate)
+    return replace(checked(optimizer), lr=follower.rate)
 
 
 def _check(trainer: Any) -> None:

@@ -55,6 +55,7 @@ _FIELDS: Fields = {
     "pending": nothing_or(object_of(_PENDING)),
     "run": Kind("an object", lambda x: isinstance(x, dict)),
 }
+_NEEDED = "version", "states", "steps", "random", "run"  # the others are newer
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,9 @@ def opened(
     Raises FormatError, DiskReadError, ArgumentError for a checkpoint of another run.
     """
     header = read_object(folder / _HEADER, "name a folder that training.save has written")
+    missing = [name for name in _NEEDED if name not in header]
+    if missing:
+        raise FormatError(f"{folder / _HEADER}: {missing[0]} is missing: it is not whole")
     check(header, _FIELDS, folder / _HEADER)
     _check_run(header["run"], run, folder)
     random = _decoded(header["random"], folder, torch.get_rng_state().numel())
@@ -171,7 +175,7 @@ def opened(
     if header.get("random_gpu") is not None:
         states += (_decoded(header["random_gpu"], folder, _OF_GPU),)
     path, wanted = folder / header["states"], sum(home.nbytes for home in kept)
-    with io_errors(folder, DiskReadError):
+    with io_errors(path, DiskReadError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.fstat(fd).st_size
@@ -227,6 +231,13 @@ def _check_run(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path
         if isinstance(theirs, list) and isinstance(value, list):
             pairs = ((a, b) for a, b in zip(theirs, value, strict=False) if a != b)
             theirs, value = next(pairs, (len(theirs), len(value)))
+        verb = "is" if name == "optimizer" else "are"
         raise ArgumentError(
-            f"{folder} is a checkpoint of another run: its {name} are {theirs}, here {value}"
+            f"{folder} is a checkpoint of another run: its {name} {verb} {_said(theirs)}, here "
+            f"{_said(value)}"
         )
+
+
+def _said(value: Any) -> str:
+    """A weight by its name, dtype and shape; anything else as it is."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -84,7 +84,8 @@ class Encoder:
     - `messages`: what the assistant says, with the template's end of it. Where the template writes
       a conversation otherwise than its beginning, the last answer; if that too, everything.
 
-    The first two end with the tokenizer's end token, which is learned.
+    The first two end with the tokenizer's end token, which is learned. `tools` beside `messages`
+    are given to the template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer) -> None:
@@ -97,7 +98,7 @@ class Encoder:
         """Raises FormatError, and ArgumentError for what the chat template refuses."""
         keys = line.keys() & {"messages", "prompt", "completion", "text"}
         if keys == {"messages"}:
-            text, learned = self._conversation(line["messages"])
+            text, learned = self._conversation(line["messages"], line.get("tools"))
             return self._tokens(text, learned, whole=False)
         if keys not in ({"text"}, {"prompt", "completion"}):
             raise FormatError(f"a line is {_FORMS}")
@@ -106,19 +107,21 @@ class Encoder:
             raise FormatError(f"{' and '.join(sorted(keys))} must be text that is not empty")
         return self._tokens("".join(parts), [(len(parts[0]), len("".join(parts)))], whole=True)
 
-    def _conversation(self, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _conversation(self, messages: Any, tools: Any) -> tuple[str, list[tuple[int, int]]]:
         if not isinstance(messages, list) or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
         ):
             raise FormatError("messages must be a list of objects with a role")
+        if not isinstance(tools, list | None) or not all(isinstance(x, dict) for x in tools or ()):
+            raise FormatError("tools must be a list of objects")
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not answers:
             raise FormatError("there is no message of the assistant to learn")
-        text = self._text(messages, False)
+        text = self._text(messages, tools, False)
         learned: list[tuple[int, int] | None] = []
         for i in answers:
-            before = self._text(messages[:i], True) if i else ""
-            end = text if i == len(messages) - 1 else self._text(messages[: i + 1], False)
+            before = self._text(messages[:i], tools, True) if i else ""
+            end = text if i == len(messages) - 1 else self._text(messages[: i + 1], tools, False)
             same = text.startswith(before) and text.startswith(end)
             learned.append((len(before), len(end)) if same else None)
         found = [place for place in learned if place is not None]
@@ -126,8 +129,10 @@ class Encoder:
             found = [place for place in learned[-1:] if place is not None]
         return text, found or [(0, len(text))]
 
-    def _text(self, messages: list[dict[str, Any]], prompt: bool) -> str:
-        return self._renderer.render(self._tokenizer, messages, add_generation_prompt=prompt)
+    def _text(self, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str:
+        return self._renderer.render(
+            self._tokenizer, messages, tools=tools, add_generation_prompt=prompt
+        )
 
     def _tokens(self, text: str, learned: list[tuple[int, int]], whole: bool) -> Example:
         found = self._tokenizer(

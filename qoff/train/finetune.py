@@ -16,7 +16,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from qoff.checkpoint.layout import CONFIG_FILE
-from qoff.errors import ArgumentError, QoffError, TrainingError, UnsupportedModelError, raised_as
+from qoff.errors import (
+    ArgumentError,
+    DiskWriteError,
+    QoffError,
+    TrainingError,
+    UnsupportedModelError,
+    io_errors,
+    raised_as,
+)
 from qoff.hf.load import is_checkpoint
 from qoff.models.modules.configs import LAYOUT as MODULES
 from qoff.schema import read_object
@@ -133,7 +141,10 @@ def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | N
 
 
 def adapted(model: Any, lora: Lora) -> Any:
-    """A model with adapters beside its linear layers. Raises QoffError without PEFT."""
+    """A model with adapters beside its linear layers. Raises QoffError without PEFT.
+
+    UnsupportedModelError for a model that PEFT refuses.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
@@ -156,7 +167,8 @@ def adapted(model: Any, lora: Lora) -> Any:
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         # It gives experts a rank of their own, and looks for them among modules only.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
-        return get_peft_model(model, config)
+        with raised_as(UnsupportedModelError, "PEFT has no adapters for this model"):
+            return get_peft_model(model, config)
 
 
 def steps_of(data: Sequences, epochs: float, micro_batches: int) -> int:
@@ -208,7 +220,8 @@ class Run:
         self.saved: int | None = None
         if checkpoints.exists(self.checkpoint) and not overwrite:
             self._resume()
-        out.mkdir(parents=True, exist_ok=True)
+        with io_errors(out, DiskWriteError, "choose another --output"):
+            out.mkdir(parents=True, exist_ok=True)
         logs.begin(self.log, self.steps)
         self._board = board
 

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from qoff.budgets import memory_size
-from qoff.errors import ArgumentError, BudgetError
+from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError, raised_as
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
 from qoff.system_memory import refusals
 
+from .batches import Limits
 from .building import engine_of
 from .fused_lora import fuse
 from .gpu_link import device_for, streams_of
 from .homes import Homes
 from .needs import needs_of
-from .optimizers import AdamW, Optimizer
+from .optimizers import AdamW, Optimizer, checked
 from .placement import fitted
 from .sizes import Sizes
 from .training import Training
@@ -76,7 +77,7 @@ def offload(
     Raises BudgetError with the bytes wanted, ArgumentError, UnsupportedModelError for a model whose
     layers are not known or do not run one after another.
     """
-    optimizer = AdamW() if optimizer is None else optimizer
+    optimizer = AdamW() if optimizer is None else checked(optimizer)
     for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
@@ -118,9 +119,8 @@ def offload(
     except BaseException:
         homes.close()
         raise
-    training = Training(
-        built, engine, optimizer, homes, placement, max_norm, micro_batches, sizes.hidden
-    )
+    limits = Limits.of(built, tokens)
+    training = Training(built, engine, optimizer, homes, placement, max_norm, micro_batches, limits)
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training
@@ -129,5 +129,14 @@ def offload(
 def _loaded(path: str | PathLike[str]) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    found: nn.Module = AutoModelForCausalLM.from_pretrained(path)
+    from qoff.hf.load import is_checkpoint, local_source
+
+    source = local_source(path)
+    if is_checkpoint(source):
+        raise ArgumentError(
+            f"{path} is a qoff checkpoint, whose packed weights do not learn; load it with "
+            "from_pretrained and add an adapter, or give the model that it was made of"
+        )
+    with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
+        found: nn.Module = AutoModelForCausalLM.from_pretrained(source)
     return found

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from qoff.errors import ArgumentError
 from qoff.kernels.cpu.optim.update import Rule
@@ -46,9 +46,9 @@ class Optimizer(ABC):
     def __post_init__(self) -> None:
         if self.bits not in (8, 32):
             raise ArgumentError(f"bits of the moments is {self.bits!r}; use 32 or 8")
-        if not callable(self.lr) and not self.lr >= 0:
+        if not callable(self.lr) and not _from_zero(self.lr):
             raise ArgumentError(f"lr is {self.lr!r}; use a number from 0, like 1e-4")
-        if not self.weight_decay >= 0:
+        if not _from_zero(self.weight_decay):
             raise ArgumentError(f"weight_decay is {self.weight_decay!r}; use a number from 0")
 
     @property
@@ -84,6 +84,8 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_betas(self.betas)
+        if not _from_zero(self.eps):
+            raise ArgumentError(f"eps is {self.eps!r}; use a number from 0, like 1e-8")
 
     @property
     def second(self) -> bool:
@@ -184,6 +186,23 @@ class Adafactor(Optimizer):
             size=self.d,
             grad_scale=grad_scale,
         )
+
+
+def checked(optimizer: object) -> Optimizer:
+    """An optimizer of this module. Raises ArgumentError for others, like torch's."""
+    if not isinstance(optimizer, Optimizer):
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ArgumentError(
+            f"the optimizer is {name}; use one of qoff.train, like qoff.train.AdamW(lr=1e-4)"
+        )
+    return optimizer
+
+
+def _from_zero(value: Any) -> bool:
+    try:
+        return bool(0 <= value < math.inf)
+    except TypeError:  # None, or text
+        return False
 
 
 def _check_betas(betas: tuple[float, float]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError, TrainingError
+from qoff.hf.packed.module import CodesModule
 
+from .batches import IGNORED, Limits
 from .checkpoints import Progress, kind_of_run, opened, restore, save
 from .exports import replacing, save_model
 from .homes import Homes
@@ -23,8 +24,6 @@ from .needs import kept_as
 from .optimizers import Optimizer
 from .placement import Placement
 from .step import Batch, Engine
-
-_IGNORED = -100  # as a label: this token has no loss
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Training:
         placement: Placement,
         max_norm: float | None,
         micro_batches: int,
-        hidden: int,
+        limits: Limits,
     ) -> None:
         self.model, self.optimizer, self.placement = model, optimizer, placement
         self.steps = 0
@@ -65,7 +64,7 @@ class Training:
         self.loss_scale = LossScale() if uses_float16(model) else None
         self._engine, self._homes = engine, homes
         self._max_norm, self._micro_batches = max_norm, micro_batches
-        self._hidden = hidden
+        self._limits = limits
         model.train()
 
     def step(self, batches: Sequence[Batch]) -> float:
@@ -78,8 +77,8 @@ class Training:
         before the step; where updates are delayed, with that of the step before.
         """
         self._check_whole()
-        given = [self._checked(batch) for batch in batches]
-        counts = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in given]
+        given = [self._limits.checked(batch) for batch in batches]
+        counts = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in given]
         used = [(b, n) for b, n in zip(given, counts, strict=True) if n]
         if not used or len(given) > self._micro_batches:
             raise ArgumentError(
@@ -122,9 +121,9 @@ class Training:
         total, count = 0.0, 0
         self.model.eval()
         try:
-            given = map(self._checked, batches)
+            given = map(self._limits.checked, batches)
             while group := list(islice(given, self._micro_batches)):
-                labels = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in group]
+                labels = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in group]
                 used = [(b, n) for b, n in zip(group, labels, strict=True) if n]
                 losses = self._engine.evaluate([self._moved(b) for b, _ in used]) if used else []
                 total += sum(x * n for x, (_, n) in zip(losses, used, strict=True))
@@ -183,10 +182,15 @@ class Training:
         """Write all weights and the config, as transformers reads them; a layer at a time.
 
         What was there is replaced when all is written. Raises DiskWriteError, and ArgumentError for
-        PEFT models.
+        PEFT models and packed ones.
         """
         if hasattr(self.model, "peft_config"):
             raise ArgumentError(f"{type(self.model).__name__} is a PEFT model; use save_adapter")
+        if any(isinstance(module, CodesModule) for module in self.model.modules()):
+            raise ArgumentError(
+                f"{type(self.model).__name__} has packed weights, which are in its checkpoint; "
+                "state_dict() has what learned beside them"
+            )
         self._check_whole()
         engine, model = self._engine, self.model
         units, tiles = engine.parts.held.units, engine.parts.steps.tiles
@@ -253,27 +257,7 @@ class Training:
                 "was saved last"
             )
 
-    def _checked(self, batch: Batch) -> dict[str, Tensor]:
-        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
-            raise ArgumentError("a micro-batch is a dictionary with input_ids [B, T]")
-        ids = batch["input_ids"]
-        nbytes = ids.numel() * self._hidden_bytes
-        if ids.dim() != 2 or nbytes > self._hidden:
-            raise ArgumentError(
-                f"a micro-batch has {ids.numel():,} tokens {list(ids.shape)}; this training is for "
-                f"[B, T] of up to {self._hidden // self._hidden_bytes:,}: raise tokens"
-            )
-        made = dict(batch)
-        if "labels" not in made:
-            mask = made.get("attention_mask", torch.ones_like(ids))
-            made["labels"] = ids.masked_fill(mask == 0, _IGNORED)
-        return made
-
     def _moved(self, batch: Batch) -> Batch:
         """A batch where the model computes."""
         device = self._engine.parts.device
         return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
-
-    @property
-    def _hidden_bytes(self) -> int:
-        return 4 * int(self.model.config.get_text_config(decoder=True).hidden_size)

@@ -263,6 +263,7 @@ def test_what_cannot_be_is_refused(
     for arguments, said in (
         ([model, data, "-o", out], "say what learns: --lora r=16, or --full"),
         ([model, data, "-o", out, "--lora", "16"], "--lora 16: use r=16, or"),
+        ([model, data, "--full", "-o", model, "--overwrite"], "is the model itself"),
         ([checkpoint, data, *full], "packed weights do not learn; use --lora"),
         ([modules, data, "-o", out, "--lora", "r=4"], "adapters train on the transformers model"),
         ([model, bad, *full, "--strict"], "bad.jsonl: line 1: a line is {"),
@@ -273,6 +274,11 @@ def test_what_cannot_be_is_refused(
         ([model, data, *full, "--packed", tmp_path], "has the output in it; choose a folder of"),
         ([model, data, *full, "--packed", checkpoint], "is there, and no result of this run"),
         ([model, data, "-o", out, "--lora", "r=4", "--packed", out], "--packed is for --full"),
+        ([model, data, *full, "--epochs", 0], "--epochs is 0.0; use a number above 0"),
+        ([model, data, *full, "--epochs", "inf"], "--epochs is inf; use a number above 0"),
+        ([model, data, *full, "--plot", bad / "losses"], "bad.jsonl: File exists; choose another"),
+        ([model, data, *full, "--packed", bad / "packed"], "bad.jsonl: File exists; choose anoth"),
+        ([model, data, "--full", "-o", bad / "out", "--steps", 1], "choose another --output"),
     ):
         result = run(*arguments)
         assert result.exit_code == 1, arguments

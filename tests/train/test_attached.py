@@ -109,6 +109,13 @@ def test_a_training_that_was_interrupted_leaves_no_micro_batch(tmp_path: Path) -
     assert training.steps == 1
 
 
+def test_a_checkpoint_without_states_is_refused(tmp_path: Path) -> None:
+    trainer_of(model_of("llama"), tmp_path, num_train_epochs=1).train()
+    trainer, _ = attached(model_of("llama"), tmp_path, num_train_epochs=1)
+    with pytest.raises(ArgumentError, match="checkpoint-4 has no folder 'qoff'"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)

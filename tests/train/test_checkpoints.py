@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qoff import train
-from qoff.errors import ArgumentError, FormatError, QoffError
+from qoff.errors import ArgumentError, DiskReadError, FormatError, QoffError
 from qoff.train.checkpoints import exists
 from tests.io_faults import SHORT, each_call
 from tests.tiny_models import tiny_checkpoint
@@ -192,13 +192,21 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="another run: its bits are 32, here 8"):
         training_of(PLACES[0], tmp_path, bits=8).resume(run)
     other = offloaded(model_of("tied"), PLACES[0], tmp_path, optimizer=train.AdamW(lr=LR))
-    with pytest.raises(ArgumentError, match=r"another run: its weights are \['model.*bfloat16"):
+    with pytest.raises(
+        ArgumentError, match=r"its weights are model\S+ bfloat16 \[.*\], here model\S+ float32 "
+    ):
         other.resume(run)
     (states,) = run.glob("*.state")
     os.truncate(states, 4096)
     with pytest.raises(FormatError, match=r"4,096 bytes, not [\d,]+: it is not whole"):
         training.resume(run)
+    states.unlink()
+    with pytest.raises(DiskReadError, match=f"{states.name}: No such file"):
+        training.resume(run)
     header = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({"version": 1}))
+    with pytest.raises(FormatError, match="states is missing"):
+        training.resume(run)
     for damage in (
         {"states": "../x.state"},
         {"loss_scale": {"value": 0, "good": 0}},

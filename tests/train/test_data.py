@@ -71,6 +71,22 @@ def test_a_template_that_rewrites_the_past(tokenizer: Any) -> None:
     assert tokenizer.decode([x for x in one.labels if x != IGNORED]) == "yes</s>"
 
 
+def test_tools_are_given_to_the_template(tokenizer: Any) -> None:
+    tokenizer = load_tokenizer(Path(tokenizer.name_or_path))
+    tokenizer.chat_template = (
+        "{% for t in tools or () %}[{{ t['name'] }}]{% endfor %}"
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    with ChatRenderer() as renderer:
+        encoder = Encoder(tokenizer, renderer)
+        one = encoder.encode({"messages": [ASKED, SAID], "tools": [{"name": "add"}]})
+        with pytest.raises(FormatError, match="tools must be a list of objects"):
+            encoder.encode({"messages": [ASKED, SAID], "tools": "add"})
+    assert tokenizer.decode(one.ids) == "[add]u:hi</s>a:yes</s>"
+    assert tokenizer.decode([x for x in one.labels if x != IGNORED]) == "yes</s>"
+
+
 def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
     lines: list[Any] = [
         {"text": "a"},

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from qoff import train
 from qoff.checkpoint import Checkpoint
+from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.train.finetune import Lora, adapted
 from qoff.train.fused_lora import fuse
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
@@ -90,6 +91,24 @@ def test_streamed_adapters_learn_as_in_memory(
         found.append((losses, training.state_dict()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(x, found[0][1][name]) for name, x in found[1][1].items())
+
+
+def test_packed_weights_are_not_saved_as_trained(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    with pytest.raises(ArgumentError, match="packed weights do not learn"):
+        train.offload(path, tokens=64)
+    training = train.offload(AutoModelForCausalLM.from_pretrained(path), tokens=64)  # its norms
+    with pytest.raises(ArgumentError, match="has packed weights"):
+        training.save_model(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_peft_refuses_is_said_in_a_line() -> None:
+    config = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
+    with pytest.raises(UnsupportedModelError, match=r"no adapters for this model: \[PEFT"):
+        adapted(AutoModelForCausalLM.from_config(config), Lora(4, 8.0))
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_bias": True}, {"lora_dropout": 0.2}])

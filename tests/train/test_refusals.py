@@ -13,7 +13,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qoff import train
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, UnsupportedModelError
+from qoff.errors import (
+    ArgumentError,
+    DiskReadError,
+    DiskWriteError,
+    QoffError,
+    UnsupportedModelError,
+)
 from qoff.train.boundaries import STAGES, Boundaries
 from qoff.train.homes import Homes
 from qoff.train.passes import Stop, StoppingLayer
@@ -125,6 +131,52 @@ def test_a_schedule_is_asked_once_a_step() -> None:
 def test_what_torch_refuses_of_sgd_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="momentum"):
         train.SGD(**wrong)
+
+
+def test_micro_batches_that_do_not_fit_the_model_are_refused() -> None:
+    training = train.offload(model_of("llama"), tokens=12)
+    one = batch(0)
+    ids, labels = one["input_ids"], one["labels"]
+    for changes, said in (
+        ({"labels": labels[:, :-1]}, r"labels \[2, 5\] of a micro-batch of \[2, 6\]"),
+        ({"labels": labels.tolist()}, "are a tensor, not list"),
+        ({"labels": labels + 500}, "labels of a micro-batch have 6"),
+        ({"labels": torch.full_like(labels, -1)}, "have -1; this model's vocabulary is 0 to"),
+        ({"input_ids": ids + 500}, "input_ids of a micro-batch have"),
+        ({"input_ids": ids.float()}, "input_ids of a micro-batch are whole numbers"),
+    ):
+        for use in (lambda x: training.step([x]), lambda x: training.evaluate([x])):
+            with pytest.raises(ArgumentError, match=said):
+                use({**one, **changes})
+    unlabelled: Any = {"input_ids": ids, "labels": None, "attention_mask": None}
+    assert training.evaluate([unlabelled]) == training.evaluate([{**unlabelled, "labels": ids}])
+
+
+def test_sequences_end_where_learned_positions_do() -> None:
+    training = train.offload(model_of("gpt2", max_position_embeddings=4), tokens=12)
+    with pytest.raises(ArgumentError, match="has 6 tokens, and this model has positions for 4"):
+        training.step([batch(0)])
+    apart = torch.arange(6).remainder(4)[None].expand(2, -1)  # as of two texts in one sequence
+    training.step([{**batch(0), "position_ids": apart}])
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, "adamw"])
+def test_optimizers_of_others_are_refused(other: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"use one of qoff\.train"):
+        train.offload(model_of("llama"), other, tokens=12)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": "1e-4"}, {"lr": float("inf")}, {"weight_decay": None}, {"eps": -1.0}]
+)
+def test_numbers_of_optimizers_are_from_zero(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} is .*; use a number from 0"):
+        train.AdamW(**wrong)
+
+
+def test_a_path_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(QoffError, match="no such file or directory"):
+        train.offload(tmp_path / "none", tokens=12)
 
 
 def test_losses_of_routers_are_refused() -> None:

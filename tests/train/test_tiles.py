@@ -183,7 +183,7 @@ def test_ids_beyond_the_vocabulary_are_refused(
 ) -> None:
     training = tiled(PLACES[0], tmp_path, monkeypatch, part="outside")
     with pytest.raises(IndexError, match="not all from 0 to 127"):
-        training.step([{"input_ids": torch.full((1, 4), 128)}])
+        training.model(torch.full((1, 4), 128))
 
 
 def test_a_loss_is_that_of_torch_however_large_its_logits() -> None:
