@@ -27,6 +27,7 @@ _WRONG = "the structured output cannot be had"
 # What llguidance does with a schema takes about 1 us a character, but with expressions and grammars
 # up to the square of their length, and of their signs. The worst text of so many takes about 0.1 s.
 _SCHEMA, _CHARACTERS, _SIGNS = 128 << 10, 16 << 10, 2000
+_REFERENCES = 500  # of a schema: it follows them by recursion, and 1800 exceed a thread's stack
 _SIGN = re.compile(r"[^\w\s]")
 
 
@@ -159,7 +160,9 @@ def _check_size(wanted: StructuredOutputs) -> None:
     schema = _schema(wanted)
     if schema is not None:
         _check_most(len(schema), _SCHEMA, "characters")
-        text = " ".join(_patterns(json.loads(schema)))
+        objects = list(_objects(json.loads(schema)))
+        _check_most(sum("$ref" in one for one in objects), _REFERENCES, "references")
+        text = " ".join(pattern for one in objects for pattern in _patterns(one))
         _check_most(len(text), _CHARACTERS, "characters in patterns")
         _check_most(sum(1 for _ in _SIGN.finditer(text)), _SIGNS, "signs in patterns")
     elif wanted.choice is not None:
@@ -176,19 +179,24 @@ def _check_most(found: int, most: int, what: str) -> None:
         raise ArgumentError(f"{_WRONG}: it has {found} {what}, and may have {most}")
 
 
-def _patterns(schema: Any) -> Iterator[str]:
-    """The regular expressions in a schema."""
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a schema."""
     left = [schema]
     while left:
         one = left.pop()
         if isinstance(one, dict):
-            if isinstance(one.get("pattern"), str):
-                yield one["pattern"]
-            if isinstance(one.get("patternProperties"), dict):
-                yield from one["patternProperties"]
+            yield one
             left += one.values()
         elif isinstance(one, list):
             left += one
+
+
+def _patterns(schema: dict[str, Any]) -> Iterator[str]:
+    """The regular expressions of an object of a schema itself."""
+    if isinstance(schema.get("pattern"), str):
+        yield schema["pattern"]
+    if isinstance(schema.get("patternProperties"), dict):
+        yield from schema["patternProperties"]
 
 
 def _schema(wanted: StructuredOutputs) -> str | None:

@@ -25,20 +25,27 @@ _ROUNDS, _LEAST = 128, 12  # that are replayed of one token, and of many
 class Moves:
     """What a round moves of the weights, as a part of all, where a part p of them is away.
 
-    The largest of slopes * p + offsets, [plans, lines]: convex, as the best experts stay.
+    values: at the parts `away`, ascending from 0 to 1, [plans, parts], and linear between. No less
+    than the largest of slopes * p + offsets, [plans, lines], which is convex.
     """
 
+    away: Array
+    values: Array
     slopes: Array
     offsets: Array
 
     @classmethod
     def all_of(cls, plans: int) -> Moves:
         """Of a model whose tokens need all weights."""
-        return cls(np.ones((plans, 1)), np.zeros((plans, 1)))
+        ends = np.array([0.0, 1.0])
+        return cls(ends, np.tile(ends, (plans, 1)), np.ones((plans, 1)), np.zeros((plans, 1)))
 
     def of(self, part: Array) -> Array:
         """Of these parts, [plans]."""
-        found: Array = (self.slopes * part[:, None] + self.offsets).max(-1)
+        last = np.clip(np.searchsorted(self.away, part), 1, len(self.away) - 1)
+        rows, first = np.arange(len(self.values)), last - 1
+        rest = (part - self.away[first]) / (self.away[last] - self.away[first])
+        found: Array = self.values[rows, first] * (1 - rest) + self.values[rows, last] * rest
         return found
 
     @property
@@ -107,14 +114,16 @@ class Mixture:
         of_last: that ask the last layer, if it has experts. All other weights are nearer than the
         experts.
         """
-        away, share, layers = self.share * (1 - HELD[::-1]), self.share, self.experts.layers
+        away, layers = self.share * (1 - HELD[::-1]), self.experts.layers
         last = layers[-1] / sum(layers)
         values = (1 - last) * self._missed(tokens) + last * self._missed(of_last)
-        values = _convex(away, values)
-        slopes = np.diff(values) / np.diff(away)
-        offsets = np.minimum(0.0, values[:, :-1] - slopes * away[:-1])  # nothing away, none moved
-        rest = values[:, -1:] - share
-        return Moves(np.hstack([slopes, np.ones_like(rest)]), np.hstack([offsets, rest]))
+        if self.share < 1:
+            away = np.append(away, 1.0)
+            values = np.hstack([values, values[:, -1:] + 1 - self.share])
+        convex = _convex(away, values)
+        slopes = np.diff(convex) / np.diff(away)
+        offsets = np.minimum(0.0, convex[:, :-1] - slopes * away[:-1])  # nothing away, none moved
+        return Moves(away, values, slopes, offsets)
 
     def _missed(self, tokens: Array) -> Array:
         """Of all weights the part that a cache of each size in `HELD`, largest first, has not."""

@@ -99,7 +99,8 @@ def test_virtual_time_hits_as_often_as_the_model_says(on_gpu: bool, requests: in
     work = Workload(Lengths.of(64), Lengths.of(16), requests)
     best = find_plan(sizes, on, work)
     assert best.hits is not None
-    assert best.bound <= best.seconds <= 1.25 * best.bound
+    # The bound's LPs know the convex curve below what caches miss, which is none at one token.
+    assert best.bound <= best.seconds <= 1.5 * best.bound
     found = simulated(best, sizes, on, work)
     for said, done in ((best.decode, found.decode), (best.prefill, found.prefill)):
         assert done.rounds * done.seconds >= 0.85 * said.rounds * max(said.busy.values())

@@ -9,7 +9,7 @@ import qoff
 from qoff.errors import ArgumentError
 from qoff.kvcache import PackedCache
 from qoff.models.convert.convert import convert
-from tests.tiny_models import QUANT, save_model
+from tests.tiny_models import QUANT, save_model, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> qoff.QoffForCausalLM:
     folder = tmp_path_factory.mktemp("windowed")
     sizes = {"head_dim": 64, "max_position_embeddings": 1024, "sliding_window": 100}
     save_model(folder / "model", "gemma3", **sizes)
+    save_tokenizer(folder / "model")
     convert(folder / "model", folder / "checkpoint", quant=QUANT)
     return qoff.load(folder / "checkpoint", device="cpu", kv=4)[0]
 

@@ -7,26 +7,33 @@ import numpy as np
 from qoff.plan.certify import choices_of
 from qoff.plan.cost import CostModel
 from qoff.plan.manual import Plan
-from qoff.plan.mixture import HELD, Mixture
+from qoff.plan.mixture import HELD, Mixture, Moves
 from qoff.plan.phase import RESOURCES
 from qoff.plan.workload import Workload
 
 from .machines import machine, mixture
 
 
-def test_moves_are_a_convex_curve_below_what_caches_miss() -> None:
+def test_moves_are_what_caches_miss_and_a_convex_curve_below() -> None:
     experts = mixture().spec.experts
     assert experts is not None
     tokens = np.array([1.0, 5.0, 64.0, 2048.0])
     made = Mixture(experts, share=0.9)
-    moves = made.moves(tokens, tokens)
-    assert (np.diff(moves.slopes[:, :-1]) >= -1e-12).all()
-    assert (moves.of(np.zeros(4)) == 0).all()
-    wanted = 0.9 * made.wanted(tokens)
+    moves, wanted = made.moves(tokens, tokens), 0.9 * made.wanted(tokens)
     for held in HELD:
         missed = wanted * (1 - made.hits(np.array([held]), tokens)[:, 0])
-        assert (moves.of(np.full(4, 0.9 * (1 - held))) <= missed + 1e-12).all()
-    np.testing.assert_allclose(moves.of(np.full(4, 0.9)), wanted)
+        np.testing.assert_allclose(moves.of(np.full(4, 0.9 * (1 - held))), missed, atol=1e-12)
+    np.testing.assert_allclose(moves.of(np.ones(4)), wanted + 0.1)  # nothing stays
+    assert (np.diff(moves.slopes) >= -1e-12).all()
+    for part in np.linspace(0, 1, 50):
+        convex = (moves.slopes * part + moves.offsets).max(-1)
+        assert (convex <= moves.of(np.full(4, part)) + 1e-12).all()
+    assert (moves.of(np.zeros(4)) == 0).all()
+
+
+def test_all_weights_that_are_away_are_moved_where_there_are_no_experts() -> None:
+    parts = np.array([0.0, 0.3, 1.0])
+    np.testing.assert_allclose(Moves.all_of(3).of(parts), parts)
 
 
 def test_a_disk_with_no_weights_on_it_is_not_read() -> None:

@@ -90,6 +90,7 @@ def test_what_cannot_be_matched_is_refused(served: Running, wanted: Any) -> None
         ({"regex": "a?" * 2001}, "2001 signs, and may have 2000"),
         ({"grammar": 'start: "a"' + ' "b"' * 1000}, "2003 signs"),
         ({"json": {"enum": ["a" * 132_000]}}, "132014 characters, and may have 131072"),
+        ({"json": {"anyOf": [{"$ref": "#/$defs/a"}] * 501}}, "501 references, and may have 500"),
         ({"json": {"allOf": [{"pattern": "a?" * 2001}]}}, "2001 signs in patterns"),
         ({"json": {"patternProperties": {"a" * 17_000: {}}}}, "17000 characters in patterns"),
         ({"choice": ["a" * 9000, "b" * 9000]}, "18000 characters"),
