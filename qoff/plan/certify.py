@@ -14,10 +14,12 @@ from qoff.errors import BudgetError
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from qoff.memory.plan import Residency, plan_residency
 
+from .calls import as_used
 from .cost import CostModel
 from .manual import Memory, Plan
 from .mixture import Array
 from .phase import PLACED, RESOURCES, Choices, Phase, round_seconds
+from .sweeps import Sweeps
 
 _NEAREST = TIERS[::-1]  # of hidden states, in the order of `Choices.activations`
 _NOT_COUNTED = frozenset({"host_memory", "token_s", "adapt"})  # fields of a plan
@@ -28,12 +30,16 @@ Counted: TypeAlias = dict[Hashable, Memory]
 
 @dataclass(frozen=True)
 class Forecast:
-    """A round of a phase: seconds, those that each resource is busy, and tokens of the phase."""
+    """A round of a phase: seconds, those that each resource is busy, and tokens of the phase.
+
+    idle: seconds that each waits while none of its work is wanted.
+    """
 
     rounds: float
     seconds: float
     busy: Mapping[str, float]
     tokens: float
+    idle: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -217,15 +223,21 @@ class Certifier:
         drafted = plan.draft_tokens if work.acceptance else 0
         prefill, decode = cost.prefill(c), cost.decode(c, drafted)
         count = work.at_once
+        machine = as_used(cost.machine, cost.sizes.spec, plan.activations)
         saved = min(1.0, _kept(residency) / max(1, weights[HOST]))
         saved *= cost.machine.to_device.bytes_per_s / cost.machine.from_device.bytes_per_s
+
+        def forecast(phase: Phase, tokens: float) -> Forecast:
+            sweeps = Sweeps(machine, residency, 1.0 if c.block[0] else float(phase.passes[0]))
+            return _forecast(phase, placed, sweeps, count * tokens, saved)
+
         return Certified(
             plan,
             memory,
             residency,
             weights,
-            _forecast(prefill, placed, count * work.prompt.mean, saved),
-            _forecast(decode, placed, count * work.answer.mean, saved),
+            forecast(prefill, work.prompt.mean),
+            forecast(decode, work.answer.mean),
             hits=self._hits(residency, c, decode, 1 + drafted),
         )
 
@@ -287,13 +299,15 @@ def _placed(plan: Plan, host: float, disk: float) -> Plan:
     return replace(plan, kv_placement=KVPlacement(device, on_host / blocks))
 
 
-def _forecast(phase: Phase, placed: np.ndarray, tokens: float, saved: float) -> Forecast:
+def _forecast(phase: Phase, placed: Array, sweeps: Sweeps, tokens: float, saved: float) -> Forecast:
     """saved: seconds of the link back, in those that weights in host memory take to the device: an
     expert that comes from a slot there leaves it to one from the device.
     """
-    busy, host = phase.busy(placed), PLACED.index("weights on host")
+    busy = phase.busy(placed) + sweeps.asked(phase, placed)
+    host = PLACED.index("weights on host")
     to_device = phase.each[:, RESOURCES.index("to device"), host] * phase.moved(placed)[:, host]
     busy[:, RESOURCES.index("from device")] += saved * to_device
-    seconds = round_seconds(busy, phase.units)
-    named = dict(zip(RESOURCES, map(float, busy[0]), strict=True))
-    return Forecast(float(phase.rounds[0]), float(seconds[0]), named, tokens)
+    idle = sweeps.idle(phase, placed)
+    seconds = round_seconds(busy + idle, phase.units)
+    named, waits = (dict(zip(RESOURCES, map(float, x[0]), strict=True)) for x in (busy, idle))
+    return Forecast(float(phase.rounds[0]), float(seconds[0]), named, tokens, waits)

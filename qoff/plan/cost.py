@@ -41,6 +41,7 @@ class _Work(NamedTuple):
     rows: Array  # of a pass
     last_rows: Array  # of those that go on behind the last layer's attention
     seconds: Array  # of the device without attention to packed blocks
+    head: Array  # seconds of them
     queries: Array  # of a KV head
     past: Array  # packed tokens of each sequence
     blocks: Array  # that are attended to
@@ -101,7 +102,7 @@ class CostModel:
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has
         sizes, device, kv = self.sizes, self.machine.device, self.kv_blocks
-        seconds = self._passes(rows, rows, passes, c)
+        seconds, head = self._passes(rows, rows, passes, c)
         blocks = active * kv.mean * self.kv.attention_top
         shape, past = sizes.shapes[0], kv.mean * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(each_has * shape.heads / shape.kv_heads)
@@ -122,7 +123,19 @@ class CostModel:
         found = self._phase(
             c,
             _Work(
-                rounds, passes, rows, rows, seconds, queries, past_, blocks, new, made, runs, hidden
+                rounds,
+                passes,
+                rows,
+                rows,
+                seconds,
+                head,
+                queries,
+                past_,
+                blocks,
+                new,
+                made,
+                runs,
+                hidden,
             ),
         )
         if self.kv.attention_top < 1:
@@ -143,7 +156,7 @@ class CostModel:
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         ends = np.minimum(prompts, c.batch_size)
-        seconds = self._passes(piece, ends, passes, c)
+        seconds, head = self._passes(piece, ends, passes, c)
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
         heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
@@ -164,6 +177,7 @@ class CostModel:
                 piece,
                 ends,
                 seconds,
+                head,
                 queries,
                 past,
                 blocks,
@@ -246,7 +260,9 @@ class CostModel:
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
                 busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
-        return Phase(rounds, busy[:, :, 0], busy[:, :, 1:], self.units, passes, moves)
+        starts = passes * pass_s(machine, passes, self.units, spilled)
+        base, each = busy[:, :, 0], busy[:, :, 1:]
+        return Phase(rounds, base, each, self.units, passes, moves, starts, work.head)
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -259,8 +275,12 @@ class CostModel:
         held = self.sizes.expert_bytes * experts.count * sum(experts.layers)
         return Mixture(experts, held / self.weight_bytes, routes)
 
-    def _passes(self, rows: Array, head_rows: Array, passes: Array, c: Choices) -> Array:
+    def _passes(
+        self, rows: Array, head_rows: Array, passes: Array, c: Choices
+    ) -> tuple[Array, Array]:
         """Seconds of a round's passes in matrices, in calling the ops, and between them.
+
+        And those of them that the head takes.
 
         In the block schedule, those behind the first find what fits in the cache.
         """
@@ -294,8 +314,9 @@ class CostModel:
                 else first
             )
             again = np.where(c.block, near, first)
-            seconds = seconds + columns * (first + (passes - 1) * again)
-        return seconds
+            last = columns * (first + (passes - 1) * again)
+            seconds = seconds + last
+        return seconds, last
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:
         """Seconds of linear attention of so many new tokens."""

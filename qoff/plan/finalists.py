@@ -16,7 +16,7 @@ from .certify import Certified, Certifier, choices_of
 Simulate: TypeAlias = Callable[[Certified], Certified]
 NEAR = 1.1  # times the seconds of the best that the model finds
 LAYER_PASSES = 512  # of a round in which experts come one by one
-_SIMULATED, _SIMULATION_S = 3, 2.0  # plans, and seconds after which no other one is begun
+_SIMULATED, _SIMULATION_S = 6, 2.0  # plans, and seconds after which no other one is begun
 
 
 def fastest_simulated(

@@ -70,6 +70,8 @@ class Phase:
     units: int
     passes: Array
     moves: Moves
+    starts: Array
+    head: Array
     oldest: Oldest | None = None
     between: Array | None = None
 

@@ -38,7 +38,8 @@ _BATCHES = (1, 2, 3, 4, 6, 8, 16, 32)
 _PREFILL = (64, 256, 512, 1024, 2048, 4096)
 # LPs by their bounds; of each number of sequences; of about as many as the best plan has.
 _LPS = (50, 40, 40)
-_FINALISTS, _ALIKE = 12, 3  # of LPs, of them with as many sequences, whose bytes are counted
+# Of LPs, of them with as many sequences, of these in as many batches: whose bytes are counted.
+_FINALISTS, _ALIKE, _SAME = 12, 4, 2
 _ABOUT = (0.7, 1.2)  # times as many
 
 
@@ -395,17 +396,18 @@ def _moved(moves: Moves, index: int, at: int, width: int) -> list[list[float]]:
 def _certified(
     certifier: Certifier, choices: Choices, relaxed: list[_Relaxed]
 ) -> Iterator[Certified]:
-    """The exact plans of the best relaxed ones, until enough fit."""
-    alike, best = Counter[float](), np.inf
+    """The exact plans of the best relaxed ones, until enough fit, or the next is not near them."""
+    alike, same, best = Counter[float](), Counter[tuple[float, float]](), np.inf
     token_s = certifier.cost.workload.token_s
     for one in relaxed:
-        if alike.total() >= _FINALISTS or one.seconds > best:
+        if alike.total() >= _FINALISTS or one.seconds > NEAR * best:
             return
-        sequences = choices.sequences[one.index]
-        if alike[sequences] >= _ALIKE:
+        sequences, batches = choices.sequences[one.index], choices.batches[one.index]
+        if alike[sequences] >= _ALIKE or same[sequences, batches] >= _SAME:
             continue
         found = certifier.certify(choices.one(one.index), one.host, one.disk)
         if found is not None and (token_s is None or found.decode.seconds <= token_s):
             alike[sequences] += 1
+            same[sequences, batches] += 1
             best = min(best, found.seconds)
             yield found

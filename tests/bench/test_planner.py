@@ -69,8 +69,8 @@ def test_plans_that_the_turns_do_not_tell_apart_have_no_order() -> None:
 
 def test_slow_plans_go_no_further_and_the_first_always_does() -> None:
     took = [9.0, 5.0, 1.0, 1.05, 1.06, 1.07, 1.08, 2.0, 3.0, 4.0]
-    found = regret.race([lambda s=s: s for s in took], 3)  # type: ignore[misc]
-    assert [len(seconds) for seconds in found] == [3, 1, 3, 3, 3, 3, 3, 1, 1, 1]
+    found = regret.race([lambda s=s: s for s in took], 3, 2)  # type: ignore[misc]
+    assert [len(seconds) for seconds in found] == [5, 1, 5, 5, 5, 5, 5, 1, 1, 1]
     assert all(set(seconds) == {s} for seconds, s in zip(found, took, strict=True))
 
 
