@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import random
 import sys
@@ -95,18 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-# What takes longest to compile, half of it for each of two workers: one finds the other's on disk.
-_PACKED = "packed_attention"
-_COMPILES = {
-    "gw0": (f"{_PACKED}.job", f"{_PACKED}.pack_job", f"{_PACKED}.select_job", "attention.latent"),
-    "gw1": ("moe.experts", "attention.prefill"),
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     gc.disable()  # until all is imported; see below
-    for kind in _COMPILES.get(getattr(config, "workerinput", {}).get("workerid"), ()):
-        importlib.import_module(f"qoff.kernels.cpu.{kind}")
 
 
 def pytest_collection_finish() -> None:

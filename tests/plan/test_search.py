@@ -158,6 +158,22 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
     assert best.decode.limit == "cpu"
 
 
+def test_plans_that_are_near_the_best_are_compared_in_virtual_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qoff.plan.finalists._SIMULATION_S", np.inf)
+    on, compared = machine(device=16 * MIB), list[Certified]()
+    work = Workload(Lengths.of(128), Lengths.of(64), 8)
+
+    def simulate(one: Certified) -> Certified:
+        compared.append(one)
+        return one
+
+    best = find_plan(sizes(), on, work, simulate=simulate)
+    assert len({(one.plan.batch_size, one.plan.batches) for one in compared}) > 1
+    assert all(one.seconds <= 1.1 * best.seconds for one in compared if one.plan.slots == 2)
+
+
 def test_where_reads_take_turns_with_computing_there_is_a_slot_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

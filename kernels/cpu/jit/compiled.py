@@ -26,6 +26,8 @@ from numba.core.caching import (
     UserWideCacheLocator,
 )
 
+from .parts import compile_all
+
 _FOLDER = Path(__file__).resolve().parents[1]  # kernels/cpu
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ CacheImpl._locator_classes[:0] = [
     _locator(InTreeCacheLocator),
 ]
 
+_announced = list[bool]()
 _OUTLINED: dict[str, Any] = {}  # by symbol: their code is there as long as they are
 JOB = types.void(types.int64, types.int64, types.int64, types.int64)
 
@@ -119,8 +122,9 @@ def outlined(*params: Any) -> Callable[[Callable], Any]:
 def job(function: Callable[[int, int, int, int], None]) -> Any:
     """Compile `function(pool, thread, threads, args)` so that a `Pool` can run it; see `pool`.
 
-    The result has the compiled function's `address`. It is compiled here and now; the first that
-    does not come from the cache is announced, for those who wait.
+    The result has the compiled function's `address`. It is compiled here and now. The first that
+    does not come from the cache is announced, for those who wait, and all others are compiled in
+    processes of their own, see `parts`.
     """
     return _with_an_address(JOB, function)
 
@@ -132,11 +136,11 @@ def _with_an_address(signature: Any, function: Callable) -> Any:
             function
         )
     )
-    if not compiled.cache_hits:
-        _announce()
+    if not compiled.cache_hits and not _announced:
+        _announced.append(True)
+        logger.warning("compiling the CPU kernels for this processor: one to two minutes, once")
+        if compiled._cache.cache_path is not None:  # else what others compile is not kept
+            from qoff.kernels.processor import usable_threads  # torch
+
+            compile_all(Path(compiled._cache.cache_path), usable_threads())
     return compiled
-
-
-@functools.cache
-def _announce() -> None:
-    logger.warning("compiling the CPU kernels for this processor: one to three minutes, once")
