@@ -20,11 +20,11 @@ _WITHIN = 0.05
 _MIB = 1 << 20
 
 
-def machine(device: int, disk: float) -> MachineProfile:
-    """A CPU with so many bytes of memory, and such a disk."""
+def machine(device: float, disk: float) -> MachineProfile:
+    """A CPU with so many bytes of memory, and such a disk; all weights fit 7 MiB."""
     cpu = Processor.of(1e10, 1e11, 1e-5)
     link, copies = Link(disk, 1e-4, 1e-10), Link(4e9, 1e-5, 1e-10)
-    usable = {"device": device, "host": 0, "disk": 1 << 30}
+    usable = {"device": int(device), "host": 0, "disk": 1 << 30}
     return MachineProfile("made up", False, 4, cpu, cpu, link, link, copies, copies, usable)
 
 
@@ -39,7 +39,7 @@ def measure(quick: bool) -> Report:
     sizes = ModelSizes.of(SMALL | {"num_hidden_layers": 8})
     work = Workload(Lengths.of(192), Lengths.of(32), 3 if quick else 6)
     template = Plan(context=work.context, kv=KVQuant(window=16))
-    memories, disks = ((8,), (3e8,)) if quick else ((7, 8, 12), (1e8, 1e9))
+    memories, disks = ((8.0,), (3e8,)) if quick else ((6.0, 6.5, 12.0), (1e8, 1e9))
     for memory in memories:
         for disk in disks:
             there = machine(memory * _MIB, disk)
@@ -55,7 +55,7 @@ def measure(quick: bool) -> Report:
             first = simulated(find_plan(sizes, there, work, template), sizes, there, work)
             assert found.simulated is not None
             chosen, best = found.simulated.seconds, min(seconds)
-            label = f"{format_size(memory * _MIB)}, disk {disk / 1e9:g} GB/s"
+            label = f"{format_size(int(memory * _MIB))}, disk {disk / 1e9:g} GB/s"
             regret = chosen / best - 1
             result.rows.append(
                 (label, f"{len(seconds)}", f"{chosen:.3f}", f"{best:.3f}", f"{regret:+.1%}",

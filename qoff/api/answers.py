@@ -122,17 +122,21 @@ class Form:
         tokens: Sequence[int],
         steps: Sequence[Mapping[int, Logprob] | None] | None,
         own: dict[str, Any] | None,
+        text: str,
     ) -> dict[str, Any] | None:
-        """Log-probabilities of a prompt's tokens, the first of which has none, before `own`."""
+        """Log-probabilities of a prompt's tokens, the first of which has none, before `own`.
+
+        text: the prompt's, as it is echoed.
+        """
         if own is None or steps is None:
             return own
-        place = self.place()
+        place = Place(self._bytes, text)
         at = place.add(tokens[0])
         found = self.logprobs(tokens[1:], [one for one in steps[1:] if one is not None], place)
         assert found is not None
         found = {name: [None, *values] for name, values in found.items()}
         found["tokens"][0], found["text_offset"][0] = self._token(tokens[0]), at
-        end = place.end()
+        end = len(text)
         own = {**own, "text_offset": [end + at for at in own["text_offset"]]}
         return {name: [*values, *own[name]] for name, values in found.items()}
 

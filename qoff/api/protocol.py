@@ -17,7 +17,11 @@ from .errors import ApiError
 from .tools import Calls
 
 _MOST_LOGPROBS, _MOST_FIELDS = 20, 100
-_MOST_LISTS = 1 << 16  # and objects, in all of a body: each takes up to 15 us to validate
+# What there may be in all of a body, and the signs in JSON that each of it has.
+_BOUNDS = (
+    ("objects and lists", (b"[", b"{"), 1 << 16),  # each takes up to 15 us to validate
+    ("fields", (b":",), 1 << 17),  # and each of these 1 us
+)
 _SEEDS = 2**63  # as the sampler has them
 _LEAST_HEAT = 0.01  # a temperature below it is 0
 Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
@@ -42,13 +46,14 @@ class Body(BaseModel):
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """As pydantic's; one of very many objects and lists is refused before it is read."""
+        """As pydantic's; one of very many objects, lists or fields is refused before it is read."""
         data = json_data.encode() if isinstance(json_data, str) else json_data
-        if _lists(data) > _MOST_LISTS and _lists(_outside_texts(data)) > _MOST_LISTS:
-            wrong = PydanticCustomError("too_many", f"more than {_MOST_LISTS} objects and lists")
-            raise ValidationError.from_exception_data(
-                cls.__name__, [{"type": wrong, "input": None}]
-            )
+        for what, signs, most in _BOUNDS:
+            if _count(data, signs) > most and _count(_outside_texts(data), signs) > most:
+                wrong = PydanticCustomError("too_many", f"more than {most} {what}")
+                raise ValidationError.from_exception_data(
+                    cls.__name__, [{"type": wrong, "input": None}]
+                )
         return super().model_validate_json(data, **options)
 
     @model_validator(mode="before")
@@ -59,9 +64,9 @@ class Body(BaseModel):
         return given
 
 
-def _lists(data: bytes | bytearray) -> int:
-    """How many lists and objects begin in some JSON, and brackets in its texts."""
-    return data.count(b"[") + data.count(b"{")
+def _count(data: bytes | bytearray, signs: tuple[bytes, ...]) -> int:
+    """How often some signs are in JSON, its texts included."""
+    return sum(map(data.count, signs))
 
 
 def _outside_texts(data: bytes | bytearray) -> bytes:

@@ -49,9 +49,10 @@ class Asked:
             text, tools = self.split(one)
             logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
             if self.echo:
-                text = self.form.text_of(one.prompt_token_ids, one.prompt) + text
-                steps = one.prompt_logprobs
-                logprobs = self.form.echoed(one.prompt_token_ids, steps, logprobs)
+                prompt, steps = one.prompt_token_ids, one.prompt_logprobs
+                before = self.form.text_of(prompt, one.prompt)
+                logprobs = self.form.echoed(prompt, steps, logprobs, before)
+                text = before + text
             reason = ended(self.calls, tools, one.finish_reason)
             choices.append(self.form.choice(number, text, reason, logprobs, tools))
             if self.prompt_logprobs and one.prompt_logprobs is not None:

@@ -20,6 +20,7 @@ class TokenBytes:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, bytes]] = {}
+        self._special: dict[int, bool] = {}
 
     def text(self, token: int) -> str:
         """What the tokenizer makes of it at the beginning of a text."""
@@ -34,6 +35,13 @@ class TokenBytes:
         text, found = self._of(token)
         return found if _INCOMPLETE in text else text.encode()
 
+    def is_special(self, token: int) -> bool:
+        """Whether the text of an answer is without it."""
+        if token not in self._special:
+            text = self._tokenizer.decode([token], skip_special_tokens=True)
+            self._special[token] = text == "" != self.text(token)
+        return self._special[token]
+
     def _of(self, token: int) -> tuple[str, bytes]:
         if token not in self._known:
             text = str(self._tokenizer.decode([token]))
@@ -43,22 +51,25 @@ class TokenBytes:
 
 
 class Place:
-    """Where a token begins in the text that tokens make together."""
+    """Where a token begins in the text that tokens make together.
 
-    def __init__(self, tokens: TokenBytes) -> None:
+    text: theirs, where it may have special tokens: those that it has count.
+    """
+
+    def __init__(self, tokens: TokenBytes, text: str = "") -> None:
         self._tokens, self._begun, self._at = tokens, False, 0
+        self._text = text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> int:
         """Where the next token begins; one within a character, where that begins."""
-        found, at = self._tokens.within if self._begun else self._tokens.first, self._at
+        tokens, at = self._tokens, self._at
+        if tokens.is_special(token) and not self._text.startswith(tokens.text(token), at):
+            return at
+        found = tokens.within if self._begun else tokens.first
         self._begun = True
         self._at += len(self._decoder.decode(found(token)))
         return at
-
-    def end(self) -> int:
-        """Where the text ends."""
-        return self._at + len(self._decoder.decode(b"", final=True))
 
 
 def _bytes(text: str, piece: str) -> bytes:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.engine.answers import default_params, end_tokens
 from qoff.engine.request import SamplingParams, Sequence
-from qoff.errors import QoffError
+from qoff.errors import QoffError, io_errors, raised_as
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import Opened
 from qoff.hf.torch_threads import one_torch_thread
@@ -69,7 +69,7 @@ class Conversation:
         """The answer to a message, in pieces; what was given out of it becomes a message, too.
 
         Raises QoffError for a conversation that is longer than the context, ArgumentError for one
-        that is not UTF-8; it stays as it was.
+        that is not UTF-8. After these and other errors it is as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         for one in messages:
@@ -83,13 +83,17 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, and the context {self._context}{larger}; "
                 f"use /reset{'' if larger else ', or a larger --context'}"
             )
-        self.messages, said = messages, ""
+        said, failed = "", False
         try:
             for piece in self._answer(ids, most):
                 said += piece
                 yield piece
+        except Exception:
+            failed = True
+            raise
         finally:
-            self.messages = [*messages, {"role": "assistant", "content": said}]
+            if not failed:
+                self.messages = [*messages, {"role": "assistant", "content": said}]
 
     def reset(self, messages: list[dict[str, str]]) -> None:
         """Go on from other messages."""
@@ -218,18 +222,34 @@ def _command(chat: Conversation, line: str) -> str:
     if name in ("/save", "/load") and not rest:
         raise QoffError(f"{name} needs a file")
     if name == "/save":
-        text = json.dumps({"messages": chat.messages}, indent=2, ensure_ascii=False)
-        Path(rest).expanduser().write_text(text + "\n")
+        _save(chat.messages, _path(rest))
         return f"({len(chat.messages)} messages)"
     if name == "/load":
-        chat.reset(_messages(Path(rest).expanduser()))
+        chat.reset(_messages(_path(rest)))
         return f"({len(chat.messages)} messages)"
     raise QoffError(f"there is no command {shown(name)}; see /help")
 
 
+def _path(name: str) -> Path:
+    """A file. Raises QoffError where its name begins with a user that is not known."""
+    with raised_as(QoffError, name):
+        return Path(name).expanduser()
+
+
+def _save(messages: list[dict[str, str]], path: Path) -> None:
+    text = json.dumps({"messages": messages}, indent=2, ensure_ascii=False)
+    with (
+        raised_as(QoffError, f"{shown(str(path))} cannot be written"),  # what is not UTF-8
+        io_errors(path, QoffError, "choose another place"),
+    ):
+        path.write_text(text + "\n")
+
+
 def _messages(path: Path) -> list[dict[str, str]]:
     try:
-        found: Any = json.loads(path.read_text())["messages"]
+        with io_errors(path, QoffError, "name a file that /save has written"):
+            text = path.read_text()
+        found: Any = json.loads(text)["messages"]
         return [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise QoffError(f"{path}: is no conversation that /save has written") from error

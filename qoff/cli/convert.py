@@ -113,6 +113,8 @@ def run(
     text = target.text(quant)
     check_place(out, overwrite)  # before what takes minutes
     path = local_source(source, trust_remote_code)
+    if text is not None:
+        open_source(path).config()  # what is no model needs no calibration
     try:
         ids = None if text is None else calibration_ids(path, text, trust_remote_code)
     except FormatError as error:
@@ -197,7 +199,8 @@ def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) 
         )
         if helps
     ]
-    return f"{said}, which is much" + (f"; {', '.join(better)} lose less" if better else "")
+    much = f"{said}, which is much (more than {_MUCH})"
+    return much + (f"; {', '.join(better)} lose less" if better else "")
 
 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:
@@ -268,22 +271,23 @@ def _mixed(
     from qoff.eval.mixing.by_modules import ModuleSensitivities
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
     from qoff.eval.mixing.native import NativeSensitivities
-    from qoff.eval.mixing.sensitivity import FORMATS, Sensitivities
+    from qoff.eval.mixing.sensitivity import Sensitivities
     from qoff.models.convert.unconverted import Unconverted
 
-    least = min(form.bits for form in FORMATS)
-    if target.bits is not None and target.bits <= least:  # known before anything is measured
-        raise ArgumentError(
-            f"{target.bits:g} bits a weight are too few; the smallest formats take more than "
-            f"{least}, scales and minima included"
-        )
     opened, rest = open_source(source), _for_solver(ids, quant)
     by_modules = modules_source(opened)
     sensitivities: Sensitivities[Any] = (
-        NativeSensitivities(Unconverted.of(opened), ids[::3], quant, calibration=rest)
+        NativeSensitivities(
+            Unconverted.of(opened), ids[::3], quant, calibration=rest, bits=target.bits
+        )
         if by_modules is None
         else ModuleSensitivities(
-            by_modules, ids[::3], quant, calibration=rest, trust_remote_code=trust_remote_code
+            by_modules,
+            ids[::3],
+            quant,
+            calibration=rest,
+            trust_remote_code=trust_remote_code,
+            bits=target.bits,
         )
     )
     found = sensitivities.of(progress=progress)

@@ -18,7 +18,7 @@ from qoff.eval.perplexity.models import model_stamps
 from qoff.eval.sweep import cells as tables
 from qoff.eval.sweep.grid import Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
-from qoff.eval.tasks.run import markdown, run_tasks
+from qoff.eval.tasks.run import manager_of, markdown, run_tasks
 from qoff.eval.texts import CALIBRATION_TEXT, digest
 from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVPlacement, KVQuant
@@ -165,8 +165,10 @@ def run_named_tasks(
 ) -> None:
     """Run tasks of lm-evaluation-harness and print a table; chosen: more for `run_tasks`."""
     cache.check(how)
+    manager = manager_of(names)
     path = how.checkpoint(model, quant, as_json)
-    found = run_tasks(path, names, kv=cache.quant(path, how), **how.opening(), **chosen)
+    kv = cache.quant(path, how)
+    found = run_tasks(path, names, manager=manager, kv=kv, **how.opening(), **chosen)
     if as_json:
         print_json({**found, "model": model})
     else:

@@ -179,7 +179,7 @@ def finetune(
     )
     run = work.Run(training, found, recipe, output, overwrite, held_out, tensorboard)
     if run.saved is not None:
-        typer.echo(f"{run.checkpoint}: goes on after step {run.saved}", err=True)
+        typer.echo(f"{run.checkpoint}: {run.resumed(total)}", err=True)
     try:
         with step_progress(run.steps, total) as tell:
             run.go(steps, epochs, save_every, tell)

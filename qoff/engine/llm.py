@@ -85,6 +85,8 @@ class LLM:
         _instrumentation: Instrumentation = PLAIN,
         _plain: Plan | None = None,  # in place of `Plan()`, where nothing is given and it fits
     ) -> None:
+        if not isinstance(path, str | PathLike):
+            raise ArgumentError(f"path is {shown(path)}; give a folder or a hub id")
         where = resolve_device(device)
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
         if isinstance(plan, str | PathLike):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Number
 from typing import Any, TypeAlias
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qoff.errors import ArgumentError, QoffError, raised_as
@@ -32,7 +33,12 @@ Prompt: TypeAlias = str | list[int] | tuple[int, ...] | Mapping[str, Any] | Chat
 
 
 def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
-    """Prompts one by one; a text is one, and a flat list of numbers, right or wrong, is one."""
+    """Prompts one by one; a text is one, and a flat list of numbers, right or wrong, is one.
+
+    So is a tensor of one dimension.
+    """
+    if isinstance(prompts, Tensor) and prompts.dim() == 1:
+        prompts = prompts.tolist()
     if isinstance(prompts, str | bytes | Mapping | Chat):
         return [prompts]
     if not isinstance(prompts, Iterable):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from qoff.errors import ArgumentError
@@ -75,6 +76,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            object.__setattr__(self, option.name, _plain(getattr(self, option.name)))
         limit, fewest = self.max_tokens, self.min_tokens
         heated = _within(self.temperature, 0, 0) or _within(self.temperature, COLDEST)
         for name, good, wanted in (
@@ -141,6 +144,19 @@ class SamplingParams:
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _plain(value: Any) -> Any:
+    """A value, and what a list or dict has, with Python's numbers in place of NumPy's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple) and any(isinstance(one, np.generic) for one in value):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping) and any(
+        isinstance(one, np.generic) for pair in value.items() for one in pair
+    ):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    return value
 
 
 def _whole(number: object, least: int, most: int | None = None) -> bool:

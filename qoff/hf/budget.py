@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from qoff.errors import BudgetError
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
@@ -23,6 +23,8 @@ from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Plan
 from qoff.process import ForkLock
 from qoff.units import format_size
+
+from .turns import OtherCachesError, Turns
 
 _CONTEXTS = (2048, 1024, 512, 256)
 _PASSES = (MLP_TOKENS, 256, 128, 64, 32, 16)
@@ -84,7 +86,9 @@ class Budget:
         self._largest = 0  # sequences of a batch so far: recordings of its steps stay
         self._decoder: AnyDecoder | None = None
         self._caches: WeakSet[BoundedCache] = WeakSet()
+        self._steps: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # work of one, of each
         self._turn = ForkLock()
+        self.turns = Turns(self._forget)
 
     def choices(self, decoder: AnyDecoder) -> Iterator[tuple[int, int]]:
         """Bytes to keep free beside the weights, without and with layers in tiles; best first."""
@@ -127,20 +131,24 @@ class Budget:
         """Make room in a cache for `tokens` tokens of each sequence, beside a pass.
 
         counts: new tokens of each sequence. rows: of logits. Returns how many new tokens of each
-        fit into one pass. Raises BudgetError naming the bytes wanted and there.
+        fit into one pass. Raises BudgetError naming the bytes wanted and there, OtherCachesError if
+        there will be enough without other caches.
         """
         with self._turn:
             held, others = cache.tokens, self._others(cache)
             wanted, at_once = held.bytes_for(tokens), max(counts)
+            running = self.turns.running()
+            beside = 0 if cache in running else max(map(self._step, running), default=0)
             whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
             while True:
-                work = self._pass(counts, at_once, rows, tokens)
+                work = max(beside, self._pass(counts, at_once, rows, tokens))
                 if others + wanted + work <= self.free or at_once == 1 or whole:
                     break
                 at_once = -(-at_once // 2)
             if others + wanted + work > self.free:
                 kept = f" beside {others:,} of other caches" if others else ""
-                raise BudgetError(
+                own = wanted + self._pass(counts, at_once, rows, tokens)
+                raise (OtherCachesError if own <= self.free else BudgetError)(
                     f"device memory: a KV cache of {len(counts)} x {tokens} tokens wants "
                     f"{wanted:,} bytes{kept} and a pass {work:,}, but {self.free:,} of "
                     f"{self.memory:,} are there beside the weights; use fewer or shorter "
@@ -148,11 +156,14 @@ class Budget:
                     "and batch_size that it is to have"
                 )
             self._largest = max(self._largest, len(counts))
+            self._caches.add(cache)
             if tokens > cache.room:
                 grown = tokens + tokens // 2  # for passes to come
-                fits = others + held.bytes_for(grown) + self._pass(counts, at_once, rows, grown)
-                cache.room = grown if fits <= self.free else tokens
+                work = max(beside, self._pass(counts, at_once, rows, grown))
+                fits = others + held.bytes_for(grown) + work <= self.free
+                cache.room = grown if fits else tokens
                 held.reserve(cache.room)
+                self._steps[cache] = self._pass(counts, 1, len(counts), cache.room)
             return at_once
 
     def scored_at_once(self, sequences: int, tokens: int, most: int, predicted: int) -> Room:
@@ -224,8 +235,21 @@ class Budget:
                 )
             yield
 
+    def _step(self, cache: object) -> int:
+        return self._steps.get(cache, 0)
+
+    def _forget(self, cache: object) -> None:
+        with self._turn:
+            self._caches = WeakSet(one for one in self._caches if one is not cache)
+
     def _others(self, cache: BoundedCache | None) -> int:
-        return sum(one.nbytes for one in self._caches if one is not cache)
+        """What other caches hold, and those of calls that run will hold."""
+        running, total = self.turns.running(), 0
+        for one in self._caches:
+            if one is not cache:
+                more = one.tokens.bytes_for(one.room) if one in running else 0
+                total += max(one.nbytes, more)
+        return total
 
     def __str__(self) -> str:
         return (

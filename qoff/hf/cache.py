@@ -68,7 +68,7 @@ class QoffCache(Cache):
         self.room = 0  # tokens of each sequence that room was made for
         self.columns = 0
         self._padded: list[tuple[int, Tensor]] = []  # first column, bool [B, T]: is it a token
-        if budget is not None:
+        if budget is not None and keeps:  # else as soon as it has room
             budget.count(self)
 
     def __getstate__(self) -> dict[str, Any]:

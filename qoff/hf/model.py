@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -170,8 +171,11 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, with torch's own operations on one thread meanwhile."""
-        with one_torch_thread():
+        """transformers' `generate`, with torch's own operations on one thread meanwhile.
+
+        Where memory is bounded, it waits until there is room beside the calls of other threads.
+        """
+        with one_torch_thread(), nullcontext() if self.budget is None else self.budget.turns.call():
             generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
             return generate(*args, **kwargs)
 
@@ -226,13 +230,18 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         if not generation_config.use_cache:
             return prepared
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            cache = QoffCache(self, batch_size * copies, keeps=False)
-            model_kwargs["past_key_values"] = cache
-        if isinstance(cache, QoffCache):
-            cache.prepare(self.runtime.decoder.cache_shapes, batch_size * copies)
-            cache.make_room(max_cache_length, [1] * batch_size * copies, batch_size * copies)
+        cache, rows = model_kwargs.get("past_key_values"), batch_size * copies
+
+        def made() -> QoffCache:
+            found = QoffCache(self, rows, keeps=False) if cache is None else cache
+            found.prepare(self.runtime.decoder.cache_shapes, rows)
+            found.make_room(max_cache_length, [1] * rows, rows)
+            return found
+
+        if cache is None and self.budget is not None:
+            model_kwargs["past_key_values"] = self.budget.turns.when_room(made)
+        elif cache is None or isinstance(cache, QoffCache):
+            model_kwargs["past_key_values"] = made()
         return prepared
 
     @classmethod

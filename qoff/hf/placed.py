@@ -7,6 +7,7 @@ from functools import partialmethod
 from typing import Any, NoReturn, Self
 
 import torch
+from torch import accelerator
 from transformers import PreTrainedModel
 
 from qoff.errors import OpError, QoffError
@@ -38,8 +39,17 @@ class PlacedModel(PreTrainedModel):
     def hf_device_map(self) -> dict[str, str]:
         """Where weights are, as accelerate writes it: "" for the device, then what streams.
 
-        A layer that streams in part is named with where the rest comes from, "cpu" or "disk".
+        A layer that streams in part is named with where the rest comes from, "cpu" or "disk". There
+        is none if all are where a pipeline computes that is not told a device: transformers makes
+        none then, and a pipeline takes no `device` for a model that has one.
         """
+        places = self._places
+        if len(places) == 1 and self._computes_on.type == "cpu" and not accelerator.is_available():
+            raise AttributeError(f"all weights are on {self._computes_on}")
+        return places
+
+    @property
+    def _places(self) -> dict[str, str]:
         plan, checkpoint = self.runtime.residency, self.runtime.checkpoint
         decoder = self.runtime.decoder
         path = decoder.layers_path if isinstance(decoder, ModuleDecoder) else "model.layers"
@@ -74,11 +84,11 @@ class PlacedModel(PreTrainedModel):
         """Bytes of memory for weights: resident ones, and what others stream through."""
         plan, decoder = self.runtime.residency, self.runtime.decoder
         outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
-        return plan.device_bytes - plan.workspace + plan.host_bytes + outer
+        return plan.weight_bytes + outer
 
     def extra_repr(self) -> str:
         plan, checkpoint = self.runtime.residency, self.runtime.checkpoint
-        streamed = len(self.hf_device_map) - 1
+        streamed = len(self._places) - 1
         there = "all of them"
         if streamed:
             there = f"{streamed} modules stream through {plan.slots} slots"

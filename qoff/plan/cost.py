@@ -280,9 +280,8 @@ class CostModel:
     ) -> tuple[Array, Array]:
         """Seconds of a round's passes in matrices, in calling the ops, and between them.
 
-        And those of them that the head takes.
-
-        In the block schedule, those behind the first find what fits in the cache.
+        In the block schedule, those behind the first find what fits in the cache. Returned beside:
+        the seconds of them that the head takes.
         """
         device, sizes = self.machine.device, self.sizes
         calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)

@@ -85,7 +85,8 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> dict[str, Any]:
         batches = self._batches
-        body = BatchRequest.model_validate_json(await read_data(request, self._options))
+        data = await read_data(request, self._options)
+        body = await self._engine.of_body(len(data), lambda: BatchRequest.model_validate_json(data))
         return await self._engine.on_disk(
             lambda: batches.create(
                 body.input_file_id, body.endpoint, body.completion_window, body.metadata

@@ -123,11 +123,19 @@ class JsonLines(logging.Formatter):
         return json.dumps({**said, **getattr(record, "fields", {})}, default=str)
 
 
+def _mild(record: logging.LogRecord) -> bool:
+    """Have uvicorn warn of requests that a server's end cuts off, where it says error."""
+    if "graceful shutdown exceeded" in str(record.msg):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
+
+
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
     """Have what the server, uvicorn and asyncio say go to standard error, as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
+    handler.addFilter(_mild)
     logs = [logger, logging.getLogger("uvicorn.error"), logging.getLogger("asyncio")]
     for log, least in zip(logs, (level.upper(), "WARNING", "ERROR"), strict=True):
         log.addHandler(handler)

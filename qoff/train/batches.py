@@ -49,12 +49,13 @@ class Limits:
                 f"a micro-batch has {ids.numel():,} tokens {list(ids.shape)}; this training is for "
                 f"[B, T] of up to {self.tokens:,}: raise tokens"
             )
+        for name in ("labels", "attention_mask", "position_ids"):
+            if not isinstance(batch.get(name), Tensor | None):
+                kind = type(batch[name]).__name__
+                raise ArgumentError(f"{name} of a micro-batch must be a tensor, not {kind}")
         labels = batch.get("labels")
-        if not isinstance(labels, Tensor | None):
-            kind = type(labels).__name__
-            raise ArgumentError(f"labels of a micro-batch are a tensor, not {kind}")
-        if self.positions is not None and "position_ids" not in batch:
-            self._check_length(ids.shape[1], self.positions)
+        if "position_ids" not in batch:
+            self.check_length(ids.shape[1])
         self._check_words("input_ids", ids)
         if labels is None:
             mask = batch.get("attention_mask")
@@ -67,6 +68,14 @@ class Limits:
         self._check_words("labels", labels[labels != IGNORED])
         return {**batch, "labels": labels}
 
+    def check_length(self, found: int) -> None:
+        """Raise ArgumentError for a sequence of more tokens than there are positions."""
+        if self.positions is not None and found > self.positions:
+            raise ArgumentError(
+                f"a sequence has {found:,} tokens, and this model has positions for "
+                f"{self.positions:,}; use shorter sequences"
+            )
+
     def _check_words(self, name: str, ids: Tensor) -> None:
         if ids.is_floating_point():
             raise ArgumentError(f"{name} of a micro-batch are whole numbers, not {ids.dtype}")
@@ -75,12 +84,4 @@ class Limits:
             raise ArgumentError(
                 f"{name} of a micro-batch have {low if low < 0 else high}; this model's vocabulary "
                 f"is 0 to {self.vocabulary - 1:,}"
-            )
-
-    @staticmethod
-    def _check_length(found: int, most: int) -> None:
-        if found > most:
-            raise ArgumentError(
-                f"a sequence has {found:,} tokens, and this model has positions for {most:,}; use "
-                "shorter sequences"
             )

@@ -80,12 +80,12 @@ class Encoder:
     """Turns a line into tokens. What is learned:
 
     - `text`: everything;
-    - `prompt` and `completion`: the completion;
+    - `prompt` and `completion`: the completion, or of messages the assistant's in it;
     - `messages`: what the assistant says, with the template's end of it. Where the template writes
       a conversation otherwise than its beginning, the last answer; if that too, everything.
 
-    The first two end with the tokenizer's end token, which is learned. `tools` beside `messages`
-    are given to the template.
+    Text ends with the tokenizer's end token, which is learned. `tools` beside messages are given
+    to the template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer) -> None:
@@ -103,18 +103,24 @@ class Encoder:
         if keys not in ({"text"}, {"prompt", "completion"}):
             raise FormatError(f"a line is {_FORMS}")
         parts = [line.get("prompt", ""), line.get("completion", line.get("text"))]
+        if all(isinstance(part, list) for part in parts):
+            said = self._conversation(parts[0] + parts[1], line.get("tools"), len(parts[0]))
+            return self._tokens(*said, whole=False)
         if not all(isinstance(part, str) for part in parts) or not parts[1]:
             raise FormatError(f"{' and '.join(sorted(keys))} must be text that is not empty")
         return self._tokens("".join(parts), [(len(parts[0]), len("".join(parts)))], whole=True)
 
-    def _conversation(self, messages: Any, tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _conversation(
+        self, messages: Any, tools: Any, prompt: int = 0
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Its text and the parts to learn, which are not in the first `prompt` messages."""
         if not isinstance(messages, list) or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
         ):
             raise FormatError("messages must be a list of objects with a role")
         if not isinstance(tools, list | None) or not all(isinstance(x, dict) for x in tools or ()):
             raise FormatError("tools must be a list of objects")
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= prompt]
         if not answers:
             raise FormatError("there is no message of the assistant to learn")
         text = self._text(messages, tools, False)
@@ -127,6 +133,11 @@ class Encoder:
         found = [place for place in learned if place is not None]
         if len(found) < len(learned):
             found = [place for place in learned[-1:] if place is not None]
+        if prompt and not found:
+            raise FormatError(
+                "the chat template writes the prompt in another way with an answer behind it, so "
+                'it cannot be told from that; use {"messages": [...]}'
+            )
         return text, found or [(0, len(text))]
 
     def _text(self, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str:

@@ -38,6 +38,7 @@ from .schedules import Schedule
 from .training import Training
 
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
+_SEEN = "sequences_seen"  # learned from so far, beside what makes a run what it is
 _UNNAMED = {"optimizer": "adamw", "delayed": False}  # of older runs
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
@@ -193,6 +194,7 @@ class Run:
     """Goes through the steps of a run that is new, or goes on from its checkpoint in `out`.
 
     saved: the step of the last checkpoint, if there is one. log: the CSV file of all steps.
+    skipped: sequences that are left out, as the last step before ended its epochs without them.
     """
 
     def __init__(
@@ -218,6 +220,7 @@ class Run:
         }
         self.checkpoint, self.log = out / _CHECKPOINT, out / _LOG
         self.saved: int | None = None
+        self.skipped = 0
         if checkpoints.exists(self.checkpoint) and not overwrite:
             self._resume()
         with io_errors(out, DiskWriteError, "choose another --output"):
@@ -264,8 +267,7 @@ class Run:
                 held_out = None
                 ends = training.steps % every == 0 or training.steps == last
                 if ends:
-                    training.save(self.checkpoint, self._same)
-                    self.saved = training.steps
+                    self._save(min(most, training.steps * recipe.micro_batches))
                 try:
                     held_out = self._evaluated() if ends else None
                 finally:  # the checkpoint has this step, so the log has it
@@ -273,6 +275,18 @@ class Run:
                     told = Told(training.steps, loss, training.grad_norm, lr, rate, held_out)
                     log.add(told)
                 tell(told)
+
+    def resumed(self, last: int) -> str:
+        """How it goes on from its checkpoint up to step `last`, in words."""
+        if self.steps >= last:
+            return f"is at step {self.steps} already, and {last} are wanted: nothing is learned"
+        said = f"goes on after step {self.steps}"
+        if not self.skipped:
+            return said
+        return (
+            f"{said}, which ended a run of fewer epochs with room for more sequences: the next "
+            f"{self.skipped} of the data are left out"
+        )
 
     @property
     def where(self) -> str:
@@ -293,8 +307,12 @@ class Run:
     def _keep(self) -> None:
         """Save the step before one that failed, which has left weights as they were."""
         if self.steps not in (0, self.saved) and not self._recipe.delayed:
-            self._training.save(self.checkpoint, self._same)
-            self.saved = self.steps
+            self._save(self.steps * self._recipe.micro_batches)
+
+    def _save(self, sequences: int) -> None:
+        """Write a checkpoint of a run that has learned from so many sequences."""
+        self._training.save(self.checkpoint, {**self._same, _SEEN: sequences})
+        self.saved = self.steps
 
     def _evaluated(self) -> float | None:
         if self._held_out is None:
@@ -317,3 +335,5 @@ class Run:
                     f"{value}; choose another --output, or begin anew with --overwrite"
                 )
         self.saved = self._training.steps
+        whole = self.saved * self._recipe.micro_batches
+        self.skipped = whole - theirs.get(_SEEN, whole)

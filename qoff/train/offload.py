@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from os import PathLike
@@ -22,7 +23,7 @@ from .fused_lora import fuse
 from .gpu_link import device_for, streams_of
 from .homes import Homes
 from .needs import needs_of
-from .optimizers import AdamW, Optimizer, checked
+from .optimizers import AdamW, Optimizer, checked, from_zero
 from .placement import fitted
 from .sizes import Sizes
 from .training import Training
@@ -81,7 +82,7 @@ def offload(
     for name, value in (("tokens", tokens), ("micro_batches", micro_batches)):
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
-    if max_norm is not None and not max_norm > 0:
+    if max_norm not in (None, math.inf) and (max_norm == 0 or not from_zero(max_norm)):
         raise ArgumentError(f"max_norm is {max_norm!r}; use a number above 0, or None")
     room = memory_size("device_memory", device_memory)
     host = memory_size("host_memory", host_memory)

@@ -46,9 +46,9 @@ class Optimizer(ABC):
     def __post_init__(self) -> None:
         if self.bits not in (8, 32):
             raise ArgumentError(f"bits of the moments is {self.bits!r}; use 32 or 8")
-        if not callable(self.lr) and not _from_zero(self.lr):
+        if not callable(self.lr) and not from_zero(self.lr):
             raise ArgumentError(f"lr is {self.lr!r}; use a number from 0, like 1e-4")
-        if not _from_zero(self.weight_decay):
+        if not from_zero(self.weight_decay):
             raise ArgumentError(f"weight_decay is {self.weight_decay!r}; use a number from 0")
 
     @property
@@ -84,7 +84,7 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_betas(self.betas)
-        if not _from_zero(self.eps):
+        if not from_zero(self.eps):
             raise ArgumentError(f"eps is {self.eps!r}; use a number from 0, like 1e-8")
 
     @property
@@ -198,7 +198,8 @@ def checked(optimizer: object) -> Optimizer:
     return optimizer
 
 
-def _from_zero(value: Any) -> bool:
+def from_zero(value: Any) -> bool:
+    """Whether it is a finite number from 0."""
     try:
         return bool(0 <= value < math.inf)
     except TypeError:  # None, or text

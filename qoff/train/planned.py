@@ -23,6 +23,7 @@ from qoff.hf.plugin.streaming import Frozen, frozen_of
 from qoff.plan.sizes import ModelSizes
 
 from .activations import Activations, Cost
+from .batches import Limits
 from .finetune import Lora, adapted
 from .homes import Homes
 from .needs import needs_of
@@ -94,11 +95,13 @@ def planned(
     """The training of the model of a `config.json`; the arguments are those of `offload`.
 
     lora, packed: adapters beside a qoff checkpoint of these sizes, which streams. dtype: of weights
-    where all learn. Raises UnsupportedModelError, ArgumentError.
+    where all learn. Raises UnsupportedModelError, ArgumentError, also for more tokens than learned
+    positions.
     """
     # Tensors beside parameters are real: masks depend on their values.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = _model(config, "float32" if lora is not None else dtype)
+    Limits.of(model, tokens).check_length(tokens)
     costs = _costs(model, tokens)
     if lora is not None:
         with torch.device("meta"):  # PEFT moves what it makes

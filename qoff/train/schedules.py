@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from qoff.errors import ArgumentError
 
+from .optimizers import from_zero
+
 KINDS = ("constant", "linear", "cosine")
 
 
@@ -24,6 +26,11 @@ class Schedule:
     steps: int | None = None
 
     def __post_init__(self) -> None:
+        if not from_zero(self.lr):
+            raise ArgumentError(f"lr is {self.lr!r}; use a number from 0, like 1e-4")
+        for name, value in (("warmup", self.warmup), ("steps", self.steps or 0)):
+            if not isinstance(value, int):
+                raise ArgumentError(f"{name} is {value!r}; use a whole number")
         if self.kind not in KINDS:
             raise ArgumentError(f"schedule is {self.kind!r}; use {', '.join(KINDS)}")
         if self.warmup < 0 or (self.kind != "constant" and (self.steps or 0) <= self.warmup):

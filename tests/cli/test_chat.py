@@ -71,7 +71,7 @@ def test_commands(chat: Conversation, tmp_path: Path) -> None:
     assert "Ctrl-C stops an answer" in found
     assert "qoff: there is no command '/nothing'" in found
     assert "qoff: /load needs a file" in found
-    assert "Is a directory" in found
+    assert f"qoff: {tmp_path}: Is a directory; name a file" in found
     assert chat.messages == [{"role": "system", "content": "Be brief"}]
     messages = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in messages] == ["system", "user", "assistant"]
@@ -79,6 +79,29 @@ def test_commands(chat: Conversation, tmp_path: Path) -> None:
     assert chat.messages == messages[1:]
     file.write_text("[]")
     assert "is no conversation" in said(chat, f"/load {file}")
+    found = said(chat, f"/save {file}/a", f"/save {tmp_path}", "/save ~nobody-here/a", "/save a\0b")
+    assert f"qoff: {file}/a: Not a directory; choose another place" in found
+    assert found.count("qoff: ") == 4
+    assert "Errno" not in found
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_a_message_whose_answer_fails_is_forgotten(
+    chat: Conversation, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    assert "qoff:" not in said(chat, "Hi")
+    before = list(chat.messages)
+
+    def fails(*_: object) -> Iterator[int]:
+        yield from [70] * pieces
+        raise QoffError("a broken layer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("qoff.cli.chat.tokens_of", fails)
+        assert "qoff: a broken layer" in said(chat, "and now")
+    assert chat.messages == before
+    assert "qoff:" not in said(chat, "again")
+    assert [one["content"] for one in chat.messages[::2]] == ["Hi", "again"]
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(chat: Conversation) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
+from qoff.cli.convert import Target, loss_sentence
 from qoff.eval.texts import CALIBRATION_TEXT
 from qoff.plan import Plan
 from qoff.plan.forms import WeightForm
 from qoff.plan.saved import plan_text
-from qoff.quant import Format
+from qoff.quant import Format, QuantConfig
 from tests.cli.test_cli import FAST, fail, succeed
 from tests.cli.test_trust import TOKENIZER
 from tests.models.gguf_model import Model
@@ -160,9 +161,34 @@ def test_a_place_that_cannot_be_is_refused_before_a_text_is_read(
 def test_a_size_below_all_formats_is_refused_before_they_are_measured(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qoff.eval.mixing.native.NativeSensitivities", None)
-    options = ("--target-bits", 3, "--calibration", text)
-    assert "take more than 4" in fail("convert", source, tmp_path / "out", *options)
+    """In groups of 64, or of 32 where 64 do not divide the columns."""
+    monkeypatch.setattr("qoff.eval.mixing.native.Layerwise", None)
+    options = ("--target-bits", 4.2, "--calibration", text)
+    said = fail("convert", source, tmp_path / "out", *options)
+    assert "4.2 bits a weight are too few; the smallest formats take 4.294" in said
+
+
+def test_a_size_above_all_formats_is_told(
+    source: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("--target-bits", 20, "--calibration", text, "--no-measure")
+    succeed("convert", source, tmp_path / "out", *FAST, *options)
+    (said,) = [one for one in caplog.messages if "more than formats can take" in one]
+    assert "the largest take 7.941" in said
+
+
+def test_what_is_no_model_is_refused_without_a_word_of_calibration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model").mkdir()
+    assert "no model.safetensors" in fail("convert", tmp_path / "model", tmp_path / "out")
+    assert not caplog.messages
+
+
+def test_much_loss_is_told_with_what_is_much() -> None:
+    found = {"kl": 0.06, "kl_error": 0.01, "kl_tokens": 512}
+    said = loss_sentence(found, QuantConfig(solver="gptq"), Target())
+    assert "which is much (more than 0.05); --bits 8, --max-kl 0.05 lose less" in said
 
 
 @pytest.mark.parametrize(

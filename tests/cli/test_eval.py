@@ -146,6 +146,7 @@ def test_what_cannot_be_is_one_line(
         ["--kv", "5"],
         ["--reference", "/nowhere"],
         ["--reference-memory", "much"],
+        ["--tasks", "qoff_nothing"],
     ],
 )
 def test_what_cannot_be_is_known_before_a_model_is_converted(

@@ -94,7 +94,7 @@ def test_all_weights_learn_and_load_in_transformers(
     del begun["position"]["optimizer"], begun["position"]["gradients"]  # as of an older version
     header.write_text(json.dumps(begun))
     again = succeed(model, data, *options, "--packed", packed)  # nothing is left, wherever it lies
-    assert "goes on after step 8" in again.output
+    assert "is at step 8 already, and 8 are wanted: nothing is learned" in again.output
     begun["position"]["gradients"] = "auto"  # float32, of this model; as of an older version
     header.write_text(json.dumps(begun))
     succeed(model, data, *options, "--gradients", "float32")
@@ -147,6 +147,21 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
     assert other.exit_code == 1
     assert "is of another run: its seed is 0, here 5" in other.output
     assert "begin anew with --overwrite" in other.output
+
+
+def test_more_epochs_say_what_the_last_step_of_fewer_had_no_room_for(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Of 12 sequences, 5 a step: the third has 2 of them, and 5 steps are 2 epochs."""
+    out = tmp_path / "out"
+    options = [model, data, "--full", "-o", out, "--sequence", 20, "--micro-batches", 5]
+    succeed(*options, "--epochs", 1)
+    assert len(log(out)) == 3
+    again = succeed(*options, "--epochs", 2).output
+    assert "goes on after step 3" in again
+    assert "room for more sequences: the next 3 of the data are left out" in again
+    assert len(log(out)) == 5
+    assert "at step 5 already, and 1 are wanted" in succeed(*options, "--steps", 1).output
 
 
 def test_rates_fall_and_what_is_held_out_is_evaluated(

@@ -244,6 +244,14 @@ def test_a_training_is_planned(config: Path, here: Path, lora: tuple[str, ...]) 
     assert "qoff finetune" in shown.output
 
 
+def test_sequences_of_a_training_end_where_learned_positions_do(here: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | {"model_type": "gpt2"}))
+    found = run("plan", path, "--machine", here, "--train", "--sequence", 5000)
+    assert found.exit_code == 1
+    assert "has 5,000 tokens, and this model has positions for 4,096" in found.output
+
+
 def test_memory_by_the_formulas(config: Path) -> None:
     found = run("plan", config, "--memory", "--json")
     assert found.exit_code == 0, found.output

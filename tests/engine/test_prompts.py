@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,13 +110,20 @@ def test_bounds_are_the_plans_or_the_callers(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"plan": 3}, {"plan": {"batches": 2}}, {"adapters": ["a"]}, {"adapters": {"a": 3}}],
+    [
+        {"path": 3},
+        {"path": None},
+        {"plan": 3},
+        {"plan": {"batches": 2}},
+        {"adapters": ["a"]},
+        {"adapters": {"a": 3}},
+    ],
 )
-def test_plans_and_adapters_of_other_types_are_refused(
+def test_paths_plans_and_adapters_of_other_types_are_refused(
     checkpoint: Path, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(ArgumentError, match=f"{next(iter(wrong))} (is|are) .*; give a"):
-        LLM(checkpoint, **wrong)
+        LLM(**{"path": checkpoint, **wrong})
 
 
 def test_a_folder_to_spill_to_may_be_text(checkpoint: Path, tmp_path: Path) -> None:
@@ -200,6 +208,12 @@ def test_a_wrong_prompt_is_one_result_with_an_error(llm: LLM, prompt: Any) -> No
 def test_a_list_of_numbers_is_one_prompt(llm: LLM, numbers: list[Any]) -> None:
     (found,) = llm.generate(numbers, PARAMS)
     assert "token ids are whole numbers" in found.error
+
+
+def test_a_flat_tensor_or_array_is_one_prompt(llm: LLM) -> None:
+    (wanted,) = llm.generate([5, 6, 7], PARAMS)
+    for ids in (torch.tensor([5, 6, 7]), np.array([5, 6, 7])):
+        assert llm.generate(ids, PARAMS) == [wanted]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

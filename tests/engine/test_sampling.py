@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.answers import completion
 from qoff.engine.request import Logprob, Sequence
 from qoff.engine.sampling import LogitsRow, Sampler
+from qoff.errors import ArgumentError
 from qoff.kernels import sampling
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
@@ -56,6 +58,21 @@ def test_whole_numbers_are_taken_as_floats() -> None:
     penalties = {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1}
     assert drawn(LOGITS, 0, **penalties) == 0
     assert drawn(temperature=2**70, top_p=1, min_p=0) in range(5)
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    found = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), seed=np.uint8(255), max_tokens=np.int32(9),
+        ignore_eos=np.bool_(True), stop_token_ids=[np.int64(5), 6], logit_bias={np.int64(7): 1},
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert found == SamplingParams(
+        n=2, temperature=0.5, seed=255, max_tokens=9, ignore_eos=True, stop_token_ids=[5, 6],
+        logit_bias={7: 1},
+    )  # fmt: skip
+    assert type(found.n) is type(found.seed) is int
+    for wrong in (np.bool_(True), np.float64(2), np.str_("2")):
+        with pytest.raises(ArgumentError, match="top_k is"):
+            SamplingParams(top_k=wrong)  # type: ignore[arg-type]
 
 
 def test_an_answer_does_not_end_before_min_tokens() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qoff.errors import QuantizationError
+from qoff.errors import ArgumentError, QuantizationError
 from qoff.eval.mixing.by_modules import ModuleSensitivities
 from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
 from qoff.eval.mixing.sensitivity import Sensitivity
@@ -50,6 +50,14 @@ def model(
 @pytest.fixture(scope="module")
 def found(model: ModuleSensitivities) -> list[Sensitivity]:
     return model.of(FORMATS)
+
+
+def test_a_size_below_all_formats_is_refused_before_the_model_runs(
+    model: ModuleSensitivities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.eval.mixing.by_modules.UnconvertedModules.run", None)
+    with pytest.raises(ArgumentError, match=r"4.1 bits a weight are too few; the smallest .* 4"):
+        ModuleSensitivities(model._source, texts(4, 64), RTN, bits=4.1)
 
 
 def test_every_matrix_is_there_with_its_bytes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,37 @@ def test_caches_count_from_when_they_are_made(base: Path) -> None:
         with pytest.raises(BudgetError, match="KV cache"):
             _ = [copy.deepcopy(cache) for _ in range(100)]
         assert pickle.loads(pickle.dumps(cache)).columns == cache.columns
+
+
+def test_calls_of_several_threads_wait_for_room(base: Path) -> None:
+    path = tiny_checkpoint(base, "llama-head64")
+    least, _ = load_budgets(path, context=256)
+    model, _ = qoff.load(path, device_memory=least, context=256)
+    ids, found = torch.randint(3, 120, (1, 100)), list[Any]()
+    within = threading.Event()
+
+    def generate(**more: Any) -> Any:
+        return model.generate(ids, max_new_tokens=120, **RUN, **more)
+
+    def fail(*_: Any) -> bool:
+        within.set()
+        with pytest.raises(BudgetError, match="of other caches"):
+            generate()  # would wait for itself
+        raise KeyboardInterrupt
+
+    def others() -> None:
+        within.wait()
+        found.append(generate())
+
+    threads = [threading.Thread(target=others, daemon=True) for _ in range(3)]
+    with model:
+        wanted = generate()
+        for thread in threads:
+            thread.start()
+        with pytest.raises(KeyboardInterrupt) as kept:
+            generate(stopping_criteria=[fail])
+        for thread in threads:
+            thread.join()
+        assert kept.tb is not None  # which keeps the cache alive
+        assert len(found) == len(threads)
+        assert all(torch.equal(one, wanted) for one in found)

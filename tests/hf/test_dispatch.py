@@ -143,7 +143,10 @@ def test_it_is_neither_cast_nor_moved(tmp_path: Path) -> None:
     qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0], **options)
     for same in (model.to("cpu"), model.float(), model.cpu(), nn.Sequential(model).to("cpu")[0]):
         assert same is model
-    for cast in (model.half, lambda: model.to(torch.bfloat16), nn.Sequential(model).double):
+    for part in (model.model, model.model.layers, model.model.layers[1]):
+        assert part.to("cpu") is part
+    casts = (model.half, model.model.half, model.model.layers[1].half, nn.Sequential(model).double)
+    for cast in (*casts, lambda: model.to(torch.bfloat16)):
         with pytest.raises(ArgumentError, match=r"load it again with dtype=torch\."):
             cast()
     with pytest.raises(ArgumentError, match="moved from cpu to meta"):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import qoff
 from qoff.errors import ArgumentError, OpError, QoffError
 from qoff.kvcache import KVQuant
-from tests.module_models import module_checkpoint, module_reference, module_source
+from tests.module_models import MODULES, module_checkpoint, module_reference, module_source
 from tests.tiny_models import QUANT, load_budgets
 from tests.tolerances import PACKED_8, assert_close
 
@@ -164,3 +164,22 @@ def test_a_model_without_attention_says_so(base: Path) -> None:
     model, _ = qoff.load(module_checkpoint(base, "mamba2"))
     with model:
         assert "cannot be packed: it has no attention;" in repr(model)
+
+
+def test_new_tokens_may_be_multiplied_by_the_mask(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODULES, "mamba", {"model_type": "mamba", "state_size": 8})
+    path = module_checkpoint(base, "mamba")
+    reference = module_reference(base, "mamba")
+    model, tokenizer = qoff.load(path)
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    with model:
+        inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+        inputs.pop("token_type_ids", None)
+        wanted = reference.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options), wanted)
+    with qoff.LLM(path, device="cpu") as llm:
+        params = qoff.SamplingParams(temperature=0, max_tokens=6, min_tokens=6)
+        found = [list(one.token_ids) for one in llm.generate(PROMPTS, params)]
+        assert found == wanted[:, -6:].tolist()

@@ -83,6 +83,14 @@ def test_nothing_is_started_that_would_not_help(
     assert not list(stand_ins.iterdir())
 
 
+def test_where_no_process_can_be_started_nothing_is_wrong(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts.sys, "executable", str(tmp_path / "gone"))
+    parts.compile_all(tmp_path, 2)
+    assert not list(stand_ins.iterdir())
+
+
 def test_an_interrupt_leaves_no_process_behind(
     stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

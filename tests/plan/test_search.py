@@ -309,11 +309,17 @@ def test_more_memory_on_the_front_is_faster() -> None:
         pareto_front(sizes(), machine(device=MIB), WORK)
 
 
-@pytest.mark.parametrize("layers", [9, 512])
-def test_experts_in_too_many_layers_of_passes_are_not_simulated(
-    layers: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("of", "most", "layers"), [(mixture, 20, 10), (sizes, 12, 12)])
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_too_many_layers_of_passes_are_not_simulated(
+    of: Callable[[], ModelSizes],
+    most: int,
+    layers: int,
+    fewer: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("qoff.plan.finalists.LAYER_PASSES", layers)  # of 10 and more
+    assert of().spec.num_layers == layers
+    monkeypatch.setattr("qoff.plan.finalists.LAYER_PASSES", most - fewer)
     asked = list[Certified]()
 
     def simulate(one: Certified) -> Certified:
@@ -321,6 +327,6 @@ def test_experts_in_too_many_layers_of_passes_are_not_simulated(
         return one
 
     alone = Workload(Lengths.of(64), Lengths.of(16), 1)
-    best = find_plan(mixture(), machine(device=9 * MIB), alone, simulate=simulate)
-    assert best.hits is not None
-    assert (best.simulated is None) == (not asked) == (layers == 9)
+    best = find_plan(of(), machine(device=9 * MIB), alone, simulate=simulate)
+    assert (best.hits is not None) == (of is mixture)
+    assert (best.simulated is None) == (not asked) == bool(fewer)

@@ -202,13 +202,14 @@ def test_small_requests_do_not_wait_for_large_ones(
         large = in_threads(
             lambda: served.ask(TEXTS, {"prompt": "x" * 70_000}),
             lambda: served.ask("/tokenize", {"prompt": "x" * 70_000}),
+            lambda: served.ask("/v1/batches", {"input_file_id": "x" * 70_000}),
         )
-        wait_for(lambda: served.engine._large._work_queue.qsize() == 2)
+        wait_for(lambda: served.engine._large._work_queue.qsize() == 3)
         assert served.ask(TEXTS, {"prompt": "a"})[0] == 200
         assert served.ask("/tokenize", {"prompt": "a"})[0] == 200
     finally:
         free.set()
-    assert [one.result()[0] for one in large] == [400, 400]
+    assert [one.result()[0] for one in large] == [400] * 3
     assert {name.partition("_")[0] for is_large, name in where if is_large} == {"qoff-serve-large"}
     assert len(where) == 4
     assert "qoff-serve-large" not in {name for is_large, name in where if not is_large}

@@ -22,6 +22,7 @@ from qoff.cli.main import app
 from qoff.engine import LLM
 from qoff.errors import FormatError, QoffError
 from qoff.serve.engine import Engine
+from qoff.serve.guard import logging_to_stderr
 from qoff.serve.server import Server, serve
 
 from .conftest import MODEL, OPTIONS, PLAN, Running, running
@@ -116,6 +117,27 @@ def test_open_answers_end_within_the_bound(
     assert [one.fields["status"] for one in logged] == [200 if bound > 1 else 503]
     assert not any(one.exc_info or "Exception" in one.getMessage() for one in caplog.records)
     assert names() == before
+
+
+def test_requests_that_are_cut_off_at_the_end_are_no_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine, options = Engine(MODEL, 4, 10), replace(OPTIONS, shutdown_timeout_s=0.1)
+    head = f"POST {CHATS} HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    with (
+        logging_to_stderr("info"),
+        Server(engine, options) as server,
+        Running(server, engine).connect() as sock,
+    ):
+        sock.sendall(head.encode())
+        end = time.monotonic() + 5
+        while not server._server.server_state.tasks:
+            assert time.monotonic() < end
+        server.close()
+    engine.stop()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["level"] for line in lines] == ["warning", "info"]
+    assert "graceful shutdown exceeded" in lines[0]["event"]
 
 
 def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:

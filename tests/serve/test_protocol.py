@@ -122,8 +122,24 @@ def test_all_lists_and_objects_together_have_a_bound(body: Any) -> None:
     assert "more than 65536 objects and lists" in wrong_body(found.value).message
 
 
-@pytest.mark.parametrize("text", ["[{" * 40_000, '"[' * 70_000, "\\{" * 70_000, '\\"{' * 70_000])
-def test_brackets_in_a_text_do_not_count(text: str) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {f"k{i}": 1 for i in range(140_000)},
+        {"chat_template_kwargs": {f'{i}"': "a:b" for i in range(140_000)}},
+    ],
+    ids=["flat", "nested"],
+)
+def test_all_fields_together_have_a_bound(more: Any) -> None:
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate_json(json.dumps({"messages": CHAT, **more}))
+    assert wrong_body(found.value).message == "more than 131072 fields"
+
+
+@pytest.mark.parametrize(
+    "text", ["[{" * 40_000, ":" * 140_000, '"[' * 70_000, "\\{" * 70_000, '\\"{' * 70_000]
+)
+def test_signs_in_a_text_do_not_count(text: str) -> None:
     body = {"messages": [{"role": "user", "content": text}]}
     ChatRequest.model_validate_json(json.dumps(body))
 

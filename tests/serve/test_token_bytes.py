@@ -61,6 +61,19 @@ def test_offsets_are_where_tokens_are_in_the_text(kind: str) -> None:
     assert text[start : start + 5] == f"{SMILE} you"
 
 
+def test_special_tokens_count_where_the_text_has_them() -> None:
+    with_decoder, tokens = tokenizer("bytes")
+    with_decoder.add_special_tokens({"bos_token": "<s>"})
+    bos, hi, you = with_decoder.bos_token_id, tokens[b"Hi"], tokens[b" you"]
+    form = Form("text", "tiny", with_decoder, 1)
+    given = [bos, hi, bos, you]
+    own: Any = form.logprobs(given, [step(one) for one in given])
+    assert own["text_offset"] == [0, 0, 2, 2]
+    for text, wanted in (("Hi you", [0, 0, 2, 2]), ("<s>Hi<s> you", [0, 3, 5, 8])):
+        found: Any = form.echoed(given, [None, *map(step, given[1:])], own, text)
+        assert found["text_offset"] == [*wanted, *(len(text) + at for at in [0, 0, 2, 2])]
+
+
 def step(*tokens: int) -> dict[int, Logprob]:
     return {token: Logprob(-float(rank), rank) for rank, token in enumerate(tokens, 1)}
 
@@ -80,7 +93,7 @@ def test_parts_of_characters_are_told_apart_as_openai_does() -> None:
     assert [text.logprobs(parts[at : at + 2], steps[at : at + 2], place) for at in (0, 2)] == [
         {name: values[at : at + 2] for name, values in found.items()} for at in (0, 2)
     ]
-    echoed: Any = text.echoed(parts, [None, *steps[1:]], found)
+    echoed: Any = text.echoed(parts, [None, *steps[1:]], found, SMILE)
     assert echoed["text_offset"] == [0, 0, 0, 0, 1, 1, 1, 1]
     said: Any = Form("chat", "tiny", with_decoder, 3).logprobs(parts, steps)
     assert [one["bytes"] for one in said["content"]] == [[byte] for byte in SMILE.encode()]

@@ -46,6 +46,11 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoder]:
             "<s>user: hi</s><s>assistant: yes</s><s>user: hi</s><s>assistant: yes</s>",
             "yes</s>yes</s>",
         ),
+        (
+            {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]},
+            "<s>user: hi</s><s>assistant: yes</s><s>user: hi</s><s>assistant: yes</s>",
+            "yes</s>",
+        ),
     ],
 )
 def test_what_is_learned(
@@ -69,6 +74,20 @@ def test_a_template_that_rewrites_the_past(tokenizer: Any) -> None:
     with ChatRenderer() as renderer:
         one = Encoder(tokenizer, renderer).encode({"messages": [ASKED, SAID, ASKED, SAID]})
     assert tokenizer.decode([x for x in one.labels if x != IGNORED]) == "yes</s>"
+
+
+def test_a_prompt_that_the_template_rewrites_is_not_learned(tokenizer: Any) -> None:
+    tokenizer = load_tokenizer(Path(tokenizer.name_or_path))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}think:{% endif %}"
+    )
+    with ChatRenderer() as renderer:
+        encoder = Encoder(tokenizer, renderer)
+        with pytest.raises(FormatError, match="writes the prompt in another way"):
+            encoder.encode({"prompt": [ASKED], "completion": [SAID]})
+        with pytest.raises(FormatError, match="no message of the assistant"):
+            encoder.encode({"prompt": [ASKED, SAID], "completion": [ASKED]})
 
 
 def test_tools_are_given_to_the_template(tokenizer: Any) -> None:
@@ -96,6 +115,7 @@ def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
         {"messages": "a"},
         [],
         {"text": 3},
+        {"prompt": [ASKED], "completion": "a"},
         "",
     ]
     path = tmp_path / "data.jsonl"
@@ -103,7 +123,7 @@ def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
     told: dict[int, str] = {}
     found = list(examples(path, encoder, told.__setitem__))
     assert [len(one.ids) for one in found] == [2]
-    assert list(told) == [2, 3, 4, 5, 6, 7]
+    assert list(told) == [2, 3, 4, 5, 6, 7, 8]
     assert "no message of the assistant" in told[4]
     assert "a line is {" in told[3]
 

@@ -23,6 +23,7 @@ from qoff.errors import (
 from qoff.train.boundaries import STAGES, Boundaries
 from qoff.train.homes import Homes
 from qoff.train.passes import Stop, StoppingLayer
+from qoff.train.schedules import Schedule
 
 from .test_training import LR, PLACES, batch, model_of, offloaded
 
@@ -139,7 +140,8 @@ def test_micro_batches_that_do_not_fit_the_model_are_refused() -> None:
     ids, labels = one["input_ids"], one["labels"]
     for changes, said in (
         ({"labels": labels[:, :-1]}, r"labels \[2, 5\] of a micro-batch of \[2, 6\]"),
-        ({"labels": labels.tolist()}, "are a tensor, not list"),
+        ({"labels": labels.tolist()}, "labels of a micro-batch must be a tensor, not list"),
+        ({"attention_mask": [[1] * 6] * 2}, "attention_mask of a micro-batch must be a tensor"),
         ({"labels": labels + 500}, "labels of a micro-batch have 6"),
         ({"labels": torch.full_like(labels, -1)}, "have -1; this model's vocabulary is 0 to"),
         ({"input_ids": ids + 500}, "input_ids of a micro-batch have"),
@@ -158,6 +160,20 @@ def test_sequences_end_where_learned_positions_do() -> None:
         training.step([batch(0)])
     apart = torch.arange(6).remainder(4)[None].expand(2, -1)  # as of two texts in one sequence
     training.step([{**batch(0), "position_ids": apart}])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": "x"}, {"lr": None}, {"warmup": 0.5}, {"kind": "linear", "steps": "9"}]
+)
+def test_numbers_of_schedules_are_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{[*wrong][-1]} is .*; use a (whole )?number"):
+        Schedule(**{"lr": 1e-4, **wrong})
+
+
+@pytest.mark.parametrize("norm", ["1", 0, -1.0, float("nan")])
+def test_a_norm_is_a_number_above_zero(norm: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"max_norm is .*; use a number above 0, or None"):
+        train.offload(model_of("llama"), tokens=12, max_norm=norm)
 
 
 @pytest.mark.parametrize("other", [torch.optim.AdamW, "adamw"])

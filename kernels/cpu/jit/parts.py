@@ -55,15 +55,20 @@ def compile_all(cache: Path, processes: int) -> None:
     program = sys.executable
     if processes < 2 or _MARK in os.environ or not program or getattr(sys, "frozen", False):
         return
-    with _alone(cache) as first, ExitStack() as stack:
-        if not first:
-            return
-        claims = stack.enter_context(TemporaryDirectory(prefix="qoff-compile-"))
-        text = _PROGRAM.format(path=sys.path, claims=claims)
-        running = [stack.enter_context(_process([program, "-c", text])) for _ in range(processes)]
-        ends = [one.wait() for one in running]
-        if any(ends):
-            logger.debug("processes that compile kernels ended with %s", ends)
+    try:
+        with _alone(cache) as first, ExitStack() as stack:
+            if not first:
+                return
+            claims = stack.enter_context(TemporaryDirectory(prefix="qoff-compile-"))
+            text = _PROGRAM.format(path=sys.path, claims=claims)
+            running = [
+                stack.enter_context(_process([program, "-c", text])) for _ in range(processes)
+            ]
+            ends = [one.wait() for one in running]
+            if any(ends):
+                logger.debug("processes that compile kernels ended with %s", ends)
+    except OSError as error:  # no process, temporary folder or lock: this one compiles alone
+        logger.debug("no other process compiles kernels: %s", error)
 
 
 def compile_parts(claims: str) -> None:

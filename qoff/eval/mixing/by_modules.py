@@ -19,7 +19,7 @@ from qoff.models.modules.structure import Matrix
 from qoff.models.sources import GGUFModulesSource, ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize
 
-from .sensitivity import Products, Sensitivities, choices, drawn
+from .sensitivity import Products, Sensitivities, check_size, choices, drawn
 
 _GROUP = 32  # that divides the columns of what is given a format
 _ROWS = 64  # whose predictions are compared at a time
@@ -29,8 +29,8 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
     """Measures one model on texts, int64 [texts, tokens], each of which is a batch of its own.
 
     Arguments as those of `native.NativeSensitivities`. The predictions of the model as it is are in
-    a file without a name, four bytes for each token of the vocabulary. Raises as `ModulesJob` does,
-    and QuantizationError for weights that are quantized already.
+    a file without a name, four bytes for each token of the vocabulary. Raises as `ModulesJob` and
+    `check_size` do, and QuantizationError for weights that are quantized already.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         seed: int = 0,
         calibration: Tensor | None = None,
         trust_remote_code: bool = False,
+        bits: float | None = None,
     ) -> None:
         if isinstance(source, GGUFModulesSource) and source.quantized:
             raise QuantizationError(
@@ -53,6 +54,9 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         self._model = UnconvertedModules(source, config, self._quant, trust_remote_code, _GROUP)
         self._texts = ids.split(1)
         self.layers = self._model.units - 1
+        if bits is not None:
+            layers = map(self._matrices, range(self.layers))
+            check_size(bits, [matrix.shape for layer in layers for matrix in layer])
         self._called: dict[int, str] = {}
         self._products: dict[str, Products] = {}
         self._run = self._model.run(self._texts, self._seen)

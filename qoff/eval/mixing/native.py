@@ -17,7 +17,7 @@ from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
 from qoff.quant import Format, QTensor, QuantConfig
 
-from .sensitivity import Products, Sensitivities, choices, drawn
+from .sensitivity import Products, Sensitivities, check_size, choices, drawn
 
 
 class NativeSensitivities(Sensitivities[Tensor]):
@@ -25,10 +25,11 @@ class NativeSensitivities(Sensitivities[Tensor]):
 
     quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
     calibration: texts, with which a solver that calibrates quantizes where the loss of a whole mix
-    is measured; single formats are compared without it.
+    is measured; single formats are compared without it. bits: a size to check before that.
 
-    Raises as `Layerwise` does, QuantizationError for weights that are quantized already, and
-    UnsupportedModelError for models whose layers share keys or have embeddings of their own.
+    Raises as `Layerwise` and `check_size` do, QuantizationError for weights that are quantized
+    already, and UnsupportedModelError for models whose layers share keys or have embeddings of
+    their own.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class NativeSensitivities(Sensitivities[Tensor]):
         quant: QuantConfig | None = None,
         seed: int = 0,
         calibration: Tensor | None = None,
+        bits: float | None = None,
     ) -> None:
         if model.spec.shared_kv or model.spec.per_layer is not None:
             raise UnsupportedModelError(
@@ -49,6 +51,9 @@ class NativeSensitivities(Sensitivities[Tensor]):
         self._quant = replace(quant or QuantConfig(), weights={})
         self._floats = Builder(model.source, self._quant, requantize=True)
         self._check_floats()
+        if bits is not None:
+            layers = [w for _, weights in self._units[:-1] for w in weights if not w.sensitive]
+            check_size(bits, [(w.rows, w.columns) for w in layers if w.columns is not None])
         self._run = Layerwise(model.spec, ids)
         self.layers, self.tokens = model.spec.num_layers, self._run.ids.numel()
         self._random = torch.Generator().manual_seed(seed)

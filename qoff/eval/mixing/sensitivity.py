@@ -17,16 +17,18 @@ that read most of the text.
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from qoff.errors import QuantizationError
+from qoff.errors import ArgumentError, QuantizationError
+from qoff.plan.forms import stored_bits
 from qoff.quant import Format, QTensor
 
 FORMATS = (
@@ -40,6 +42,7 @@ FORMATS = (
     Format(8, 64),
 )
 _EXPERTS = 16  # of a layer that stand for all
+logger = logging.getLogger(__name__)
 Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
 Progress = Callable[[int, int], None]  # layers done, layers in all
 Gradient = TypeVar("Gradient")  # by what comes out of a layer
@@ -162,6 +165,32 @@ class Sensitivities(ABC, Generic[Gradient]):
                 losses, sizes = {widest: 0.0}, {widest: sizes[widest]}
             found.append(Sensitivity(name, n * k * len(alike), sizes, losses))
         return found
+
+
+def check_size(bits: float, shapes: Iterable[tuple[int, int]]) -> None:
+    """Raise ArgumentError for fewer bits a weight than formats of matrices [N, K] can take.
+
+    Warns of more than they can take. A shape that no group divides is left out.
+    """
+    least = most = weights = 0.0
+    for n, k in shapes:
+        forms = [form for form in FORMATS if k % form.group_size == 0]
+        sizes = [stored_bits(form.bits, form.group_size) for form in forms]
+        if sizes:
+            least, most = least + n * k * min(sizes), most + n * k * max(sizes)
+            weights += n * k
+    if bits * weights < least:
+        raise ArgumentError(
+            f"{bits:g} bits a weight are too few; the smallest formats take {least / weights:.3f}, "
+            "scales and minima included"
+        )
+    if bits * weights > most > 0:
+        logger.warning(
+            "%g bits a weight are more than formats can take; the largest take %.3f, scales and "
+            "minima included",
+            bits,
+            most / weights,
+        )
 
 
 def drawn(logits: Tensor, leaf: Tensor, random: torch.Generator) -> Tensor:

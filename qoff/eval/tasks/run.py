@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from os import PathLike
 from pathlib import Path
@@ -14,6 +15,9 @@ from qoff.eval.extras import errors_only, extra
 from qoff.measure import tables
 
 OWN_TASKS = Path(__file__).resolve().parents[1] / "task_data"
+_NAMED = re.compile(
+    rb"""^\s*(?:- )?["']?(?:task|group|tag)["']?: *["']?([\w.-]+)""", re.MULTILINE
+)  # what files of tasks define
 _RESAMPLES = 1000  # for errors of metrics that are no means
 
 
@@ -29,6 +33,7 @@ def run_tasks(
     chat: bool = False,
     seed: int = 0,
     include_path: str | PathLike[str] | None = None,
+    manager: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness, by name, tag or group, on the model of a path.
@@ -37,6 +42,7 @@ def run_tasks(
     documents of each task, the first ones. num_fewshot: examples before each question; None: as the
     task says. batch_size, pass_tokens, max_length: see `harness.QoffLM`. chat: through the model's
     chat template. seed: of what examples are drawn. include_path: a folder with more tasks.
+    manager: of `manager_of`, which takes long, if there is one already.
 
     Returns "results", {task: {metric: value}}, errors as "metric_stderr"; "samples", documents by
     task; "versions" of the tasks; "higher_is_better"; and what was asked. Raises QoffError where
@@ -46,7 +52,8 @@ def run_tasks(
     for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise ArgumentError(f"{name} is {value!r}; use a whole number from {least}, or None")
-    manager = manager_of(tasks, [] if include_path is None else [include_path])
+    if manager is None:
+        manager = manager_of(tasks, [] if include_path is None else [include_path])
     chosen: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat}
     chosen["seed"] = seed
     sizes = {"batch_size": batch_size, "pass_tokens": pass_tokens, "max_length": max_length}
@@ -115,14 +122,26 @@ def manager_of(tasks: Sequence[str], folders: Sequence[str | PathLike[str]] = ()
     managers = extra("lm_eval.tasks")
     paths = [OWN_TASKS, *map(Path, folders)]
     manager = managers.TaskManager(include_path=paths, include_defaults=False)
-    if not set(tasks) <= set(manager.all_tasks):
+    others = [name for name in tasks if name not in manager.all_tasks]
+    if others:
+        # To load its own takes 15 s; a name that none of the files has is refused in one.
+        files = Path(managers.manager.__file__).parent.rglob("*")
+        texts = (file.read_bytes() for file in files if file.is_file() and file.suffix != ".pyc")
+        text = b"\n".join(texts)
+        named = {name.decode() for name in _NAMED.findall(text)}.union(manager.all_tasks)
+        _check_known([x for x in others if x.encode(errors="replace") not in text], named)
         manager = managers.TaskManager(include_path=paths)
-    for name in tasks:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3, cutoff=0.4)
+        _check_known(others, manager.all_tasks)
+    return manager
+
+
+def _check_known(names: Sequence[str], known: Collection[str]) -> None:
+    """Raise ArgumentError for a name that is not among the known ones."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             hint = f"the nearest names are {', '.join(near)}" if near else "no name is like it"
             raise ArgumentError(f"there is no task {name!r}; {hint}")
-    return manager
 
 
 def markdown(found: Mapping[str, Any]) -> str:

@@ -19,8 +19,8 @@ from qoff.budgets import memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint, CheckpointWriter, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT
 from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.plugin.model_methods import StreamedMethods
 from qoff.hf.plugin.offloaded import OffloadedLayer
-from qoff.hf.plugin.placed import Placed
 from qoff.hf.plugin.streaming import streamed_residency
 from qoff.memory import WeightStore
 from qoff.memory.plan.placement import spread_evenly
@@ -172,7 +172,7 @@ def _stream(
     turn = threading.Lock()
     for number, unit in enumerate(units):
         OffloadedLayer(unit.module, store, turn, number, [UnitPlace(unit)])
-    Placed(model, device, plan)
+    StreamedMethods(model, device, plan)
 
 
 def _checkpoint(files: Mapping[ModelUnit, WeightFile]) -> Checkpoint:

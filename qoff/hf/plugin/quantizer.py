@@ -122,7 +122,7 @@ class QoffHfQuantizer(HfQuantizer):
         from qoff.hf.packed.experts import QoffExperts
         from qoff.hf.packed.module import PackedModule
 
-        from .placed import num_parameters
+        from .model_methods import num_parameters
         from .save import save_pretrained
 
         if self._errors:

@@ -30,9 +30,9 @@ from qoff.models.runtime import transfers_to
 from qoff.models.spec import DecoderSpec
 from qoff.process import only_here
 
+from .model_methods import StreamedMethods
 from .offloaded import OffloadedLayer, packed_places
 from .operations import Into, Unfuse
-from .placed import Placed
 from .stored import Stored, stored_weights
 
 
@@ -137,7 +137,7 @@ class Streaming:
             OffloadedLayer(model.get_submodule(self._paths[i]), store, turn, unit, places)
         paths = {self._paths[i]: place for i, place in self._places.items()}
         model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]
-        Placed(model, self.device, plan)
+        StreamedMethods(model, self.device, plan)
         return store
 
     def _offloads(self, place: Any) -> bool:

@@ -74,6 +74,11 @@ class Residency:
         kept = self.host_expert_slots * self.expert_bytes
         return self.host_weight_bytes + self.host_staging_bytes + kept
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of both arenas for weights: those that stay, and what the others come through."""
+        return self.device_bytes - self.workspace + self.host_bytes
+
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
         """Those of all tiled units, in the order of computation."""

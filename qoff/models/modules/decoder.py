@@ -103,8 +103,9 @@ class ModuleDecoder:
         # Of attention that is qoff's, by transformers' numbers of layers with keys of their own.
         self.packed_shapes: dict[int, HeadShape] = {}
         lenders: dict[int, int] = {}
+        states = ModuleCache(self.text_config, 1).states
+        self._may_attend = probe.may_attend(states)
         if kv is not None:
-            states = ModuleCache(self.text_config, 1).states
             call = partial(self._call, self.model)
             self.packed_shapes, lenders = probe.head_shapes(self.model, call, states)
             kv.forms(list(self.packed_shapes.values()))
@@ -261,12 +262,14 @@ class ModuleDecoder:
         ids[new] = tokens
         real = cached.real.long()
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        if not self._may_attend:  # Mamba multiplies new tokens by the mask
+            real = real[:, -new.shape[1] :]
         options = {"attention_mask": real, "position_ids": positions}
         output = self._call(self.model, ids, cached.states, **options)
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def _call(self, model: Any, ids: Tensor, states: Any, **more: Tensor) -> Any:
+    def _call(self, model: Any, ids: Tensor, states: Any, **more: Tensor | None) -> Any:
         """transformers' forward pass, with what it takes of `more`."""
         offered: dict[str, Any] = {**more, **dict.fromkeys(CACHE_ARGUMENTS, states)}
         known = {name: value for name, value in offered.items() if name in self._parameters}

@@ -46,7 +46,7 @@ def head_shapes(
     """
     trial = _Trial(states)
     try:
-        if states.layers and not any(map(_attends, states.layers)):
+        if not may_attend(states):
             raise _RefusedError("it has no attention")
         _try(model, call, states, trial)
         return trial.shapes(), trial.lenders
@@ -90,7 +90,9 @@ def _try(model: Any, call: Callable[..., object], states: Any, attention: _Shape
     from .passes import ModulePass
 
     ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
-    real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
+    real = None  # means the same; layers may multiply by it, which is on another device
+    if may_attend(states):
+        real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
     with torch.device("meta"), _without_experts(model), _unvalidated():
         run = ModulePass(
             lambda: call(ids, states, attention_mask=real, position_ids=positions),
@@ -109,6 +111,11 @@ def _unvalidated() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+def may_attend(states: Any) -> bool:
+    """Whether a model may have attention, of which its cache may not know beforehand."""
+    return not states.layers or any(map(_attends, states.layers))
 
 
 def _attends(layer: Any) -> bool:

@@ -1,10 +1,11 @@
-"""What a transformers model says of weights that are packed or stream, and that these stay."""
+"""Methods of a transformers model where weights are packed or stream: sizes, casts and moves."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from qoff.errors import ArgumentError
 from qoff.hf.packed.derived import QoffEmbedding
 from qoff.hf.packed.module import CodesModule, PackedModule
 from qoff.memory import Residency
+
+from .offloaded import OffloadedLayer
 
 
 def num_parameters(
@@ -30,19 +33,26 @@ def num_parameters(
     return total
 
 
-class Placed:
-    """Takes the place of two methods of a model, which it does not keep alive."""
+class StreamedMethods:
+    """Takes the place of two methods of a model, which it does not keep alive.
+
+    One of them, `_apply`, is also that of the layers that stream and of all modules around them.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, plan: Residency) -> None:
-        """device: computes. plan: of what streams."""
+        """device: computes. plan: of what streams, which has its `OffloadedLayer`s already."""
         self._model, self._device = weakref.ref(model), device
-        self._streams = plan.device_bytes - plan.workspace + plan.host_bytes
+        self._streams = plan.weight_bytes
         self._dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        model._apply = self.apply  # type: ignore[method-assign]
+        for module in model.modules():
+            if any(isinstance(part.forward, OffloadedLayer) for part in module.modules()):
+                module._apply = partial(self.apply, weakref.ref(module))  # type: ignore[method-assign]
         model.get_memory_footprint = self.footprint  # type: ignore[assignment]
 
-    def apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What `to`, `half` and the like call: nothing where nothing changes.
+    def apply(
+        self, module: weakref.ref[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> Any:
+        """What `to`, `half` and the like of a module call: nothing where nothing changes.
 
         Raises ArgumentError else: weights that are not there now would stay as they are.
         """
@@ -58,7 +68,7 @@ class Placed:
                 f"a model whose layers stream cannot be moved from {was.device} to {now.device}; "
                 "load it again for that device"
             )
-        return self._model()
+        return module()
 
     def footprint(self, return_buffers: bool = True) -> int:
         """Bytes of memory: of weights that stay, and of what the others stream through."""
