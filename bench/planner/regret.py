@@ -93,17 +93,16 @@ def race(runs: Sequence[Callable[[], float]], turns: int, more: int) -> list[lis
     """
     seconds = [list[float]() for _ in runs]
     left = list(range(len(runs)))
-    for _ in range(turns):
+    for turn in range(turns + more):
         for number in left:
             seconds[number].append(runs[number]())
+        if turn >= turns:
+            continue
         medians = {number: statistics.median(seconds[number]) for number in left}
         order = sorted(left, key=lambda number: medians[number])
         near = _NEAR * medians[order[0]]
         kept = {0, *order[: max(_LEAST, len(left) // 2)]}
         left = [number for number in left if number in kept or medians[number] <= near]
-    for _ in range(more):
-        for number in left:
-            seconds[number].append(runs[number]())
     return seconds
 
 

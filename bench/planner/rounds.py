@@ -134,7 +134,7 @@ class Factors:
         said = one.decode
         busy = np.array([said.busy[name] for name in RESOURCES]) * self._each
         cpu = self.values[-1]  # which links wait for
-        busy += cpu * np.array([said.idle.get(name, 0.0) for name in RESOURCES])
+        busy += cpu * np.array([said.idle[name] for name in RESOURCES])
         layers = sum(len(plan.record_bytes) for plan in one.memory.blocks.plans)
         return float(round_seconds(busy, layers + 1))
 

@@ -39,7 +39,7 @@ class Forecast:
     seconds: float
     busy: Mapping[str, float]
     tokens: float
-    idle: Mapping[str, float] = field(default_factory=dict)
+    idle: Mapping[str, float]
 
     @property
     def tokens_per_s(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qoff.kvcache.store.placement import DISK, HOST
-from qoff.memory.plan import EMBEDDING, HEAD, Residency, Tile, Unit
+from qoff.memory.plan import EMBEDDING, HEAD, Residency
 
 from .mixture import Array
 from .phase import PLACED, RESOURCES, Phase
@@ -53,18 +53,18 @@ class Sweeps:
 
     def idle(self, phase: Phase, placed: Array) -> Array:
         """Seconds that each link waits for slots, because no unit streams then, [1, RESOURCES]."""
-        found, streamed = np.zeros((1, len(RESOURCES))), self.residency.streamed
-        if self.residency.expert_slots or not streamed:
+        found, plan = np.zeros((1, len(RESOURCES))), self.residency
+        if plan.expert_slots or not plan.streamed:
             return found
         seconds = phase.each[0] * phase.moved(placed)[0]
-        head = 0.0 if any(map(_of_head, streamed)) else float(phase.head[0])
-        starts = float(phase.starts[0])
-        rows_near = EMBEDDING in self.residency.resident | self.residency.host
+        head_streams = HEAD in plan.streamed or HEAD in plan.tiled
+        head, starts = 0.0 if head_streams else float(phase.head[0]), float(phase.starts[0])
+        rows_near = EMBEDDING in plan.resident or EMBEDDING in plan.host
         behind, beside = (0.0, head + starts) if rows_near else (starts, head)
         for number, _, tiers in self._links():
             busy = float(seconds[number, [_WEIGHTS[tier] for tier in tiers]].sum())
             if busy > 0:
-                ahead = self.residency.slots * busy / len(streamed)
+                ahead = plan.slots * busy / len(plan.streamed)
                 found[0, number] = behind + max(0.0, beside - ahead)
         return found
 
@@ -73,7 +73,3 @@ class Sweeps:
         machine = self.machine
         links: list[tuple[int, Link, tuple[str, ...]]] = [(_READ, machine.disk_read, (DISK,))]
         return links + [(_IN, machine.to_device, (HOST, DISK))] * machine.on_gpu
-
-
-def _of_head(unit: Unit) -> bool:
-    return (unit.unit if isinstance(unit, Tile) else unit) == HEAD
