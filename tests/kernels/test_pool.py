@@ -5,13 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from time import monotonic
 from typing import Any
 
 import pytest
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import job
-from qoff.kernels.cpu.jit.pool import JobList, Pool, default_pool, end_list, finish, take, wait
+from qoff.kernels.cpu.jit.pool import (
+    _END,
+    JobList,
+    Pool,
+    default_pool,
+    end_list,
+    finish,
+    take,
+    wait,
+)
 
 _ITEMS = 64
 _Counts = ctypes.c_int64 * (4 * _ITEMS)
@@ -98,6 +108,88 @@ def test_a_list_runs_several_times_until_a_job_ends_it(threads: int) -> None:
         assert (rounds.value, set(counts)) == (2, {2})
         pool.run_all(again, 9)
         assert (rounds.value, set(counts)) == (3, {2})  # what was before it in the list
+    pool.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_deferred_jobs_are_done_in_order(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the end, and when someone catches up; however many they are, and whoever begins them."""
+    monkeypatch.setattr("qoff.kernels.cpu.jit.pool._OPEN_JOBS", 30)
+    pool, steps = Pool(threads), 50
+    rows = (ctypes.c_int64 * _ITEMS * (steps + 1))()
+    between = (ctypes.c_int64 * 2)()
+    for start in range(1, 100):
+        rows[0][:] = [start] * _ITEMS
+        with pool.deferring():
+            for step in range(steps):
+                between[:] = [*map(ctypes.addressof, rows[step : step + 2])]
+                pool.run(_next.address, between)  # which keeps what it is told
+                if step == 20:
+                    pool.catch_up()
+                    assert set(rows[21]) == {start + 21}
+        assert set(rows[steps]) == {start + steps}
+    pool.close()
+
+
+@job
+def _until_told(pool, thread, threads, args):
+    """args: address of two int64: that the job has begun, and that it may end.
+
+    It also ends when its list is abandoned.
+    """
+    if take(pool, 0) == 0:
+        told = simd.peek_i64(args)
+        simd.atomic_store(told, 1)
+        while simd.atomic_load(told + 8) == 0 and simd.atomic_load(pool + _END) > 0:
+            simd.spin_pause()
+
+
+def _begin(pool: Pool) -> Any:
+    """Defer a job, and return when another thread has begun it; it ends when `[1]` is not 0."""
+    told, deadline = (ctypes.c_int64 * 2)(), monotonic() + 60
+    pool.run(_until_told.address, (ctypes.c_int64 * 1)(ctypes.addressof(told)), keep=told)
+    while told[0] == 0 and monotonic() < deadline:
+        pass
+    assert told[0] == 1
+    return told
+
+
+@job
+def _count(pool, thread, threads, args):
+    """args: address of an int64, how often the job was done."""
+    if take(pool, 0) == 0:
+        simd.atomic_add(simd.peek_i64(args), 1)
+
+
+def test_other_threads_begin_deferred_jobs() -> None:
+    pool, count = Pool(2), ctypes.c_int64()
+    with pool.deferring():
+        told = _begin(pool)
+        pool.run(_count.address, (ctypes.c_int64 * 1)(ctypes.addressof(count)))
+        assert count.value == 0
+        told[1] = 1
+    assert count.value == 1
+    pool.close()
+
+
+def test_of_deferred_jobs_none_begins_after_an_error() -> None:
+    """Those that have begun end first."""
+    pool, count = Pool(3), ctypes.c_int64()
+    counting = (ctypes.c_int64 * 1)(ctypes.addressof(count))
+
+    def fail() -> None:
+        with pool.deferring():
+            _begin(pool)
+            for _ in range(3):
+                pool.run(_count.address, counting)
+            raise ZeroDivisionError
+
+    for runs in range(1, 50):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert count.value == runs - 1
+        pool.run(_count.address, counting)
+        assert count.value == runs
     pool.close()
 
 

@@ -19,9 +19,30 @@ class BrokenError(Exception):
     """What must not happen."""
 
 
+class Launch(NamedTuple):
+    """A list, how many times it is to run, and how many jobs have begun when one ends it.
+
+    opened: its jobs are added one by one, and run once. abandoned: and the rest then given up.
+    """
+
+    jobs: tuple[Items, ...]
+    times: int = 1
+    ends: int = -1
+    opened: bool = False
+    abandoned: bool = False
+
+    def is_done(self, finished: frozenset, first: int) -> bool:
+        """Whether these are the items that may be done when the list is over."""
+        count = len(self.jobs) if self.ends < 0 else self.ends
+        counts = range(count + 1) if self.abandoned else [count]
+        jobs = [self.jobs[i % len(self.jobs)] for i in range(count)]
+        return any(finished == _items(jobs[:some], first) for some in counts)
+
+
 class Pool(NamedTuple):
     """Memory that threads share. number, leaving, inside: the three parts of `_AT`."""
 
+    launches: tuple[Launch, ...]
     number: int = 0
     leaving: bool = False
     inside: int = 0
@@ -54,18 +75,9 @@ class Thread(NamedTuple):
     item: int = 0
 
 
-class Launch(NamedTuple):
-    """A list, how many times it is to run, and how many jobs have begun when one ends it."""
-
-    jobs: tuple[Items, ...]
-    times: int
-    ends: int
-
-    def done(self, first: int) -> frozenset:
-        return _items([self.jobs[i % len(self.jobs)] for i in range(self.ends)], first)
-
-
-LAUNCHES = (Launch(((1, 1),), 1, 1), Launch(((1,),), 2, 1))
+LISTS = (Launch(((1, 1),)), Launch(((1,),), 2, 1))
+ABANDONED = (Launch(((1,),), opened=True, abandoned=True), Launch(((1,),)))
+OPEN_LISTS = (Launch(((1,), (1,)), opened=True, abandoned=True), Launch(((1,), (1,)), opened=True))
 
 
 def step(pool: Pool, threads: tuple[Thread, ...], i: int) -> tuple[Pool, Thread] | None:
@@ -84,25 +96,57 @@ def _alone(threads: tuple[Thread, ...]) -> None:
 
 
 def launch(pool, me, threads):
-    if me.launch >= 0 and pool.finished != LAUNCHES[me.launch].done(pool.first):
+    if me.launch >= 0 and not pool.launches[me.launch].is_done(pool.finished, pool.first):
         raise BrokenError(f"returned before its end: {pool}")
     at = me.launch + 1
-    if at == len(LAUNCHES):
+    if at == len(pool.launches):
         return pool._replace(stop=True), me._replace(step="publish", launch=at)
     _alone(threads)
-    last = pool.number + LAUNCHES[at].ends - 1 if LAUNCHES[at].times > 1 else -1
-    steps, none = LAUNCHES[at].jobs, frozenset()
+    now = pool.launches[at]
+    last = pool.number + now.ends - 1 if now.ends >= 0 else -1
+    steps, none = () if now.opened else now.jobs, frozenset()
     pool = pool._replace(steps=steps, first=pool.number, ends=last, finished=none)
-    return pool, me._replace(step="lengthen", launch=at)
+    return pool, me._replace(step="append" if now.opened else "lengthen", launch=at)
+
+
+def append(pool, me, _):
+    jobs = pool.launches[me.launch].jobs
+    return pool._replace(steps=jobs[: pool.end - pool.first + 1]), me._replace(step="lengthen")
 
 
 def lengthen(pool, me, _):
-    jobs = len(LAUNCHES[me.launch].jobs) * LAUNCHES[me.launch].times
+    now = pool.launches[me.launch]
+    jobs = 1 if now.opened else len(now.jobs) * now.times
     return pool._replace(end=pool.end + jobs), me._replace(step="publish")
 
 
+def abandon(pool, me, _):
+    return pool._replace(end=0), me._replace(step="look")
+
+
+def look(pool, me, _):
+    free = not pool.leaving and pool.inside == 0
+    return pool, me._replace(step="skip", at=pool.at) if free else me
+
+
+def skip(pool, me, _):
+    if pool.at != me.at:
+        return pool, me._replace(step="look", at=())
+    return pool._replace(number=pool.number + 1), me._replace(step="shut", at=())
+
+
+def shut(pool, me, _):
+    return pool._replace(end=pool.number), me._replace(step="launch")
+
+
 def publish(pool, me, _):
-    return pool._replace(epoch=pool.epoch + 1), _go(me, "ended" if pool.stop else "enter")
+    pool = pool._replace(epoch=pool.epoch + 1)
+    if pool.stop:
+        return pool, _go(me, "ended")
+    now = pool.launches[me.launch]
+    if len(pool.steps) < len(now.jobs):
+        return pool, _go(me, "append")
+    return pool, _go(me, "abandon" if now.abandoned else "enter")
 
 
 def sleep(pool, me, _):
@@ -123,7 +167,7 @@ def enter(pool, me, _):
 
 def at_end(pool, me, _):
     number, leaving, _ = me.at
-    if number == pool.end:
+    if number >= pool.end:
         return pool, _go(me, "sleep" if me.launch < 0 else "launch")
     if number == me.last or leaving:
         return pool, me._replace(step="enter", at=())
@@ -137,8 +181,10 @@ def join(pool, me, _):
 
 
 def read(pool, me, threads):
-    place, launch = me.number - pool.first, LAUNCHES[threads[0].launch]
-    if place >= launch.ends:
+    if pool.stop:
+        raise BrokenError(f"behind the last list: {pool}")
+    place, now = me.number - pool.first, pool.launches[threads[0].launch]
+    if place >= (now.ends if now.ends >= 0 else len(pool.steps)):
         raise BrokenError(f"behind the end of the list: {pool}")
     return pool, me._replace(step="take", job=pool.steps[place % len(pool.steps)])
 
@@ -225,15 +271,15 @@ def _add(counts: Items, i: int, most: int) -> Items:
 STEPS = {
     function.__name__.removesuffix("_"): function
     for function in (
-        launch, lengthen, publish, sleep, wake, stopped, enter, at_end, join, read, take, do,
-        end_list, finish, wait, leave, left, last, reset, open_,
+        launch, append, lengthen, abandon, look, skip, shut, publish, sleep, wake, stopped, enter,
+        at_end, join, read, take, do, end_list, finish, wait, leave, left, last, reset, open_,
     )
 }  # fmt: skip
 
 
-def states(workers: int) -> dict:
+def states(workers: int, launches: tuple[Launch, ...]) -> dict:
     """All states that can be reached, and which follow each. Raises BrokenError."""
-    begin = (Pool(), (Thread("launch"), *(Thread("sleep") for _ in range(workers))))
+    begin = (Pool(launches), (Thread("launch"), *(Thread("sleep") for _ in range(workers))))
     found: dict = {}
     ahead = [begin]
     while ahead:
@@ -252,9 +298,9 @@ def states(workers: int) -> dict:
     return found
 
 
-def check(workers: int) -> int:
+def check(workers: int, launches: tuple[Launch, ...]) -> int:
     """The number of states, if the end can be reached from each."""
-    found = states(workers)
+    found = states(workers, launches)
     before: dict = {state: [] for state in found}
     for state, following in found.items():
         for one in following:
@@ -271,13 +317,16 @@ def check(workers: int) -> int:
     return len(found)
 
 
-def test_every_order_of_steps_ends_with_every_item_done_once() -> None:
-    assert check(workers=2) > 10_000
+@pytest.mark.parametrize(("workers", "launches"), [(2, LISTS), (2, ABANDONED), (1, OPEN_LISTS)])
+def test_every_order_of_steps_ends_with_every_item_done_once(
+    workers: int, launches: tuple[Launch, ...]
+) -> None:
+    assert check(workers, launches) > 10_000
 
 
 def _joins_what_is_left(pool, me, _):
     """Into a job that is being left for good."""
-    there = me.at[0] not in (pool.end, me.last)
+    there = me.at[0] < pool.end and me.at[0] != me.last
     return (pool, me._replace(step="join")) if there else at_end(pool, me, _)
 
 
@@ -301,19 +350,31 @@ def _ends_too_early(pool, me, _):
     return pool._replace(end=pool.number), me._replace(step="finish")
 
 
+def _shuts_at_once(pool, me, _):
+    """Without making sure that nobody joins."""
+    return pool._replace(end=pool.number), me._replace(step="launch", at=())
+
+
+def _looks_at_nothing(pool, me, _):
+    """Whether anybody is in the job or not."""
+    return pool, me._replace(step="skip", at=pool.at)
+
+
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "wrong", "launches"),
     [
-        ("end_list", _ends_too_early),
-        ("at_end", _joins_what_is_left),
-        ("last", _leaves_at_once),
-        ("wait", _waits_for_nothing),
-        ("open", _opens_none),
+        ("end_list", _ends_too_early, LISTS),
+        ("at_end", _joins_what_is_left, LISTS),
+        ("last", _leaves_at_once, LISTS),
+        ("wait", _waits_for_nothing, LISTS),
+        ("open", _opens_none, LISTS),
+        ("skip", _shuts_at_once, OPEN_LISTS),
+        ("look", _looks_at_nothing, OPEN_LISTS),
     ],
 )
 def test_a_protocol_without_one_of_its_rules_is_found(
-    name: str, wrong: Callable, monkeypatch: pytest.MonkeyPatch
+    name: str, wrong: Callable, launches: tuple[Launch, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STEPS, name, wrong)
     with pytest.raises(BrokenError):
-        check(workers=1)
+        check(1, launches)

@@ -6,7 +6,7 @@ go on to the next phase when all items are. A launch is a list of jobs, one afte
 join a job as they come, and the next begins when those that did have left it: a thread that the
 operating system has put aside costs its share of the work, not everybody's time. Idle threads spin
 for some 50 microseconds, because a decoder launches the next list within a few, and then sleep in
-the kernel.
+the kernel. A list may be open: the other threads run its jobs while the caller adds more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _EPOCH, _AT, _STEPS, _COUNT, _FIRST, _END, _SLEEPERS, _STOP, _NEXT = (_LINE * i 
 _DONE = _NEXT + _PHASES * _LINE
 _STATE_BYTES = _DONE + _PHASES * _LINE
 _SPINS = 2000
-_FIRST_JOBS = 8  # of those deferred, which are run before it is known how long they take
+_FIRST_JOBS = 8  # of an open list, which are run before it is known how long they take
+_OPEN_JOBS = 4096  # of an open list
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -99,7 +100,7 @@ def _enter(pool, last):
     while True:
         at = simd.atomic_load(pool + _AT)
         number = at >> _NUMBER
-        if number == simd.atomic_load(pool + _END):
+        if number >= simd.atomic_load(pool + _END):
             return -1
         there = number != last and at & _LEAVING == 0
         if there and simd.compare_and_swap(pool + _AT, at, at + 1) != 0:
@@ -141,15 +142,20 @@ def place(pool):
 
 
 @inner
+def _take_part(pool, number, thread, threads):
+    """Do what is left of a job that this thread is in, while which the list stays what it is."""
+    at = (number - simd.peek_i64(pool + _FIRST)) % simd.peek_i64(pool + _COUNT)
+    step = simd.peek_i64(pool + _STEPS) + _STEP_BYTES * at
+    simd.call_job(simd.peek_i64(step), pool, thread, threads, simd.peek_i64(step + 8))
+    _leave(pool)
+
+
+@inner
 def _work(pool, thread, threads):
     """Take part in the jobs of the list until all are done."""
     number = _enter(pool, -1)
     while number >= 0:
-        # While this thread is in the job, the list stays what it is.
-        at = (number - simd.peek_i64(pool + _FIRST)) % simd.peek_i64(pool + _COUNT)
-        step = simd.peek_i64(pool + _STEPS) + _STEP_BYTES * at
-        simd.call_job(simd.peek_i64(step), pool, thread, threads, simd.peek_i64(step + 8))
-        _leave(pool)
+        _take_part(pool, number, thread, threads)
         number = _enter(pool, number)
 
 
@@ -185,6 +191,56 @@ def _launch(pool, threads, jobs, _):
 
 
 @job
+def _open(pool, steps, count, _):
+    """Begin a list of no jobs, with memory for `count`."""
+    simd.poke_i64(pool + _STEPS, steps)
+    simd.poke_i64(pool + _COUNT, count)
+    simd.poke_i64(pool + _FIRST, simd.atomic_load(pool + _AT) >> _NUMBER)
+
+
+@job
+def _append(pool, function, args, _):
+    """Add a job to the open list, for the other threads to begin."""
+    end = simd.atomic_load(pool + _END)
+    step = simd.peek_i64(pool + _STEPS) + _STEP_BYTES * (end - simd.peek_i64(pool + _FIRST))
+    simd.poke_i64(step, function)
+    simd.poke_i64(step + 8, args)
+    simd.atomic_add(pool + _END, 1)
+    _publish(pool)
+
+
+@job
+def _join(pool, threads, jobs, left):
+    """Take part in the open list for so many jobs, or to its end; how many are `left` then."""
+    number = simd.atomic_load(pool + _AT) >> _NUMBER
+    until, last = number + jobs, -1
+    while number < until:
+        number = _enter(pool, last)
+        if number < 0:
+            break
+        _take_part(pool, number, 0, threads)
+        last = number
+    number = simd.atomic_load(pool + _AT) >> _NUMBER
+    simd.poke_i64(left, simd.atomic_load(pool + _END) - number)
+
+
+@job
+def _abandon(pool, _, __, ___):
+    """End the open list after the jobs that threads are in, and wait for these."""
+    simd.atomic_store(pool + _END, 0)
+    while True:
+        at = simd.atomic_load(pool + _AT)
+        following = (at >> _NUMBER) + 1
+        # Who saw the list before it ended can no longer join.
+        if at & (2 * _LEAVING - 1) == 0 and simd.compare_and_swap(
+            pool + _AT, at, following << _NUMBER
+        ):
+            simd.atomic_store(pool + _END, following)
+            return
+        _sched_yield()
+
+
+@job
 def _stop(pool, thread, threads, args):
     simd.atomic_store(pool + _STOP, 1)
     _publish(pool)
@@ -212,12 +268,13 @@ class Pool:
         self._workspace: ctypes.Array[ctypes.c_char] = (ctypes.c_char * 0)()
         self.moves = 0  # how often the workspace came to lie elsewhere
         self._recorded: list[Job] | None = None  # what is run is noted here
-        self._later = False  # and not run yet
-        self._outgrown: list[object] = []  # workspaces that jobs noted know the address of
+        self._ahead: list[object] | None = None  # what jobs of the open list need, while deferring
+        self._outgrown: list[object] = []  # workspaces that these know the address of
         self._step, self._list = (ctypes.c_int64 * 2)(), (ctypes.c_int64 * 3)()
+        self._open_steps, self._left = (ctypes.c_int64 * (2 * _OPEN_JOBS))(), ctypes.c_int64()
         self._memory = (ctypes.c_byte * (_STATE_BYTES + _LINE))()
         self._state = -(-ctypes.addressof(self._memory) // _LINE) * _LINE
-        self._native_launch = _Native(_launch.address)
+        self._native_launch, self._native_append = map(_Native, (_launch.address, _append.address))
         worker = _Native(_worker.address)
         self._workers = [
             threading.Thread(
@@ -234,10 +291,11 @@ class Pool:
         keep: memory that `args` have the address of, if it is not a tensor's.
         """
         with self.lock:
+            if self._ahead is not None:
+                self._defer(function, args, keep)
+                return
             if self._recorded is not None:
                 self._recorded.append((function, bytes(args), keep))
-                if self._later:
-                    return
             self._step[:] = [function, ctypes.addressof(args)]
             self._launch(ctypes.addressof(self._step), 1, 1)
 
@@ -259,31 +317,44 @@ class Pool:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Note the jobs that this thread runs meanwhile, and run them at the end.
+        """Only begin the jobs that this thread runs meanwhile, and have all done at the end.
 
-        Whoever reads before that what a job writes has to `catch_up` first. Not within another.
+        The other threads run them in order while this one is still at what comes after. Whoever
+        reads before the end what a job writes has to `catch_up` first. Not within another.
         """
         with self.lock:
             assert self._recorded is None
-            self._recorded, self._later = [], True
+            assert self._ahead is None
+            self._ahead = []
             try:
                 yield
                 self.catch_up()
             finally:
-                self._recorded, self._later = None, False
+                if self._ahead:
+                    _Native(_abandon.address)(self._state, 0, 0, 0)
+                self._ahead = None
                 self._outgrown.clear()
 
+    def _defer(self, function: int, args: Arguments, keep: object) -> None:
+        assert self._ahead is not None
+        if len(self._ahead) == _OPEN_JOBS:
+            self.catch_up()
+        if not self._ahead:
+            steps = ctypes.addressof(self._open_steps)
+            _Native(_open.address)(self._state, steps, _OPEN_JOBS, 0)
+        args = type(args).from_buffer_copy(args)
+        self._ahead.append((args, keep))
+        self._native_append(self._state, function, ctypes.addressof(args), 0)
+
     def catch_up(self) -> None:
-        """Run the jobs that are deferred; Python hears signals every `HEARD_S` or so."""
-        if not self._recorded or not self._later:
-            return
-        jobs, self._recorded = JobList(self._recorded), []
-        first, count = 0, _FIRST_JOBS
-        while first < len(jobs):
+        """Have the jobs done that are deferred; Python hears signals every `HEARD_S` or so."""
+        count, join = _FIRST_JOBS, _Native(_join.address)
+        while self._ahead:
             start = perf_counter()
-            self._launch(jobs.address + _STEP_BYTES * first, min(count, len(jobs) - first), 1)
-            first += count
+            join(self._state, self.threads, count, ctypes.addressof(self._left))
             count = max(1, min(4 * count, int(count * HEARD_S / (perf_counter() - start))))
+            if self._left.value == 0:
+                self._ahead.clear()
 
     def run_all(self, jobs: JobList, times: int = 1, first: int = 0) -> None:
         """Run jobs one after another, without Python in between, and wait for them.
@@ -291,13 +362,14 @@ class Pool:
         All of them from the first on, so many times, unless one ends the list (`end_list`).
         """
         with self.lock:
+            self.catch_up()
             self._launch(jobs.address + _STEP_BYTES * first, len(jobs) - first, times)
 
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
         if len(self._workspace) < nbytes:
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if self._later:
+            if self._ahead is not None:
                 self._outgrown.append(self._workspace)
             self._workspace = (ctypes.c_char * nbytes).from_buffer(pages)
             self.moves += 1

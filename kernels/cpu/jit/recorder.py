@@ -118,10 +118,10 @@ class JobReplay:
 
 @contextmanager
 def deferring(pool: Pool | None = None) -> Iterator[None]:
-    """Run the jobs of all ops within at the end, in one list, or when torch is to compute.
+    """Do not wait for the jobs of ops within, but at the end, or when torch is to compute.
 
-    Python then goes from op to op in one go, while the caches have its memory, and the pool from
-    job to job. What is read otherwise than by torch or by jobs has to be done: `Pool.catch_up`.
+    Python then goes from op to op in one go, while the other threads go from job to job. What is
+    read otherwise than by torch or by jobs has to be done: `Pool.catch_up`.
     """
     pool = pool or default_pool()
     mode = _Deferring(pool)  # its memory is there until the jobs are done
