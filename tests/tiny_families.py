@@ -517,3 +517,8 @@ FAMILIES |= {
     "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
 }
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]
+# Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
+KINDS_OF_EXPERTS = (
+    *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
+    *("gemma4-moe", "qwen3.5-moe"),
+)

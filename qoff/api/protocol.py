@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from qoff.engine import PoolingParams, SamplingParams, StructuredOutputs
@@ -217,6 +217,15 @@ class Message(Body):
     function_call: None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _texts(cls, given: Any) -> Any:
+        for part in given if isinstance(given, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"parts of type {kind[:100]!r} are not supported, only text")
+        return given
+
     def plain(self) -> dict[str, Any]:
         """As a chat template reads it; parts of a text are its lines."""
         found = self.model_dump(exclude_none=True, exclude={"annotations"})
@@ -412,5 +421,6 @@ def wrong_body(error: ValidationError) -> ApiError:
     elif first["type"] == "json_invalid":
         message = f"the request is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     else:
-        message = f"{first['msg']}" + (f" (in {'.'.join(where)[:100]})" if where else "")
+        message = first["msg"].removeprefix("Value error, ")
+        message += f" (in {'.'.join(where)[:100]})" if where else ""
     return ApiError(400, message, param=where[0][:100] if where else None)

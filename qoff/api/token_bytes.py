@@ -8,7 +8,7 @@ import re
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-_INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
+INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
 _SPACE = "\u2581"  # SentencePiece's
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # GPT-2's alphabet
@@ -33,7 +33,7 @@ class TokenBytes:
     def first(self, token: int) -> bytes:
         """Its bytes at the beginning of a text."""
         text, found = self._of(token)
-        return found if _INCOMPLETE in text else text.encode()
+        return found if INCOMPLETE in text else text.encode()
 
     def is_special(self, token: int) -> bool:
         """Whether the text of an answer is without it."""
@@ -74,7 +74,7 @@ class Place:
 
 def _bytes(text: str, piece: str) -> bytes:
     """Of a token that is decoded to a text, and that the vocabulary has as `piece`."""
-    if _INCOMPLETE not in text:
+    if INCOMPLETE not in text:
         spaces = len(piece) - len(piece.lstrip(_SPACE))
         return (" " * spaces + text.lstrip(" ") if spaces else text).encode()
     if match := _BYTE.fullmatch(piece):

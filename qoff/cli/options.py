@@ -83,13 +83,21 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # who reads has seen enough: typer ends without a word
             raise
         except (QoffError, OSError) as error:
-            stop_with(str(error))
+            stop_with(_words(error))
         except KeyboardInterrupt as error:
             stop_with(str(error) or "interrupted", 130)
 
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
     return wrapped
+
+
+def _words(error: QoffError | OSError) -> str:
+    """What an error says, without the system's number of it."""
+    if isinstance(error, QoffError) or not error.strerror:
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    return f"{place}{error.strerror}"
 
 
 @dataclass(frozen=True)
@@ -403,5 +411,8 @@ def memory_by_place(text: str | None) -> dict[int | str, str] | None:
 
 
 def model_name(model: str) -> str:
-    """A model's name for others: of its folder or file, or the hub id."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    """A model's name for others: of its folder or file, or link to these, or the hub id."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    return (path if path.is_symlink() else path.resolve()).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,9 @@ def serve(
         raise ArgumentError("TLS needs both --ssl-certfile and --ssl-keyfile")
     if "" in (api_key or ()):
         raise ArgumentError("an API key is empty; leave --api-key out, or give one")
+    _check_origins(cors_origin or ())
+    request_bytes = _size("--max-request-size", max_request_size)
+    sizes = _size("--max-file-size", max_file_size), _size("--max-files-size", max_files_size)
     plan, opening = planned.plan(called, model, how, cache)
     options = ServeOptions(
         host=host,
@@ -90,14 +94,13 @@ def serve(
         tls_key=None if ssl_keyfile is None else str(ssl_keyfile),
         max_queue=max_queue,
         max_connections=max_connections,
-        max_request_bytes=parse_size(max_request_size),
+        max_request_bytes=request_bytes,
         request_timeout_s=request_timeout,
         read_timeout_s=read_timeout,
         shutdown_timeout_s=shutdown_timeout,
     )
     path = how.checkpoint(model)
     name = served_model_name or model_name(model)
-    sizes = parse_size(max_file_size), parse_size(max_files_size)
     atexit.register(_collect_no_more)
     with logging_to_stderr(log_level), ExitStack() as ends:
         batches = open_batches(files, name, *sizes)
@@ -105,6 +108,24 @@ def serve(
             ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
         run(partial(LLM, path, plan, **opening), engine, options)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except QoffError as error:
+        raise ArgumentError(f"{option}: {error}") from error
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    """Refuse what no browser sends as an origin, so that it would let nobody ask."""
+    for origin in origins:
+        scheme, _, place = origin.partition("://")
+        if origin not in ("*", "null") and not (scheme and place and "/" not in place):
+            raise ArgumentError(
+                f"--cors-origin {origin}: an origin is written like https://example.com, "
+                "without a path; * lets all pages ask"
+            )
 
 
 def _collect_no_more() -> None:

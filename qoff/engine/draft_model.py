@@ -54,7 +54,7 @@ class DraftModel:
         _check_tokenizer(path, tokenizer)
         self.executor: Executor = CpuExecutor(checkpoint, _small(plan), own, **options)
         residency = self.executor.runtime.residency
-        self._weights = residency.device_bytes - residency.workspace
+        self._weights = residency.device_weight_bytes
         self.nbytes = self._weights + self.executor.memory.total(DEVICE)
         if residency.streamed:
             raise BudgetError(

@@ -378,8 +378,7 @@ class LLM:
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
         residency = self.residency
-        on_device = residency.device_bytes - residency.workspace
-        weights = {DEVICE: on_device, HOST: residency.host_bytes}
+        weights = {DEVICE: residency.device_weight_bytes, HOST: residency.host_bytes}
         return {
             tier: {"weights": weights.get(tier, 0), **purposes}
             for tier, purposes in self.memory.purposes.items()

@@ -32,12 +32,14 @@ class FileStore:
     """Files in a folder that no other process uses. Threads may share it.
 
     max_file_bytes: of a file that is uploaded; max_bytes: of all files together. Raises
-    ArgumentError where another process uses the folder, OSError where it cannot be.
+    ArgumentError where another process uses the folder or it is none, OSError where it cannot be.
     """
 
     def __init__(self, folder: Path, max_file_bytes: int, max_bytes: int) -> None:
         self.folder, self.max_file_bytes, self._max_bytes = folder, max_file_bytes, max_bytes
         self.uploads, self._files = folder / "uploads", folder / "files"
+        if folder.exists() and not folder.is_dir():
+            raise ArgumentError(f"{folder}: is no folder; files and batches need one")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

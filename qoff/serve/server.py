@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
@@ -38,7 +39,10 @@ class Server:
         except (OSError, ValueError) as error:
             raise QoffError(f"the TLS files cannot be used: {error}") from error
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        self._socket = socket.create_server((options.host, options.port), family=family)
+        try:
+            self._socket = socket.create_server((options.host, options.port), family=family)
+        except (OSError, UnicodeError) as error:
+            raise OSError(_not_listening(options, error)) from error
         self.port: int = self._socket.getsockname()[1]
         self._server = _Uvicorn(config)
         self._thread = threading.Thread(target=self._run, name="qoff-serve-http")
@@ -75,7 +79,8 @@ def serve(open_llm: Callable[[], LLM], engine: Engine, options: ServeOptions) ->
     server.__enter__()
     try:
         scheme = "http" if options.tls_certificate is None else "https"
-        fields = {"url": f"{scheme}://{options.host}:{server.port}", "model": engine.name}
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        fields = {"url": f"{scheme}://{host}:{server.port}", "model": engine.name}
         logger.info("loading", extra={"fields": fields})
         engine.start(open_llm())
         logger.info("ready", extra={"fields": fields})
@@ -100,6 +105,20 @@ def _allow_files(wanted: int) -> None:
             "lower --max-connections, or raise the limit (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _not_listening(options: ServeOptions, error: OSError | UnicodeError) -> str:
+    code = getattr(error, "errno", None)
+    if code == errno.EADDRINUSE:
+        return (
+            f"port {options.port} of {options.host} is in use; "
+            "choose another --port, or 0 for any that is free"
+        )
+    if code == errno.EACCES:
+        return f"port {options.port} may not be used; choose a --port from 1024 on"
+    said = error.strerror if isinstance(error, OSError) else None
+    reason = (said or "it is no name of a host").partition(" (while")[0]
+    return f"--host {options.host} cannot be listened at: {reason}"
 
 
 def _config(engine: Engine, options: ServeOptions) -> uvicorn.Config:

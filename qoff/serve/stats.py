@@ -53,7 +53,7 @@ def memory(llm: LLM) -> dict[str, Any]:
     budgets = {DEVICE: llm.plan.device_memory, HOST: llm.plan.host_memory}
     tiers = llm.memory_by_tier()
     residency = llm.residency
-    moved = residency.device_bytes - residency.workspace - residency.resident_bytes
+    moved = residency.device_weight_bytes - residency.resident_bytes
     tiers[DEVICE] = {"weights": tiers[DEVICE]["weights"] - moved, "weights on the move": moved,
                      **{k: v for k, v in tiers[DEVICE].items() if k != "weights"}}  # fmt: skip
     if residency.streamed or residency.expert_slots:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
+from qoff.api.token_bytes import INCOMPLETE
 
 
 class TextStream:
@@ -37,7 +37,7 @@ class TextStream:
         self._tokens += tokens
         before = self._decode(self._tokens[self._start : self._end])
         after = self._decode(self._tokens[self._start :])
-        if after.endswith(_INCOMPLETE) or len(after) <= len(before):
+        if after.endswith(INCOMPLETE) or len(after) <= len(before):
             return ""
         self._start, self._end = self._end, len(self._tokens)
         self._held += after[len(before) :]

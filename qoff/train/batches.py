@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.models.modules.structure import has_position_table
 
 IGNORED = -100  # as a label: this token has no loss
 
@@ -23,18 +24,13 @@ class Limits:
 
     @classmethod
     def of(cls, model: Any, tokens: int) -> Limits:
-        """Those of a model; it has a last position if it learns an embedding of each."""
+        """Those of a model; it has a last position if positions are rows of a table."""
         config = model.config.get_text_config(decoder=True)
         words = model.get_input_embeddings()
         most = getattr(config, "max_position_embeddings", None)
-        others = {
-            m.num_embeddings
-            for m in model.modules()
-            if isinstance(m, nn.Embedding) and m is not words
-        }
-        learned = most is not None and not others.isdisjoint((most, most + 2))  # 2 more: OPT
+        ends = has_position_table(model, most, [words])
         vocabulary = max(config.vocab_size, getattr(words, "num_embeddings", 0))
-        return cls(tokens, vocabulary, most if learned else None)
+        return cls(tokens, vocabulary, most if ends else None)
 
     def checked(self, batch: Any) -> dict[str, Any]:
         """A micro-batch with labels: those it has, or the ids that are not masked.

@@ -17,7 +17,8 @@ from qoff.errors import ArgumentError, DiskReadError, FormatError, QoffError
 from qoff.hf.chat import ChatRenderer
 from qoff.schema import load_object
 
-IGNORED = -100  # as a label: nothing is learned
+from .batches import IGNORED
+
 _FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
 
 

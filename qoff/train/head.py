@@ -16,6 +16,7 @@ from qoff.hf.packed.linear import QoffLinear, packed_linear
 from qoff.kernels.dequantize import times_matrix
 from qoff.kernels.ops import ops_for
 
+from .batches import IGNORED
 from .gradients import add_into
 from .passes import TrainingPass
 from .tiled import TiledLinear, loss_of_tiles
@@ -23,7 +24,6 @@ from .tiled import TiledLinear, loss_of_tiles
 # Bytes that are there at once; one token's, if that is more. Each piece goes through all gradients
 # of a head that learns, and dequantizes one that is packed.
 _LOGITS, _OF_PACKED, _LEARNING = 16 << 20, 32 << 20, 64 << 20
-_IGNORED = -100
 _WHOLE: Mapping[nn.Module, int] = MappingProxyType({})
 
 
@@ -136,9 +136,9 @@ class FusedHead:
     ) -> Tensor:
         """`share` of the loss: the mean over tokens [B, T] of `labels`, each the next one's."""
         if shift_labels is None:
-            shift_labels = functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+            shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         wanted = shift_labels.reshape(-1)
-        used = (wanted != _IGNORED).nonzero()[:, 0]
+        used = (wanted != IGNORED).nonzero()[:, 0]
         count = len(used) if num_items_in_batch is None else float(num_items_in_batch)
         flat, factor = hidden.detach().reshape(-1, hidden.shape[-1]), share / count
         total = torch.zeros((), device=flat.device)

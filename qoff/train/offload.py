@@ -94,6 +94,7 @@ def offload(
     if swapped and (disk is None or not kept):
         raise ArgumentError("activation_disk needs disk=, and activation_memory for two stages")
     built = model if isinstance(model, nn.Module) else _loaded(model)
+    limits = Limits.of(built, tokens)
     clips = max_norm is not None
     needs = partial(
         needs_of, built, optimizer, tokens, micro_batches, clips,
@@ -120,7 +121,6 @@ def offload(
     except BaseException:
         homes.close()
         raise
-    limits = Limits.of(built, tokens)
     training = Training(built, engine, optimizer, homes, placement, max_norm, micro_batches, limits)
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))

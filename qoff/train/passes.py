@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qoff.errors import UnsupportedModelError
 
@@ -76,11 +76,23 @@ class StoppingLayer:
             _refuse("leaves tensors for others in what it is given")  # without gradients
         if isinstance(result, Tensor):
             return result, lambda x: x
-        if not isinstance(result, tuple) or not isinstance(result[0], Tensor):
+        if not isinstance(result, tuple | list) or not isinstance(result[0], Tensor):
             _refuse(f"returns a {type(result).__name__}, not hidden states")
-        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result[1:])):
-            _refuse("returns more than hidden states that learns")
-        return result[0], lambda x: (x, *result[1:])
+        kind: Callable[[Iterable[Any]], Any] = list if isinstance(result, list) else tuple
+        others = tree_map_only(Tensor, _unused, result[1:])
+        return result[0], lambda x: kind((x, *others))
+
+
+class Unused(Tensor):
+    """What a layer returns beside hidden states, like attention weights, for nobody to use.
+
+    It would need a gradient, which no layer is given for it. It has no memory.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedModelError, whatever is asked of it."""
+        _refuse("returns more than hidden states, which the model uses")
 
 
 def stop_of(reached: Any, index: int) -> Stop:
@@ -168,6 +180,11 @@ def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int)
 
     with torch.no_grad():
         return not (finite(lambda x: x) or finite(lambda x: (x,)))
+
+
+def _unused(x: Tensor) -> Tensor:
+    """In the place of what may learn; under `no_grad`, nothing says what does."""
+    return x.new_empty(0).as_subclass(Unused) if x.is_floating_point() else x
 
 
 def _stop(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def answered(llm: LLM, adapter: str | None = None, first: int = 0) -> None:
-    """first: of the prompts, to leave out the longest."""
-    params = [SamplingParams(max_tokens=20, ignore_eos=True, **WAYS[i % 3]) for i in range(5)]
-    all_of_them = (PROMPTS[first:], params[first:])
-    for some, how in (all_of_them, (PROMPTS[1:4], params[1]), (PROMPTS[1:4], params[2])):
+def answered(llm: LLM, adapter: str | None = None, prompts: Sequence[list[int]] = PROMPTS) -> None:
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, **way) for way in WAYS]
+    each = [params[i % 3] for i in range(len(prompts))]
+    for some, how in ((prompts, each), (prompts[1:4], params[1]), (prompts[1:4], params[2])):
         assert not any(one.error for one in llm.generate(some, how, adapter=adapter))
 
 
@@ -93,7 +93,7 @@ def test_no_op_asks_for_more_than_a_plan_counts(
     bounded = replace(small, device_memory=beside + weights // 2)
     with LLM(tmp_path / "checkpoint", bounded, device="cpu") as llm:
         assert not llm.runtime.store.all_resident
-        answered(llm, first=1)  # two tokens of a prompt at a time
+        answered(llm, prompts=[PROMPTS[i] for i in (4, 3, 1)])  # two tokens at a time
         assert max(asked) <= counted(llm)
 
 

@@ -70,8 +70,8 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
         return answers(llm)
 
 
-def answers(llm: LLM) -> list[tuple[int, ...]]:
-    return [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
+def answers(llm: LLM, params: SamplingParams = PARAMS) -> list[tuple[int, ...]]:
+    return [one.token_ids for one in llm.generate(PROMPTS, params)]
 
 
 def plan_of(checkpoint: Path, name: str) -> Plan:
@@ -112,7 +112,9 @@ def test_a_round_is_one_recording_and_gives_the_same_answers(
 
     monkeypatch.setattr(sweeping._Round, "compute", counted)
     with LLM(checkpoint, plan, _instrumentation=POISON) as llm:
-        assert answers(llm) == expected
+        # Tiles are many, and one answer completes a block soon.
+        params = replace(PARAMS, max_tokens=35) if PLANS[name][1] == TILED else PARAMS
+        assert answers(llm, params) == [one[: params.max_tokens] for one in expected]
         assert len(replayed) == sum(not one.read for one in llm.rounds)
         assert len(replayed) / 2 < sum(replayed) <= len(replayed)
         tiles = llm.runtime.residency.tiles

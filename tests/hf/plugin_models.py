@@ -10,11 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 20, 23]])
-# Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
-KINDS_OF_EXPERTS = (
-    *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
-    *("gemma4-moe", "qwen3.5-moe"),
-)
 CONFIG = {"group_size": 32, "solver": "rtn"}  # that of tiny checkpoints
 
 

@@ -31,8 +31,8 @@ from qoff.hf.packed.linear import QoffLinear
 from qoff.hf.plugin.install import packed_modules
 from qoff.hf.plugin.register import register_with_transformers
 from qoff.kernels.layout.qtensor import QTensor
-from tests.hf.plugin_models import CONFIG, IDS, KINDS_OF_EXPERTS, load, logits
-from tests.tiny_families import FAMILIES
+from tests.hf.plugin_models import CONFIG, IDS, load, logits
+from tests.tiny_families import FAMILIES, KINDS_OF_EXPERTS
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, RELATIVE_RMS, assert_close
 

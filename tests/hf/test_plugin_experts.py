@@ -14,9 +14,9 @@ from qoff.errors import FormatError, OpError, UnsupportedModelError
 from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
 from qoff.hf.packed.linear import QoffLinear
-from tests.hf.plugin_models import CONFIG, IDS, KINDS_OF_EXPERTS, load, logits
+from tests.hf.plugin_models import CONFIG, IDS, load, logits
 from tests.module_models import module_source
-from tests.tiny_families import EXPERTS
+from tests.tiny_families import EXPERTS, KINDS_OF_EXPERTS
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 

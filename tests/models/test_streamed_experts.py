@@ -41,7 +41,7 @@ from tests.adapters import save_adapter
 from tests.instruments import POISON
 from tests.models.test_runtime import logits_of
 from tests.models.test_triton_decoder import KV8, greedy, interpreted, triton_ops
-from tests.tiny_families import EXPERTS
+from tests.tiny_families import EXPERTS, KINDS_OF_EXPERTS
 from tests.tiny_models import QUANT, budgets, save_model, tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -56,8 +56,11 @@ def resident_logits(path: Path) -> Tensor:
         return logits_of(runtime)
 
 
-@pytest.mark.parametrize("packing", ["rows16", "split32"])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    [(family, "rows16") for family in EXPERTS]
+    + [(family, "split32") for family in KINDS_OF_EXPERTS],
+)
 def test_the_logits_do_not_depend_on_the_budget(base: Path, family: str, packing: str) -> None:
     path = tiny_checkpoint(base, family, packing)
     expected = resident_logits(path)

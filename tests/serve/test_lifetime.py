@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qoff.cli.main import app
+from qoff.cli.options import model_name
 from qoff.engine import LLM
 from qoff.errors import FormatError, QoffError
 from qoff.serve.engine import Engine
@@ -82,8 +83,39 @@ def test_what_ends_the_engine_ends_the_server(checkpoint: Path) -> None:
 def test_an_address_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = replace(OPTIONS, port=taken.getsockname()[1])
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(OSError, match="in use") as raised:
             Server(Engine(MODEL, 4, 10), options)
+    assert str(raised.value).startswith(f"port {options.port} of 127.0.0.1")
+
+
+@pytest.mark.parametrize("host", ["no name.invalid", "192.0.2.1", "a" * 70])
+def test_a_host_that_cannot_be_listened_at_is_named(host: str) -> None:
+    with pytest.raises(OSError, match="cannot be listened at") as raised:
+        Server(Engine(MODEL, 4, 10), replace(OPTIONS, host=host))
+    assert host in str(raised.value)
+    assert "Errno" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--cors-origin", "example.com", "like https://example.com"),
+        ("--cors-origin", "https://example.com/", "like https://example.com"),
+        ("--max-file-size", "much", "--max-file-size: 'much' is not a size"),
+        ("--files", __file__, "is no folder; files and batches need one"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    checkpoint: Path, option: str, value: str, message: str
+) -> None:
+    found = CliRunner().invoke(app, ["serve", str(checkpoint), option, value])
+    assert found.exit_code == 1
+    assert message in found.stderr
+
+
+def test_a_link_is_served_under_its_own_name(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").symlink_to(checkpoint)
+    assert model_name(str(tmp_path / "mine")) == "mine"
 
 
 @pytest.mark.parametrize("bound", [0.2, 20])

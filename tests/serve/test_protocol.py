@@ -53,6 +53,24 @@ def test_fields_that_say_more_are_refused(more: Any) -> None:
         CompletionRequest.model_validate({"prompt": "a", **more})
 
 
+@pytest.mark.parametrize(
+    ("body", "fields", "message"),
+    [
+        (CompletionRequest, {"prompt": "a", "echo": True, "stream": True},
+         "echo does not go with stream"),
+        (ChatRequest,
+         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "parts of type 'image_url' are not supported, only text (in messages.0.content)"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_without_the_validators_words(
+    body: type[Body], fields: Any, message: str
+) -> None:
+    with pytest.raises(ValidationError) as raised:
+        body.model_validate_json(json.dumps(fields))
+    assert wrong_body(raised.value).message == message
+
+
 def test_a_seed_below_zero_is_one_of_its_own() -> None:
     seeds = [
         CompletionRequest(prompt="a", seed=seed).sampling(SamplingParams()).seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,24 @@ def test_layers_that_leave_each_other_keys_are_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(UnsupportedModelError, match="leaves tensors for others"):
         stopping.compute(x, Stop(0, x, (), given))
+
+
+@pytest.mark.parametrize("behind", [0, 2])  # at the next layer, and after the last
+def test_what_layers_return_beside_hidden_states_may_not_be_used(behind: int) -> None:
+    model = model_of("llama")
+    training = train.offload(model, tokens=12)
+    own = [layer.forward for layer in model.model.layers]
+
+    def forward(i: int, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        y, weights = own[i](x, **options)
+        return y + weights.mean() if i == behind else y
+
+    for i, layer in enumerate(training._engine.layers):
+        computed = layer.own
+        layer.own = lambda *args, _own=computed, **options: (y := _own(*args, **options), 2 * y)
+        layer.module.forward = partial(forward, i)
+    with pytest.raises(UnsupportedModelError, match="which the model uses"):
+        training.step([batch(0)])
 
 
 @pytest.mark.timeout(60, method="thread")
@@ -154,10 +173,16 @@ def test_micro_batches_that_do_not_fit_the_model_are_refused() -> None:
     assert training.evaluate([unlabelled]) == training.evaluate([{**unlabelled, "labels": ids}])
 
 
-def test_sequences_end_where_learned_positions_do() -> None:
-    training = train.offload(model_of("gpt2", max_position_embeddings=4), tokens=12)
+@pytest.mark.parametrize("changes", [{}, {"model_type": "gptj", "rotary_dim": 4}])
+def test_sequences_end_where_tables_of_positions_do(changes: dict[str, Any]) -> None:
+    model = model_of("gpt2", max_position_embeddings=4, **changes)
+    training = train.offload(model, tokens=12)
     with pytest.raises(ArgumentError, match="has 6 tokens, and this model has positions for 4"):
         training.step([batch(0)])
+
+
+def test_texts_in_one_sequence_have_positions_of_their_own() -> None:
+    training = train.offload(model_of("gpt2", max_position_embeddings=4), tokens=12)
     apart = torch.arange(6).remainder(4)[None].expand(2, -1)  # as of two texts in one sequence
     training.step([{**batch(0), "position_ids": apart}])
 

@@ -25,6 +25,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, "head_dim": 16},
     "gpt2": {"model_type": "gpt2", "n_layer": LAYERS, "tie_word_embeddings": True},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    # Their layers return attention weights, too, one in a list.
+    "gptj": {"model_type": "gptj", "n_layer": LAYERS, "rotary_dim": 4},
+    "openai-gpt": {"model_type": "openai-gpt", "n_layer": LAYERS, "tie_word_embeddings": True},
 }
 LR, EPS = 1e-3, 1e-6
 # After 50 steps in float32. Adam divides by the root of squares, so that rounding of gradients near
@@ -111,14 +114,14 @@ def test_50_steps_are_those_of_torch(name: str, place: str, tmp_path: Path) -> N
     assert_same_weights(training.state_dict(), reference)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "gptj", "openai-gpt"])
 def test_other_families(name: str, tmp_path: Path) -> None:
     model, reference = model_of(name), model_of(name)
-    if name == "gpt2":  # its dropout is on: without, as masks of another order are others
+    if "gpt" in name:  # their dropout is on: without, as masks of another order are others
         model.eval(), reference.eval()
     options = {"tokens": TOKENS, "micro_batches": 3, "host_memory": 0, "disk": tmp_path}
     training = train.offload(model, train.SGD(lr=LR, momentum=0.9), **options)
-    model.train(name != "gpt2")
+    model.train("gpt" not in name)
     theirs = torch.optim.SGD(reference.parameters(), lr=LR, momentum=0.9)
     for step in range(3):
         batches = batches_of(step)

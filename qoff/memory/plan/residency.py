@@ -75,9 +75,14 @@ class Residency:
         return self.host_weight_bytes + self.host_staging_bytes + kept
 
     @property
+    def device_weight_bytes(self) -> int:
+        """Bytes of the device arena for weights: that stay, and that the others come through."""
+        return self.device_bytes - self.workspace
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of both arenas for weights: those that stay, and what the others come through."""
-        return self.device_bytes - self.workspace + self.host_bytes
+        """The same of both arenas."""
+        return self.device_weight_bytes + self.host_bytes
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:

@@ -34,13 +34,16 @@ from .cache import ModuleCache, StatesPass, new_columns
 from .configs import DTYPE, LAYOUT, build, read_config
 from .current import current
 from .linear import Head, Multiply
-from .structure import CACHE_ARGUMENTS, Structure, buffers_from_config, matrices_of
+from .structure import (
+    CACHE_ARGUMENTS,
+    Structure,
+    buffers_from_config,
+    has_position_table,
+    matrices_of,
+)
 
 if TYPE_CHECKING:
     from .slots import LayerMemory
-
-
-_BEFORE_FIRST = 8  # rows of a table of positions before that of the first token, at most
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:
@@ -114,7 +117,8 @@ class ModuleDecoder:
         for layer, lender in lenders.items():
             place, shape = self._attends[lender]
             self._attends[layer] = place, replace(shape, appends=False)
-        self._ends = _ends(self.model, structure, self.position_limit)
+        tables = [table.module for table in structure.tables]
+        self._ends = has_position_table(self.model, self.position_limit, tables)
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
@@ -284,16 +288,6 @@ class ModuleDecoder:
             wait_for_weights(structure.layers[i], binder)
         head = Head(structure.outputs, Multiply(exact(self._ops)))
         self.model.set_output_embeddings(head)
-
-
-def _ends(model: nn.Module, structure: Structure, limit: int | None) -> bool:
-    """Whether positions are rows of a table, which ends at this limit or a few rows later."""
-    others = {id(table.tensor) for table in structure.tables}
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    tables += [x for name, x in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J
-    return limit is not None and any(
-        limit <= len(x) <= limit + _BEFORE_FIRST for x in tables if id(x) not in others
-    )
 
 
 def _width(layer: nn.Module, config: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -17,6 +17,7 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 _ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
+_BEFORE_FIRST = 8  # rows of a table of positions before that of the first token, at most
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
 
 
@@ -145,6 +146,19 @@ class Structure:
         if place is self.layer_table:
             return PER_LAYER
         return LM_HEAD if place is self.head else place.name
+
+
+def has_position_table(model: nn.Module, limit: int | None, others: Sequence[nn.Module]) -> bool:
+    """Whether positions are rows of a table, which ends at this limit or a few rows later.
+
+    others: modules that are tables of something else.
+    """
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m not in others]
+    ends = [table.num_embeddings for table in tables]
+    ends += [
+        len(x) for name, x in model.named_buffers() if name.endswith("embed_positions")
+    ]  # GPT-J
+    return limit is not None and any(limit <= end <= limit + _BEFORE_FIRST for end in ends)
 
 
 def is_conv1d(module: nn.Module) -> bool:
