@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Context, Option
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from qoff.plan import Plan
     from qoff.quant import QuantConfig
 
+_Found = TypeVar("_Found")
 Model = Annotated[str, Argument(help="A qoff checkpoint, another model, or a hub id.")]
 Raw = Annotated[bool, Option("--raw", help="Do not apply the chat template.")]
 Trace = Annotated[Path | None, Option(help="Write a Chrome trace to this file.")]
@@ -90,6 +91,14 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
     return wrapped
+
+
+def parsed(option: str, parse: Callable[[str], _Found], text: str) -> _Found:
+    """What a text means. Raises ArgumentError that names the option."""
+    try:
+        return parse(text)
+    except QoffError as error:
+        raise ArgumentError(f"{option}: {error}") from error
 
 
 def _words(error: QoffError | OSError) -> str:

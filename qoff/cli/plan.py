@@ -14,7 +14,7 @@ from typer import Option
 
 from qoff.errors import ArgumentError, QoffError
 
-from .options import Json, Model, QuantOptions, command, fraction, named
+from .options import Json, Model, QuantOptions, command, fraction, named, parsed
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
 from .plan_train import FinetuneOptions, print_training
@@ -216,15 +216,9 @@ def _workload(work: WorkOptions) -> Workload:
     from qoff.memory.experts.routes import RecordedRoutes
     from qoff.plan.workload import Lengths, Workload
 
-    def lengths(option: str, text: str) -> Lengths:
-        try:
-            return Lengths.of(text)
-        except ArgumentError as error:
-            raise ArgumentError(f"{option}: {error}") from error
-
     return Workload(
-        lengths("--prompt", work.prompt),
-        lengths("--tokens", work.tokens),
+        parsed("--prompt", Lengths.of, work.prompt),
+        parsed("--tokens", Lengths.of, work.tokens),
         work.requests,
         work.objective,  # type: ignore[arg-type]  # checked there
         work.token_s,

@@ -18,7 +18,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
 from .batch import PlanOptions
-from .options import CacheOptions, Model, RunOptions, command, model_name
+from .options import CacheOptions, Model, RunOptions, command, model_name, parsed
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,11 @@ def serve(
     if "" in (api_key or ()):
         raise ArgumentError("an API key is empty; leave --api-key out, or give one")
     _check_origins(cors_origin or ())
-    request_bytes = _size("--max-request-size", max_request_size)
-    sizes = _size("--max-file-size", max_file_size), _size("--max-files-size", max_files_size)
+    request_bytes = parsed("--max-request-size", parse_size, max_request_size)
+    sizes = (
+        parsed("--max-file-size", parse_size, max_file_size),
+        parsed("--max-files-size", parse_size, max_files_size),
+    )
     plan, opening = planned.plan(called, model, how, cache)
     options = ServeOptions(
         host=host,
@@ -108,13 +111,6 @@ def serve(
             ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
         run(partial(LLM, path, plan, **opening), engine, options)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except QoffError as error:
-        raise ArgumentError(f"{option}: {error}") from error
 
 
 def _check_origins(origins: Sequence[str]) -> None:

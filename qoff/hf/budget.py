@@ -125,7 +125,7 @@ class Budget:
         self._decoder = decoder
         self._tiled = plan.in_parts
         outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
-        self.free = self.memory - (plan.device_bytes - plan.workspace) - outer
+        self.free = self.memory - plan.device_weight_bytes - outer
 
     def admit(self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int) -> int:
         """Make room in a cache for `tokens` tokens of each sequence, beside a pass.

@@ -83,7 +83,7 @@ class StoppingLayer:
         return result[0], lambda x: kind((x, *others))
 
 
-class Unused(Tensor):
+class _Unused(Tensor):
     """What a layer returns beside hidden states, like attention weights, for nobody to use.
 
     It would need a gradient, which no layer is given for it. It has no memory.
@@ -93,6 +93,11 @@ class Unused(Tensor):
     def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
         """Raise UnsupportedModelError, whatever is asked of it."""
         _refuse("returns more than hidden states, which the model uses")
+
+
+def _unused(x: Tensor) -> Tensor:
+    """In the place of what may learn; under `no_grad`, nothing says what does."""
+    return x.new_empty(0).as_subclass(_Unused) if x.is_floating_point() else x
 
 
 def stop_of(reached: Any, index: int) -> Stop:
@@ -180,11 +185,6 @@ def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int)
 
     with torch.no_grad():
         return not (finite(lambda x: x) or finite(lambda x: (x,)))
-
-
-def _unused(x: Tensor) -> Tensor:
-    """In the place of what may learn; under `no_grad`, nothing says what does."""
-    return x.new_empty(0).as_subclass(Unused) if x.is_floating_point() else x
 
 
 def _stop(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stop:

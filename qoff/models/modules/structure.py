@@ -155,9 +155,8 @@ def has_position_table(model: nn.Module, limit: int | None, others: Sequence[nn.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m not in others]
     ends = [table.num_embeddings for table in tables]
-    ends += [
-        len(x) for name, x in model.named_buffers() if name.endswith("embed_positions")
-    ]  # GPT-J
+    named = model.named_buffers()
+    ends += [len(x) for name, x in named if name.endswith("embed_positions")]  # GPT-J
     return limit is not None and any(limit <= end <= limit + _BEFORE_FIRST for end in ends)
 
 
