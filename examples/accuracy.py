@@ -3,8 +3,8 @@
 `qoff eval` does this with error estimates, reference models and tables; see docs/accuracy.md.
 """
 
+import argparse
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -13,9 +13,13 @@ import qoff
 
 TOKENS, PIECE = 256, 32  # tokens of the text; a piece attends to those before it, packed
 
-path, text = sys.argv[1], Path(sys.argv[2]).read_text()
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model")
+parser.add_argument("text", type=Path, help="a file, of 256 tokens or more")
+args = parser.parse_args()
+text = args.text.read_text()
 for name, kv in {"float32": None, "4 bits": qoff.KVQuant(4, 4, window=0)}.items():
-    model, tokenizer = qoff.load(path, kv=kv)
+    model, tokenizer = qoff.load(args.model, kv=kv)
     with model, torch.inference_mode():
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]
         cache = qoff.QoffCache(model)

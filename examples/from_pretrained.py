@@ -1,12 +1,14 @@
 """A transformers model with packed weights: python examples/from_pretrained.py MODEL"""
 
-import sys
+import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qoff
 
-path = sys.argv[1]  # not quantized yet; a checkpoint of qoff needs no config
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model")
+path = parser.parse_args().model  # not quantized yet; a checkpoint of qoff needs no config
 config = qoff.QoffConfig(bits=4, group_size=32)
 model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
 tokenizer = AutoTokenizer.from_pretrained(path)

@@ -38,3 +38,14 @@ def test_it_runs_and_prints(
     monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments[path.stem])])
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("name", ["accuracy", "from_pretrained", "generate", "many_prompts"])
+def test_without_arguments_it_says_what_it_needs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [path])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(path, run_name="__main__")
+    assert "the following arguments are required: model" in capsys.readouterr().err

@@ -188,7 +188,9 @@ def check_place(path: Path, overwrite: bool = False) -> None:
             )
         return
     if not overwrite:
-        raise ConversionError(f"{path}: exists already; choose another or overwrite it")
+        raise ConversionError(
+            f"{path}: exists already; choose another place, or pass overwrite=True (--overwrite)"
+        )
     if path.is_dir() and not any(path.iterdir()):
         return
     try:

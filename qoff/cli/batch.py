@@ -60,7 +60,10 @@ class PlanOptions:
         False, "--share-prefixes", help="Prompts that begin alike share KV blocks."
     )
     spill_folder: Path | None = Option(
-        None, help="Folder for what is on the disk tier; else that for temporary files."
+        None,
+        exists=True,
+        file_okay=False,
+        help="Folder for what is on the disk tier; else that for temporary files.",
     )
     kv_device: float = Option(1.0, min=0, max=1, help="Fraction of the KV cache on the device.")
     kv_host: float = Option(
@@ -88,7 +91,7 @@ class PlanOptions:
         if kv is None:
             raise ArgumentError("the KV cache of a batch is packed; leave out --kv none")
         given, opening = dict(vars(self)), how.opening()
-        opening |= {"cache_dir": how.cache_dir, "revision": how.revision}
+        opening["cache_dir"] = how.cache_dir
         opening["adapters"] = _adapters(given.pop("lora_modules"))
         slots, bits = opening.pop("slots"), opening.pop("activation_bits")
         if how.plan is not None:
@@ -115,6 +118,8 @@ def _adapters(given: list[str] | None) -> dict[str, str]:
         name, _, folder = one.partition("=")
         if not name or not folder or name in found:
             raise ArgumentError(f"--lora-modules {one}: use NAME=FOLDER, and each name once")
+        if not Path(folder).is_dir():
+            raise ArgumentError(f"--lora-modules {one}: there is no folder {folder}")
         found[name] = folder
     return found
 
@@ -192,6 +197,8 @@ def batch(
 
     if (prompts is None) == (input_file is None):
         raise ArgumentError("give one file of requests: qoff batch MODEL FILE, or -i FILE")
+    if errors is not None and output is None:
+        raise ArgumentError("--errors needs a file for the answers, too: -o FILE")
     if sampling.n > 1 and sampling.temperature == 0:
         raise ArgumentError(f"--n {sampling.n}: answers of temperature 0 are all the same; "
                             "give --temperature, too")  # fmt: skip

@@ -62,9 +62,15 @@ class GridOptions:
         )
         sizes = [size.strip() for size in self.device_memory.split(",")]
         if sizes == [RESIDENT] and bound is not None:
-            sizes = [str(bound)]
+            sizes = [_size(bound)]
         bits = numbers("--activation-bits", self.activation_bits, 1)
         return grid_of_setups(sizes, self.kv or [AUTO], bits), cases
+
+
+def _size(nbytes: int) -> str:
+    """Bytes as text like 24MiB that means just as many, if it can be written so."""
+    whole = [shift for shift in (30, 20, 10) if nbytes and nbytes % (1 << shift) == 0]
+    return f"{nbytes >> whole[0]}{'KMG'[whole[0] // 10 - 1]}iB" if whole else str(nbytes)
 
 
 @command
@@ -162,7 +168,7 @@ def _planned(
         raise ArgumentError(
             f"{file}: its KV cache is more than the bits {form}, which are all that bench times"
         )
-    bound = "all" if plan.device_memory is None else str(plan.device_memory)
+    bound = "all" if plan.device_memory is None else _size(plan.device_memory)
     host = None if plan.host_memory is None else str(plan.host_memory)
     return replace(how, host_memory=host, slots=plan.slots), replace(
         grid, device_memory=bound, kv=[form], activation_bits=str(plan.activation_bits)

@@ -206,7 +206,7 @@ def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:
     """Formats by pattern, from texts like "*.down_proj=8,64": bits and group size.
 
-    Raises QoffError for another text, QuantizationError for a format that does not exist.
+    Raises QoffError for another text, or a format that does not exist.
     """
     found = {}
     for text in texts:
@@ -215,7 +215,10 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
             raise QoffError(
                 f"--weight {text!r} is not NAME=BITS,GROUP; write one like '*.down_proj=8,64'"
             )
-        found[match[1]] = Format(int(match[2]), int(match[3]))
+        try:
+            found[match[1]] = Format(int(match[2]), int(match[3]))
+        except QoffError as error:
+            raise ArgumentError(f"--weight {text!r}: {error}") from error
     return found
 
 

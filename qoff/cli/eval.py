@@ -20,6 +20,7 @@ from .options import (
     TextOptions,
     command,
     named,
+    parsed,
 )
 
 _GRID = "bits=4,8 group=32,64 solver=hqq kv=float,4:4,8:4 window=0,64"
@@ -79,7 +80,20 @@ def evaluate(
     mode = modes[0] if modes else ""
     _refuse_others(context, mode, _TAKES[mode] | {*asked, "model", "as_json"})
     from qoff.quant import QuantConfig
+    from qoff.units import parse_size
 
+    if original.reference_memory is not None:
+        if original.reference is None and not sweep:
+            raise ArgumentError(
+                "--reference-memory bounds the model of --reference, which is missing; name one, "
+                "or leave it out"
+            )
+        parsed("--reference-memory", parse_size, original.reference_memory)
+    if texts.stride is not None and texts.definition in ("llama.cpp", "lm_eval"):
+        raise ArgumentError(
+            f"--stride does nothing with --definition {texts.definition}, which has windows of "
+            "its own; leave it out"
+        )
     from . import evaluate as work
 
     quant = QuantConfig(**vars(weights))

@@ -27,7 +27,7 @@ from qoff.quant.matrix import CALIBRATED
 from qoff.schema import read_object
 
 from .convert import calibration_ids
-from .evaluate_text import stored
+from .evaluate_text import stored, warn_of_windows
 from .options import FormOptions, ReferenceOptions, RunOptions, TextOptions
 from .output import print_json, progress_bar
 
@@ -52,7 +52,9 @@ def run_sweep(
     sample = texts.sample(tokenizer, content)
     named = local_source(original.reference) if original.reference else None
     named = source if named is None and convertible else named
-    out.mkdir(parents=True, exist_ok=True)
+    _make_folder(out)
+    kinds = dict.fromkeys(cell.kv for cell in cells)
+    warn_of_windows(sample, kinds, read_object(source / CONFIG_FILE))
     solvers = {cell.weights.solver for cell in cells if cell.weights is not None}
     with ExitStack() as stack:
         truth = None
@@ -81,6 +83,16 @@ def run_sweep(
     else:
         print(tables.markdown(results), end="")
         print(f"wrote table.md, table.csv, results.json and {len(pictures)} pictures to {out}")
+
+
+def _make_folder(out: Path) -> None:
+    """Raise ArgumentError, before what takes long, for a place where no folder can be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"--out {out}: cannot be made a folder ({error.strerror}); choose another place"
+        ) from error
 
 
 def _check_floats(source: Path) -> None:
@@ -142,7 +154,10 @@ def run_needle(
     settings = NeedleSettings(lengths=counts, repetitions=repetitions, seed=seed)
     if cache_texts is None:  # a GPU has packed caches alone
         cache_texts = "8,4; 4" if resolve_device(how.device).type == "cuda" else "float; 8,4; 4"
-    wanted, path = caches(cache_texts), how.checkpoint(model, quant, as_json)
+    wanted = caches(cache_texts)
+    if not as_json:
+        _make_folder(out)
+    path = how.checkpoint(model, quant, as_json)
     with progress_bar("asking", quiet=as_json) as progress:
         resources = NeedleResources(how.opening())
         found = ask_for_needles(path, settings, wanted, resources=resources, progress=progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qoff import __version__
+from qoff.checkpoint import Checkpoint
 from qoff.errors import QoffError
-from qoff.eval.kv import kv_bytes_per_token, kv_name
+from qoff.eval.kv import kv_bytes_per_token, kv_name, why_unmeasured
 from qoff.eval.perplexity.metrics import Divergence, Summary, summarize
 from qoff.eval.perplexity.models import (
     PIECE_TOKENS,
@@ -30,6 +31,7 @@ from qoff.eval.perplexity.scoring import Original, Sample, Truth, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
 from qoff.hf.load import load_tokenizer, local_source, source_stamps
+from qoff.kvcache import KVQuant
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
 from qoff.units import format_size
@@ -94,6 +96,8 @@ def evaluate_one(
         open_runtime(checkpoint, **options) as runtime,
         score_progress("evaluating") as tell,
     ):
+        asked = [kv] if isinstance(kv, KVQuant) else []
+        warn_of_windows(sample, asked, Checkpoint.open(checkpoint).config)
         done = set(journal.windows) if journal is not None else set()
         left = [window for i, window in enumerate(sample.windows) if i not in done]
         start = time.perf_counter()
@@ -116,6 +120,24 @@ def evaluate_one(
         print_json(found)
     else:
         print_table("", _rows(found, summary))
+
+
+def warn_of_windows(
+    sample: Sample, caches: Iterable[KVQuant | None], config: Mapping[str, Any]
+) -> None:
+    """Warn of windows that do not measure these caches, or are longer than a model's positions."""
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    if isinstance(positions, int) and sample.longest - 1 > positions:
+        logger.warning(
+            "windows of %d tokens are longer than the %d positions that the model has, beyond "
+            "which it predicts worse; use --window %d",
+            sample.longest,
+            positions,
+            positions,
+        )
+    for kv in caches:
+        if why := why_unmeasured(kv, sample.longest, PIECE_TOKENS):
+            logger.warning("%s", why)
 
 
 @contextmanager

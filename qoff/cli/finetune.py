@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import gc
 import math
-import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,8 +14,9 @@ import typer
 from typer import Argument, Option
 
 from qoff.errors import ArgumentError, DiskWriteError, io_errors
+from qoff.units import parse_size
 
-from .options import command
+from .options import command, parsed
 from .progress import step_progress
 
 _SHOWN = 10  # broken lines that are printed
@@ -84,7 +85,6 @@ def finetune(
 
     A run that was ended goes on from its last checkpoint when the same command is given again.
     """
-    from qoff.budgets import memory_size
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
     from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
@@ -104,15 +104,28 @@ def finetune(
         _check_packed(packed, output, full, overwrite)
     if tensorboard is not None:
         writer_class()  # before a model is loaded
+    if not 0 < epochs < math.inf:
+        raise ArgumentError(f"--epochs is {epochs}; use a number above 0")
+    if max_norm is not None and not max_norm > 0:
+        raise ArgumentError(f"--max-norm is {max_norm}; use a number above 0, or leave it out")
+    room = _size("--device-memory", device_memory)
+    host = _size("--host-memory", host_memory)
+    kept = parsed("--activation-memory", parse_size, activation_memory)
+    swapped = parsed("--activation-disk", parse_size, activation_disk)
+    if swapped and (disk is None or not kept):
+        raise ArgumentError(
+            "--activation-disk needs --disk, and --activation-memory for two stages"
+        )
     if plot is not None:
         new_figure(1, 1)  # so is this
         _make_place(plot.parent, "--plot")
-    if not 0 < epochs < math.inf:
-        raise ArgumentError(f"--epochs is {epochs}; use a number above 0")
     path = local_source(model)
     if output.exists() and output.samefile(path):
         raise ArgumentError(f"--output {output} is the model itself; choose another")
     work.check_model(path, chosen)  # before the data are read
+    _make_place(output if output.exists() else output.parent, "--output")
+    if disk is not None:
+        _make_place(disk, "--disk")
     tokenizer = load_tokenizer(path)
     broken = 0
 
@@ -155,10 +168,6 @@ def finetune(
     )
     place = Room({})
     if chosen is not None and is_checkpoint(path):
-        room = memory_size("device_memory", device_memory)
-        host = memory_size("host_memory", host_memory)
-        kept = memory_size("activation_memory", activation_memory) or 0
-        swapped = memory_size("activation_disk", activation_disk) or 0
         place = room_of(path, chosen, recipe, where, room, host, kept, dtype, swapped)
     # Before the model is loaded, which takes long.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
@@ -167,12 +176,12 @@ def finetune(
         stepping,
         tokens=sequence,
         micro_batches=micro_batches,
-        device_memory=place.device_memory or device_memory,
-        host_memory=host_memory,
+        device_memory=place.device_memory or room,
+        host_memory=host,
         disk=disk,
         max_norm=max_norm,
-        activation_memory=activation_memory,
-        activation_disk=activation_disk,
+        activation_memory=kept,
+        activation_disk=swapped,
         delayed=delayed,
         gradients=gradients,
         device=where,
@@ -194,6 +203,10 @@ def finetune(
     if packed is not None:
         del training, run
         _convert(output, packed)
+
+
+def _size(option: str, text: str | None) -> int | None:
+    return None if text is None else parsed(option, parse_size, text)
 
 
 def _check_packed(folder: Path, output: Path, full: bool, overwrite: bool) -> None:
@@ -221,8 +234,7 @@ def _make_place(folder: Path, option: str) -> None:
     """Raise DiskWriteError where nothing can be written when the run ends."""
     with io_errors(folder, DiskWriteError, f"choose another {option}"):
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise DiskWriteError(f"{folder}: may not be written; choose another {option}")
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def _convert(model: Path, out: Path) -> None:

@@ -48,6 +48,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[i
     return list(encoded["input_ids"])
 
 
+def read_prompt(prompt: str) -> str:
+    """The prompt itself; for "-" what standard input has, without line ends at its end."""
+    if prompt != "-":
+        return prompt
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").rstrip("\r\n")
+
+
 def check_text(text: str, what: str) -> None:
     """Raise ArgumentError for text with bytes, or halves of characters, that UTF-8 has not."""
     try:
@@ -167,6 +174,7 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Labels and values of an answer, for a table."""
     peak, capacity = (format_size(found[f"arena_{name}_bytes"]) for name in ("peak", "capacity"))
     told, experts = list[tuple[str, str]](), found["experts"]
+    count, decode = found["new_tokens"], f"{found['decode_tokens_per_s']:.1f} tok/s"
     if experts:
         counts = "{hits} there, {misses} read, {guessed} read ahead, {wrong} of them in vain"
         told.append(("experts", counts.format(**experts)))
@@ -174,7 +182,7 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("prefill", f"{found['prefill_tokens_per_s']:.1f} tok/s ({found['prompt_tokens']} tokens)"),
         ("time to first token", f"{found['first_token_s'] * 1e3:.0f} ms"),
-        ("decode", f"{found['decode_tokens_per_s']:.1f} tok/s ({found['new_tokens']} tokens)"),
+        ("decode", f"{decode} ({count} tokens)" if count > 1 else "not timed (1 token)"),
         ("read from disk", format_size(found["disk_bytes"])),
         *told,
         ("peak of the arena", f"{peak} of {capacity}"),

@@ -125,7 +125,7 @@ def convert(
 @command
 def generate(
     model: Model,
-    prompt: Annotated[str, Argument(help="What to answer.")],
+    prompt: Annotated[str, Argument(help='What to answer; "-": standard input.')],
     how: RunOptions,
     cache: CacheOptions,
     draw: DrawOptions,
@@ -139,13 +139,14 @@ def generate(
     from qoff.engine import SamplingParams
     from qoff.memory.io.timeline import Timeline, checked_path
 
-    from .generate import answer, open_for, rows
+    from .generate import answer, open_for, read_prompt, rows
 
     timeline = None if trace is None else Timeline()
     if trace is not None:
         checked_path(trace)
     params = SamplingParams(**vars(draw), max_tokens=max_new_tokens)
     cache.check(how)
+    prompt = read_prompt(prompt)
     path = how.checkpoint(model, quiet=as_json)
     opening = {**how.opening(), "kv": cache.quant(path, how)}
     opened, tokenizer, ids = open_for(path, prompt, max_new_tokens, raw, timeline, **opening)

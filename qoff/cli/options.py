@@ -16,7 +16,7 @@ from typer import Argument, Context, Option
 from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.interrupts import ending_by_signals
 from qoff.system_memory import left_by_limits, own_memory, refusals
-from qoff.units import format_size
+from qoff.units import format_size, parse_size
 
 from .output import progress_bar, stop_with
 
@@ -76,7 +76,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         try:
             for name, kind in groups.items():
                 one = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-                if isinstance(one, RunOptions):
+                if isinstance(one, RunOptions | DrawOptions):
                     one.check(context)
                 given[name] = one
             with ending_by_signals(), refusals():
@@ -125,12 +125,17 @@ class ModelOptions:
     def checkpoint(self, model: str, quant: QuantConfig | None = None, quiet: bool = False) -> Path:
         """The qoff checkpoint of a model, converted if there is none.
 
-        quant: of the conversion. Raises ArgumentError for a checkpoint, unless it is the default.
+        quant: of the conversion. Raises ArgumentError for a checkpoint, unless it is the default,
+        and for a revision of what is not on the hub.
         """
         from qoff.budgets import resolve_device
-        from qoff.hf.load import find_checkpoint
+        from qoff.hf.load import exists, find_checkpoint
         from qoff.quant import QuantConfig
 
+        if self.revision is not None and exists(model):
+            raise ArgumentError(
+                f"--revision is of models on the hub, and {model} is here; leave it out"
+            )
         with progress_bar("converting", quiet) as progress:
             return find_checkpoint(
                 model,
@@ -144,7 +149,17 @@ class ModelOptions:
 
     def opening(self) -> dict[str, Any]:
         """The options that `hf.load.open_runtime` takes for a checkpoint."""
-        found = {**vars(self), "max_memory": memory_by_place(self.max_memory)}
+        from qoff.budgets import resolve_device
+
+        places = memory_by_place(self.max_memory)
+        if resolve_device(self.device).type == "cpu":
+            for place in places or {}:
+                if place != "cpu":
+                    raise ArgumentError(
+                        f"--max-memory names {place}, and the model runs on the CPU, whose memory "
+                        "is written like cpu=32GiB"
+                    )
+        found = {**vars(self), "max_memory": places}
         return {name: found[name] for name in found.keys() - {"cache_dir", "revision"}}
 
 
@@ -282,7 +297,8 @@ class CacheOptions:
         from qoff.eval.mixing.kv_bits import kv_for_bits
 
         with progress_bar("measuring what bits of the KV cache cost") as tell:
-            return kv_for_bits(how.checkpoint(str(model)), bits, tell=tell, **how.opening())
+            path = model if isinstance(model, Path) else how.checkpoint(model)
+            return kv_for_bits(path, bits, tell=tell, **how.opening())
 
 
 @dataclass(frozen=True)
@@ -325,6 +341,15 @@ class DrawOptions:
         1.0, min=0, max=1, help="Sample from the likeliest tokens of this probability."
     )
     seed: int = Option(0, min=0, max=2**63 - 1, help="Seed for sampling.")
+
+    def check(self, context: Context) -> None:
+        """Raise ArgumentError for options of sampling where no temperature is given."""
+        if not named(context, ["temperature"]):
+            for option in named(context, ["top_k", "top_p", "min_p", "seed"]).values():
+                raise ArgumentError(
+                    f"{option} is for sampling, and without --temperature the likeliest token is "
+                    "taken; give --temperature, too"
+                )
 
 
 @dataclass(frozen=True)
@@ -390,8 +415,6 @@ class ReferenceOptions:
     @property
     def memory(self) -> int | None:
         """Bytes of --reference-memory. Raises ArgumentError for text that is no size."""
-        from qoff.units import parse_size
-
         return None if self.reference_memory is None else parse_size(self.reference_memory)
 
 
@@ -415,6 +438,7 @@ def memory_by_place(text: str | None) -> dict[int | str, str] | None:
         place, equals, size = (word.strip() for word in part.partition("="))
         if not equals:
             raise ArgumentError(f"--max-memory is written like 0=12GiB,cpu=32GiB, not {text!r}")
+        parsed("--max-memory", parse_size, size)
         found[int(place) if place.isdecimal() else place] = size
     return None if text is None else found
 

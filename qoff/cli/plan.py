@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -127,6 +127,7 @@ def plan(
 
     With --train: what fine-tuning it takes.
     """
+    from qoff.kernels.layout.packing import GROUP_SIZES
     from qoff.plan.explain import beside_checkpoint, explain
     from qoff.plan.pareto import pareto_front
     from qoff.plan.saved import plan_text
@@ -135,6 +136,7 @@ def plan(
     _check_bounds(context, work)
     _check_training(context, model, finetuning)
     _check_formulas(context, memory, finetuning.train)
+    _check_places({"--save": save, "--plot": plot})
     if memory:
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
@@ -149,6 +151,8 @@ def plan(
         print_training(config, finetuning, training.sequence, machine, packed, as_json)
         return
     _check_bits(template, machine.on_gpu)
+    if work.max_kl is not None:
+        weights = replace(weights, group_size=min(GROUP_SIZES))  # divides what any other does
     sizes = sizes_of(model, weights, machine.on_gpu)
     if work.shared and sizes.spec.linear is not None:
         raise ArgumentError(
@@ -160,13 +164,18 @@ def plan(
             "--acceptance plans drafted tokens, which models with recurrent states and "
             "--attention-top do not have; leave it out"
         )
+
+    def is_beside(sizes: ModelSizes) -> bool:
+        return on.disk is not None and not sizes.checkpoint.outer.path.exists()
+
+    def left(sizes: ModelSizes) -> MachineProfile:
+        return beside_checkpoint(machine, sizes) if is_beside(sizes) else machine
+
     chosen: Form | None = None
     if work.max_kl is not None:
-        chosen, sizes = _form(model, work, weights, machine, workload, template)
+        chosen, sizes = _form(model, work, weights, machine, left, workload, template)
         template = replace(template, kv=chosen.kv)
-    beside = on.disk is not None and not sizes.checkpoint.outer.path.exists()
-    if beside:
-        machine = beside_checkpoint(machine, sizes)
+    beside, machine = is_beside(sizes), left(sizes)
     from qoff.engine.simulated import simulated  # takes seconds to import
 
     found = explain(
@@ -285,6 +294,13 @@ def _check_formulas(context: typer.Context, memory: bool, train: bool) -> None:
         raise ArgumentError(f"--memory is missing, and belongs to {option}")
 
 
+def _check_places(places: Mapping[str, Path | None]) -> None:
+    """Raise ArgumentError for a file that is to be written in no folder."""
+    for option, file in places.items():
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ArgumentError(f"{option} {file}: {file.parent} is no folder; make it first")
+
+
 def _check_bits(template: Plan, on_gpu: bool) -> None:
     """Raise ArgumentError for what the device does not do."""
     if on_gpu and template.kv.attention_top < 1:
@@ -302,10 +318,14 @@ def _form(
     work: WorkOptions,
     weights: QuantOptions,
     machine: MachineProfile,
+    beside: Callable[[ModelSizes], MachineProfile],
     workload: Workload,
     template: Plan,
 ) -> tuple[Form, ModelSizes]:
-    """The bits that a bound on the loss allows, of the fastest plan, and the model in these."""
+    """The bits that a bound on the loss allows, of the fastest plan, and the model in these.
+
+    beside: the machine with what disk such a checkpoint leaves.
+    """
     from qoff.hf.load import exists, is_checkpoint
     from qoff.plan.losses import assumed_forms, best_form, measured_forms
 
@@ -326,7 +346,7 @@ def _form(
         return sizes_of(model, own, machine.on_gpu, mixed)
 
     assert work.max_kl is not None
-    found = best_form(fitting, work.max_kl, sizes, machine, workload, template)
+    found = best_form(fitting, work.max_kl, sizes, beside, workload, template)
     return found, sizes(found.weights)
 
 

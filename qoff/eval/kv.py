@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
+from qoff.kvcache.quant import UNPACKED
 from qoff.models.native.decoder import head_shapes
 from qoff.models.spec import DecoderSpec
 
@@ -18,6 +19,22 @@ def kv_name(quant: KVQuant | None) -> str:
     parts += [f"{quant.sinks} sinks"] if quant.sinks else []
     parts += [f"top {quant.attention_top:g}"] if quant.attention_top < 1 else []
     return ", ".join(parts)
+
+
+def why_unmeasured(quant: KVQuant | None, longest: int, piece: int) -> str | None:
+    """Why windows read `piece` tokens at a time do not measure a packed cache; None: they do.
+
+    longest: tokens of the longest window, of which the last is only predicted.
+    """
+    if quant is None or (quant.k_bits == UNPACKED and not quant.layers):
+        return None
+    packed = -(-(quant.window + quant.sinks + BLOCK_TOKENS) // piece) * piece
+    if longest - 1 > packed:
+        return None
+    return (
+        f"the KV cache ({kv_name(quant)}) is not measured: windows of {longest} tokens end before "
+        f"any token is packed; use --window {packed + 2} or more"
+    )
 
 
 def kv_bytes_per_token(quant: KVQuant | None, spec: DecoderSpec) -> float:

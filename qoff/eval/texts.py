@@ -28,8 +28,10 @@ def read_text(path: str | Path | None = None) -> str:
     where = DEFAULT_TEXT if path is None else Path(path)
     try:
         text = where.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{where}: not a text in UTF-8 ({error})") from error
+    except OSError as error:
+        raise ArgumentError(f"{where}: cannot be read ({error.strerror}); name a text") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{where}: not a text in UTF-8 ({error}); convert it") from error
     if not text.strip():
         raise ArgumentError(f"{where}: is empty; there is nothing to predict")
     return text

@@ -59,7 +59,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         RevisionNotFoundError,
     )
 
-    missing = f"{hub_id}: no such file or directory, and"
+    missing = f"{hub_id or repr('')}: no such file or directory, and"
     try:
         return Path(
             snapshot_download(

@@ -305,9 +305,9 @@ def local_source(path_or_hub_id: str | PathLike[str], trust_remote_code: bool = 
 
 
 def exists(path: str | PathLike[str]) -> bool:
-    """Whether there is such a path; what cannot be one (too long a name, say) is not there."""
+    """Whether there is such a path; what cannot be one (too long a name, or none) is not there."""
     try:
-        return Path(path).exists()
+        return str(path) != "" and Path(path).exists()
     except (OSError, ValueError):
         return False
 

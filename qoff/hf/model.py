@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.dynamo import uncompiled
-from qoff.errors import OpError, QoffError
+from qoff.errors import ClosedError, OpError, QoffError
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.runtime import Runtime, RuntimeStats
 from qoff.system_memory import refusals
@@ -58,6 +58,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         super().__init__(config)
         self.runtime = runtime
         self.budget = budget
+        self._closed = False
 
     def stats(self) -> RuntimeStats:
         """Return what was read, waited for and allocated so far."""
@@ -68,6 +69,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
 
         It happens by itself when nothing refers to the model any more, or at the end of a `with`.
         """
+        self._closed = True
         self.runtime.close()
 
     def __enter__(self) -> Self:
@@ -101,6 +103,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         cache) and BudgetError for what the bound has no room for, before anything is computed;
         QoffError for logits that are not finite, of which `generate` would make token 0 for ever.
         """
+        self._check_open()
         for name in _IN_TORCH:
             unsupported.setdefault(name, getattr(self.config, name, None))
         self._refuse(unsupported)
@@ -175,6 +178,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
 
         Where memory is bounded, it waits until there is room beside the calls of other threads.
         """
+        self._check_open()
         with one_torch_thread(), nullcontext() if self.budget is None else self.budget.turns.call():
             generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
             return generate(*args, **kwargs)
@@ -247,6 +251,10 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # a cache of our own is made instead
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the model is closed; load it again")
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Raise OpError for an argument that was given and would change the result."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qoff.checkpoint import QuantEntry
 from qoff.errors import ArgumentError, BudgetError, FormatError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache import KVQuant
@@ -151,20 +152,34 @@ def packable(forms: Sequence[Form], shapes: Sequence[HeadShape]) -> list[Form]:
     return [form for form in forms if packs(form.kv)] or list(forms)
 
 
+def storable(forms: Sequence[Form], sizes: ModelSizes) -> list[Form]:
+    """Those whose groups divide the columns of all matrices; weights as they are have theirs."""
+    entries = (entry for file in sizes.checkpoint.files for entry in file.weights.values())
+    columns = {entry.shape[1] for entry in entries if isinstance(entry, QuantEntry)}
+    return [
+        form
+        for form in forms
+        if form.weights is None or not any(n % form.weights.group_size for n in columns)
+    ]
+
+
 def best_form(
     forms: Sequence[Form],
     most: float,
     sizes_of: Callable[[WeightForm | None], ModelSizes],
-    machine: MachineProfile,
+    machine_of: Callable[[ModelSizes], MachineProfile],
     workload: Workload,
     template: Plan,
 ) -> Form:
     """The form that loses at most `most` and has the fastest plan.
 
-    Of those as fast, the one that loses least. Raises ArgumentError where all lose more,
+    Of those as fast, the one that loses least. machine_of: the machine beside such a checkpoint,
+    or BudgetError where it has no room for one. Raises ArgumentError where all lose more,
     BudgetError where no plan of any fits, with what the smallest form would need.
     """
-    forms = packable(forms, sizes_of(forms[0].weights).shapes)
+    finest = min((form.weights for form in forms), key=lambda how: how.group_size if how else 0)
+    sizes = sizes_of(finest)
+    forms = packable(storable(forms, sizes), sizes.shapes)
     allowed = [form for form in forms if form.loss <= most]
     allowed += mixtures(forms, most)
     if not allowed:
@@ -178,7 +193,7 @@ def best_form(
     for form in reversed(allowed):  # the smallest last, whose refusal counts
         try:
             sizes, own = sizes_of(form.weights), replace(template, kv=form.kv)
-            seconds = find_plan(sizes, machine, workload, own).seconds
+            seconds = find_plan(sizes, machine_of(sizes), workload, own).seconds
         except BudgetError as error:
             refusal = BudgetError(f"{form}: {error}")
             continue

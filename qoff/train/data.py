@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from qoff.schema import load_object
 from .batches import IGNORED
 
 _FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Encoder:
     - `text`: everything;
     - `prompt` and `completion`: the completion, or of messages the assistant's in it;
     - `messages`: what the assistant says, with the template's end of it. Where the template writes
-      a conversation otherwise than its beginning, the last answer; if that too, everything.
+      a conversation otherwise than its beginning, the last answer.
 
     Text ends with the tokenizer's end token, which is learned. `tools` beside messages are given
     to the template.
@@ -127,7 +130,11 @@ class Encoder:
         text = self._text(messages, tools, False)
         learned: list[tuple[int, int] | None] = []
         for i in answers:
-            before = self._text(messages[:i], tools, True) if i else ""
+            before = (
+                self._text(messages[:i], tools, True)
+                if i
+                else self._before(text, messages, 0, tools)
+            )
             end = text if i == len(messages) - 1 else self._text(messages[: i + 1], tools, False)
             same = text.startswith(before) and text.startswith(end)
             learned.append((len(before), len(end)) if same else None)
@@ -139,7 +146,21 @@ class Encoder:
                 "the chat template writes the prompt in another way with an answer behind it, so "
                 'it cannot be told from that; use {"messages": [...]}'
             )
-        return text, found or [(0, len(text))]
+        if not found:
+            last = answers[-1]
+            messages = messages[: last + 1]
+            text = self._text(messages, tools, False)
+            found = [(len(self._before(text, messages, last, tools)), len(text))]
+        return text, found
+
+    def _before(self, text: str, messages: list[dict[str, Any]], i: int, tools: Any) -> str:
+        """What of a conversation's text is the same, whatever message i says."""
+        others = (
+            [*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]]
+            for content in ("a", "b")
+        )
+        texts = [text, *(self._text(x, tools, False) for x in others)]
+        return os.path.commonprefix(texts)  # noqa: RUF071  # of characters
 
     def _text(self, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str:
         return self._renderer.render(
@@ -147,6 +168,9 @@ class Encoder:
         )
 
     def _tokens(self, text: str, learned: list[tuple[int, int]], whole: bool) -> Example:
+        half = _HALF.search(text)
+        if half:
+            raise FormatError(f"text has {half[0]!a}, half of a character (a surrogate)")
         found = self._tokenizer(
             text, add_special_tokens=whole, return_offsets_mapping=True, verbose=False
         )

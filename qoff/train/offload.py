@@ -24,6 +24,7 @@ from .gpu_link import device_for, streams_of
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer, checked, from_zero
+from .passes import check_order
 from .placement import fitted
 from .sizes import Sizes
 from .training import Training
@@ -101,6 +102,7 @@ def offload(
         delayed=delayed, device=where, gradients=gradients, swaps=bool(swapped),
     )  # fmt: skip
     layers, head, sizes = needs()
+    check_order(built, layers)
     fuse(built)
 
     def cut(most: int, part: str) -> Sizes:
@@ -112,7 +114,7 @@ def offload(
     on_device, on_host, on_disk = placement.totals
     if apart and host is not None and on_host > host:
         raise BudgetError(
-            f"host memory: {host:,} bytes are too few by {on_host - host:,}; raise host_memory to "
+            f"host memory: {host:,} bytes are too few by {on_host - host:,}; raise the bound to "
             f"{on_host:,}"
         )
     homes = Homes(on_device, on_host, on_disk + swapped, folder, streams and streams[0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qoff.errors import UnsupportedModelError
+
+from .generators import Generators
 
 _HIDDEN = "hidden_states"  # what transformers' layers call their input
 _FEW = 8  # tokens
@@ -109,6 +112,65 @@ def stop_of(reached: Any, index: int) -> Stop:
         f"this model computes {where} where layer {index} was expected; only models that go "
         "through all layers in order can be trained by streaming"
     )
+
+
+def next_stop(one: TrainingPass, given: Any, hidden: Tensor, index: int) -> Stop:
+    """Have a pass go on with what a layer returned, hidden states in it, and come to this layer.
+
+    Raises UnsupportedModelError where the model changes hidden states between them.
+    """
+    version = hidden._version
+    stop = stop_of(one.advance(given), index)
+    if not is_same(stop.hidden, hidden) or hidden._version != version:
+        raise UnsupportedModelError(
+            f"this model changes hidden states between layer {index - 1} and the next; "
+            "it cannot be trained by streaming"
+        )
+    return stop
+
+
+def check_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedModelError for a model that does not go through its layers in order.
+
+    Two tokens go through it, with layers that return what they are given, so that neither these
+    nor the head are computed. What else a model says to such layers is left to the first step.
+    """
+    embedding: Any = getattr(model, "get_input_embeddings", nn.Module)() or nn.Module()
+    tensors = chain(embedding.parameters(), embedding.buffers(), model.parameters())
+    ids = torch.ones(1, 2, dtype=torch.int64, device=next(tensors).device)
+
+    def loss() -> Tensor:
+        found: Tensor = model(input_ids=ids, use_cache=False)
+        return found
+
+    def fault(whole: Callable[[Tensor], Any]) -> UnsupportedModelError | None:
+        one = TrainingPass(loss, 1.0)
+        try:
+            stop = stop_of(one.advance(), 0)
+            for i in range(1, len(layers)):
+                hidden = stop.hidden.detach()
+                stop = next_stop(one, whole(hidden), hidden, i)
+        except UnsupportedModelError as error:
+            return error
+        except Exception:  # as in `reads_embeddings`
+            return None
+        finally:
+            one.end()
+        return None
+
+    own = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for i, layer in enumerate(layers):
+            StoppingLayer(layer, i, layer.forward)
+        with Generators(ids.device).forked():
+            error = fault(lambda x: x)
+            if error is not None and fault(lambda x: (x,)) is not None:
+                raise error
+    finally:
+        for layer, forward in zip(layers, own, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 def is_same(found: Tensor, given: Tensor) -> bool:

@@ -136,13 +136,13 @@ def placed_with(
     if device_memory is not None and total > device_memory:
         raise BudgetError(
             f"device memory: {device_memory:,} bytes are too few by {total - device_memory:,}: "
-            f"{_listed(device)} take {total:,}; raise device_memory to that, or train with fewer "
+            f"{_listed(device)} take {total:,}; raise the bound to that, or train with fewer "
             "tokens or micro-batches"
         )
     if to_disk and not disk:
         raise ArgumentError(
-            f"{_listed(parked)} go to disk, {to_disk:,} bytes; say where with disk=, or raise "
-            f"host_memory to {to_disk + sum(host.values()):,}"
+            f"{_listed(parked)} go to disk, {to_disk:,} bytes; give a folder for the disk, or "
+            f"raise the bound on host memory to {to_disk + sum(host.values()):,}"
         )
     weights, of_inputs, gradients, states, *of_tiles = kept.values()
     inner = frozenset(i for i in of_inputs if i not in near)

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from qoff.errors import UnsupportedModelError
-
 from .boundaries import Boundaries
 from .generators import Generators
 from .passes import (
     Stop,
     TrainingPass,
-    is_same,
     let_go,
+    next_stop,
     reads_embeddings,
     share,
     stop_of,
@@ -69,14 +67,7 @@ class Walk:
         Raises UnsupportedModelError where the model changes hidden states between them.
         """
         hidden = self._boundaries.put(i + 1, m, y)
-        version = hidden._version
-        stop = stop_of(one.advance(whole(hidden)), i + 1)
-        if not is_same(stop.hidden, hidden) or hidden._version != version:
-            raise UnsupportedModelError(
-                f"this model changes hidden states between layer {i} and the next; "
-                "it cannot be trained by streaming"
-            )
-        self._reached(i + 1, m, stop)
+        self._reached(i + 1, m, next_stop(one, whole(hidden), hidden, i + 1))
 
     def given(self, i: int, m: int, count: int) -> Tensor:
         """The hidden states that layer i is given, in a pass forward of so many micro-batches."""

@@ -147,7 +147,7 @@ def test_another_write_error_names_the_place(
 
 def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     before = content(write(tmp_path / "model"))
-    with pytest.raises(ConversionError, match="exists already"):
+    with pytest.raises(ConversionError, match=r"exists already; .*\(--overwrite\)"):
         write(tmp_path / "model")
     assert names(tmp_path) == ["model"]
     assert content(tmp_path / "model") == before

@@ -64,7 +64,8 @@ def test_batch_takes_models_of_transformers_modules(
 
 
 def test_batch_takes_sampling_parameters(packable: Path, prompts: Path) -> None:
-    options = ["--ignore-eos", "--logprobs", 2, "--repetition-penalty", 1.5, "--top-k", -1]
+    options = ["--ignore-eos", "--logprobs", 2, "--repetition-penalty", 1.5]
+    options += ["--temperature", 0, "--top-k", -1]
     for answer in answered(succeed("batch", packable, prompts, *BATCH, *options)).values():
         assert (len(answer["token_ids"]), answer["finish_reason"]) == (5, "length")
         assert [len(step) >= 2 for step in answer["logprobs"]] == [True] * 5

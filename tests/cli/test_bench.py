@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from qoff.cli import suite
+from qoff.cli import bench, suite
 from qoff.measure.results import read_result
 from qoff.models.convert.convert import convert
+from qoff.units import parse_size
 from tests.cli import commands
 from tests.tiny_models import QUANT, load_budgets, save_model, save_tokenizer, tiny_checkpoint
 
@@ -163,6 +164,15 @@ def test_without_the_source_tree_there_are_no_benches(
     assert "come with the source tree" in fail("--suite", "cpu_matmul")
     assert "come with the source tree" in fail("--suite", "list")
     assert "give --results DIR" in fail("--history")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(3 << 30, "3GiB"), (1536 << 20, "1536MiB"), (5 << 10, "5KiB"), (1025, "1025")],
+)
+def test_a_bound_in_bytes_is_labelled_as_people_write_it(nbytes: int, text: str) -> None:
+    assert bench._size(nbytes) == text
+    assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 import qoff
 from qoff.checkpoint import Checkpoint
@@ -133,6 +135,17 @@ def test_the_cache_is_packed_as_asked(tmp_path_factory: pytest.TempPathFactory) 
     assert sizes == sorted(set(sizes))
     assert "KV bits are written like" in fail("generate", checkpoint, *options, "4;8")
     assert "the model's 2 layers" in fail("generate", checkpoint, *options, "4/2:8")
+
+
+def test_a_prompt_can_be_standard_input(checkpoint: Path) -> None:
+    def asked(prompt: str, stdin: bytes) -> Result:
+        options = ["--raw", "--max-new-tokens", "2", "--json"]
+        return CliRunner().invoke(app, ["generate", str(checkpoint), prompt, *options], input=stdin)
+
+    piped = asked("-", b"Hello\n")
+    assert json.loads(piped.stdout)["prompt_tokens"] == len("Hello")
+    assert "the prompt is not UTF-8" in asked("-", b"a\xff").stderr
+    assert "the prompt has no tokens" in asked("-", b"\n").stderr
 
 
 def test_generate_loads_the_tokenizer_once(
@@ -282,7 +295,21 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
         (["generate", "{checkpoint}", "", "--raw"], "the prompt has no tokens"),
         (["generate", "{checkpoint}", "a\udcff"], "the prompt is not UTF-8 (character 2"),
         (["generate", "{checkpoint}", "Hello", "--max-memory", "1GiB"], "like 0=12GiB,cpu=32GiB"),
+        (["generate", "", "Hello"], "'': no such file or directory"),
+        (["generate", "{checkpoint}", "Hello", "--top-k", "5"], "--top-k is for sampling"),
+        (["generate", "{checkpoint}", "Hello", "--seed", "5"], "give --temperature, too"),
+        (["generate", "{checkpoint}", "Hello", "--revision", "main"], "models on the hub, and"),
+        (
+            ["generate", "{checkpoint}", "Hello", "--max-memory", "0=1GiB", "--device", "cpu"],
+            "--max-memory names 0, and the model runs on the CPU",
+        ),
+        (["generate", "{checkpoint}", "Hello", "--max-memory", "cpu=x"], "--max-memory: 'x' is"),
         (["batch", "{checkpoint}", "{source}/config.json", "--kv", "none"], "of a batch is packed"),
+        (["batch", "{checkpoint}", "{source}/config.json", "--errors", "{tmp}/e"], "-o FILE"),
+        (
+            ["batch", "{checkpoint}", "{source}/config.json", "--lora-modules", "a={tmp}/gone"],
+            "there is no folder {tmp}/gone",
+        ),
         (["verify", "{tmp}/gone"], "gone"),
         (["verify", "{source}"], "convert the model first"),
     ],
@@ -292,7 +319,7 @@ def test_errors_are_one_line(
 ) -> None:
     places = {"tmp": tmp_path, "source": source, "checkpoint": checkpoint}
     line = fail(*(a.format(**places) for a in arguments))
-    assert message in line
+    assert message.format(**places) in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -320,6 +347,7 @@ def test_a_limit_without_room_for_the_libraries_is_one_line(
         ["generate", "model", "Hello", "--top-p", "1.5"],
         ["generate", "model", "Hello", "--attention-top", "some"],
         ["env", "--path", "/no/such/place"],
+        ["batch", "model", "prompts.txt", "--spill-folder", "/no/such/place"],
         ["verify", "model", "--no-such-option"],
         ["no-such-command"],
     ],
@@ -337,6 +365,7 @@ def test_an_answer_may_end_at_once(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, copy)
     answer = json.loads(succeed("generate", copy, "Hello", "--max-new-tokens", 1, "--json"))
     assert answer["new_tokens"] == 1
+    assert "not timed (1 token)" in succeed("generate", copy, "Hello", "--max-new-tokens", 1)
     every = list(range(128))
     edit_json(copy / "generation_config.json", lambda c: c.update(eos_token_id=[EOS, *every]))
     answer = json.loads(succeed("generate", copy, "Hello", "--max-new-tokens", 9, "--json"))

@@ -195,7 +195,7 @@ def test_much_loss_is_told_with_what_is_much() -> None:
     ("options", "message"),
     [
         (["--weight", "*.o_proj"], "is not NAME=BITS,GROUP"),
-        (["--weight", "*.o_proj=5,64"], "bits 5 is not supported"),
+        (["--weight", "*.o_proj=5,64"], "--weight '*.o_proj=5,64': bits 5 is not supported"),
         (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
         (["--solver", "hqq", "--calibration", "TEXT"], "--calibration is for"),
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),

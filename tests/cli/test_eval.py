@@ -115,6 +115,36 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
 
 
 @pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        (["4", "--kv-window", 0], "windows of 65 tokens end before any token is packed"),
+        (["4"], "use --window 130 or more"),
+        (["none"], None),
+        (["auto"], None),
+        (["16"], None),
+    ],
+)
+def test_windows_too_short_to_measure_a_packed_cache_are_told(
+    kv: list[object],
+    said: str | None,
+    checkpoint: Path,
+    text: list[object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    succeed("eval", checkpoint, *text[:2], "--window", 65, "--limit", 1, "--kv", *kv)
+    assert caplog.text == "" if said is None else said in caplog.text
+
+
+def test_a_window_longer_than_the_positions_of_the_model_is_told(
+    checkpoint: Path, text: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    succeed("eval", checkpoint, *text[:2], "--window", 257, "--limit", 1)
+    assert caplog.text == ""
+    succeed("eval", checkpoint, *text[:2], "--window", 258, "--limit", 1)
+    assert "longer than the 256 positions" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--window", 1000], "less than one window of 1000"),
@@ -124,12 +154,17 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
         (["--kv", "none", "--kv-window", "0"], "with --kv none nothing is packed"),
         (["--kv", "none", "--attention-top", 0.5], "with --kv none nothing is packed"),
         (["--max-memory", "4GiB"], "like 0=12GiB,cpu=32GiB"),
-        (["--max-memory", "0=4GiB"], "the model runs on 'cpu'"),
+        (["--max-memory", "0=4GiB"], "the model runs on the CPU"),
         (["--shots", 1], "--shots does nothing in the evaluation of a text"),
         (["--sweep", "--kv", "4"], "--kv does nothing with --sweep"),
         (["--kv", "5"], "4 or 8 bits"),
         (["--sweep", "--grid", "bits=5"], "no cells|KV|bits 5"),
         (["--reference", "/nowhere/at/all"], "nowhere"),
+        (["--reference-memory", "1GiB"], "--reference, which is missing"),
+        (["--reference", "x", "--reference-memory", "y"], "--reference-memory: 'y' is not a size"),
+        (["--definition", "llama.cpp", "--stride", 50], "--stride does nothing"),
+        (["--sweep", "--out", "/dev/null"], "--out /dev/null: cannot be made a folder"),
+        (["--sweep", "--out", "/dev/null/x"], "--out /dev/null/x: cannot be made a folder"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -157,7 +192,9 @@ def test_what_cannot_be_is_known_before_a_model_is_converted(
 
 
 def test_a_text_that_is_none_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    assert "not a text" in fail("eval", checkpoint, "--text", tmp_path / "missing")
+    assert "cannot be read (No such" in fail("eval", checkpoint, "--text", tmp_path / "missing")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "not a text in UTF-8" in fail("eval", checkpoint, "--text", tmp_path / "binary")
     (tmp_path / "empty").write_text(" \n")
     assert "is empty" in fail("eval", checkpoint, "--text", tmp_path / "empty")
     assert "no dataset 'imagenet'" in fail("eval", checkpoint, "--dataset", "imagenet")
@@ -196,6 +233,7 @@ def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
         (["--needle", "--caches", "4 size=3"], "a cache is written as"),
         (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),
         (["--needle", "--sweep"], "different evaluations"),
+        (["--needle", "--lengths", "256", "--out", "/dev/null"], "--out /dev/null: cannot"),
         (
             ["--needle", "--kv", "4"],
             "does nothing with --needle, whose own options are --caches",

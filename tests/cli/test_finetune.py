@@ -267,6 +267,36 @@ def test_a_loss_that_is_not_finite_ends_the_run(model: Path, data: Path, tmp_pat
     assert f"the last checkpoint is {out / 'checkpoint'}, of step {last}" in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-norm", 0], "--max-norm is 0.0; use a number above 0, or leave it out"),
+        (["--device-memory", "a"], "--device-memory: 'a' is not a size"),
+        (["--host-memory", "a"], "--host-memory: 'a' is not a size"),
+        (["--activation-memory", "a"], "--activation-memory: 'a' is not a size"),
+        (["--activation-disk", "a"], "--activation-disk: 'a' is not a size"),
+        (["--activation-disk", "1GiB"], "--activation-disk needs --disk, and --activation-memory"),
+        (["--disk", "{file}/x"], "data.jsonl/x: Not a directory; choose another --disk"),
+        (["-o", "{file}/x"], "data.jsonl: File exists; choose another --output"),
+        (["-o", "{file}/x/y"], "data.jsonl/x: Not a directory; choose another --output"),
+    ],
+)
+def test_an_option_is_refused_by_its_name_before_the_model_is_loaded(
+    options: list[Any],
+    said: str,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("qoff.train.finetune.loaded")
+    given = [str(option).format(file=data) for option in options]
+    result = run(model, data, "--full", "-o", tmp_path / "out", *QUICK, *given)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+
+
 def test_what_cannot_be_is_refused(
     model: Path, data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -284,7 +314,10 @@ def test_what_cannot_be_is_refused(
         ([model, bad, *full, "--strict"], "bad.jsonl: line 1: a line is {"),
         ([model, bad, *full], "bad.jsonl has no example that something is learned from"),
         ([model, data, "--full", "-o", model], "is there, and no run of qoff"),
-        ([model, data, *full, "--host-memory", 0], "go to disk"),
+        (
+            [model, data, *full, "--host-memory", 0],
+            "give a folder for the disk, or raise the bound",
+        ),
         ([model, data, *full, "--packed", model], "is there, and no qoff checkpoint; choose"),
         ([model, data, *full, "--packed", tmp_path], "has the output in it; choose a folder of"),
         ([model, data, *full, "--packed", checkpoint], "is there, and no result of this run"),

@@ -19,6 +19,7 @@ from qoff.measure.moves import Move
 from qoff.memory import DiskReader
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan, read_weights
+from qoff.units import parse_size
 from tests.cli.commands import run
 from tests.plan.machines import MIB, MIXTURE, SMALL, machine
 from tests.tiny_models import save_model, tiny_checkpoint
@@ -81,7 +82,7 @@ def test_a_plan_is_explained_saved_and_run(
         assert f"--plan says what {option[0]} would" in both.output
     timed = ("bench", model, "-p", "none", "-n", 1, "-r", 1, "-o", "json", "--plan", out)
     setup = json.loads(run(*timed).stdout)["settings"]
-    assert setup["device_memory"] == str(plan.device_memory)
+    assert parse_size(setup["device_memory"]) == plan.device_memory
     assert (setup["kv"], setup["slots"]) == (["4,4"], plan.slots)
     assert "--plan says what --slots would" in run(*timed, "--slots", 2).output
     more = tmp_path / "more.json"
@@ -192,6 +193,33 @@ def test_a_disk_has_room_for_the_checkpoint_and_what_the_plan_spills(
     assert "disk: the checkpoint takes" in refused.output
     assert "1.0 MiB more than the" in refused.output
     assert refused.output.count("\n") == 1
+
+
+def test_bits_are_chosen_for_the_disk_that_their_checkpoint_leaves(
+    config: Path, here: Path
+) -> None:
+    ask = ("--machine", here, *WORK, "--brief", "--json", "--max-kl", 0.011)
+    large = json.loads(run("plan", config, *ask, "--disk", "1GiB").stdout)
+    refused = run("plan", config, *ask, "--disk", large["checkpoint_bytes"] - MIB)
+    assert refused.exit_code == 1
+    assert "weights of 8 bits" in refused.output
+    assert "disk: the checkpoint takes" in refused.output
+
+
+def test_groups_that_do_not_divide_the_columns_are_no_choice(here: Path, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama-head64", intermediate_size=96)
+    ask = ("--machine", here, *WORK, "--brief", "--json", "--max-kl", 1)
+    found = run("plan", tmp_path, *ask)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["form"]["weights"]["group_size"] == 32
+
+
+def test_a_place_in_no_folder_is_refused(config: Path, tmp_path: Path) -> None:
+    for option in ("--save", "--plot"):
+        refused = run("plan", config, option, tmp_path / "nowhere" / "plan.json")
+        assert refused.exit_code == 1
+        assert f"qoff: {option} " in refused.output
+        assert "is no folder; make it first" in refused.output
 
 
 def test_the_disk_of_a_checkpoint_that_is_there_is_all_free(

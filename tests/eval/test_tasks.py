@@ -251,9 +251,18 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], checkpoint: P
         run_tasks(checkpoint, OWN, **options)
 
 
-def test_no_task_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ArgumentError, match="no task; name one"):
-        run_tasks(checkpoint, [])
+@pytest.mark.parametrize("tasks", [[], [""], [OWN[0], ""]])
+def test_no_task_is_refused(
+    tasks: list[str], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", None)  # it would take seconds
+    with pytest.raises(ArgumentError, match="a task has no name"):
+        run_tasks(checkpoint, tasks)
+
+
+def test_more_examples_than_a_task_has_documents_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="fewer documents than the 1000 examples"):
+        run_tasks(checkpoint, ["qoff_knowledge"], num_fewshot=1000, limit=1)
 
 
 def test_without_the_harness_it_is_said_what_to_install(

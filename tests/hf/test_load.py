@@ -18,6 +18,7 @@ import qoff
 from qoff.errors import (
     ArgumentError,
     BudgetError,
+    ClosedError,
     FormatError,
     OpError,
     QoffError,
@@ -286,6 +287,14 @@ def test_models_that_are_not_supported_are_refused(source: Path, tmp_path: Path)
     with pytest.raises(UnsupportedModelError, match="model_type is 'bert'"):
         qoff.load(copy, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_closed_model_says_so(checkpoint: Path) -> None:
+    model, _ = qoff.load(checkpoint)
+    model.close()
+    for use in (model, model.generate):
+        with pytest.raises(ClosedError, match="the model is closed"):
+            use(torch.tensor([[5, 6]]))
 
 
 def test_a_model_that_nobody_holds_gives_everything_back(checkpoint: Path) -> None:

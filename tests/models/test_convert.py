@@ -223,6 +223,7 @@ def _poke(tensors: dict[str, Tensor], name: str, value: float) -> None:
 
 
 _Q, _UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
+_NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
@@ -231,13 +232,15 @@ _Q, _UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.
         (lambda t: _drop(t, _UP), FormatError, rf"no tensor {_UP}"),
         (lambda t: _drop(t, "lm_head.weight"), FormatError, r"no tensor lm_head.weight"),
         (lambda t: t.update({_Q: t[_Q][:64]}), FormatError, rf"{_Q} has shape \(64, 64\).*\(128,"),
-        (lambda t: t.update({_Q: t[_Q].to(torch.int8)}), QuantizationError, rf"{_Q}: only a mat"),
+        (lambda t: t.update({_Q: t[_Q].to(torch.int8)}), FormatError, rf"{_Q} is not in floats"),
+        (lambda t: t.update({_Q: t[_Q].to(torch.float8_e5m2)}), FormatError, rf"{_Q} is not in"),
+        (lambda t: t.update({_NORM: t[_NORM].int()}), FormatError, rf"{_NORM} is not in floats"),
         (lambda t: _poke(t, _UP, torch.nan), QuantizationError, rf"{_UP}: 1 of \d+ weights are"),
         (lambda t: _poke(t, _Q, -torch.inf), QuantizationError, rf"{_Q}: 1 of \d+ weights are"),
         (
-            lambda t: _poke(t, "model.norm.weight", torch.nan),
+            lambda t: _poke(t, _NORM, torch.nan),
             QuantizationError,
-            r"model.norm.weight: holds NaN",
+            rf"{_NORM}: holds NaN",
         ),
     ],
 )

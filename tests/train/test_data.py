@@ -51,6 +51,11 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoder]:
             "<s>user: hi</s><s>assistant: yes</s><s>user: hi</s><s>assistant: yes</s>",
             "yes</s>",
         ),
+        (
+            {"messages": [SAID, ASKED, SAID]},
+            "<s>assistant: yes</s><s>user: hi</s><s>assistant: yes</s>",
+            "yes</s>yes</s>",
+        ),
     ],
 )
 def test_what_is_learned(
@@ -73,6 +78,25 @@ def test_a_template_that_rewrites_the_past(tokenizer: Any) -> None:
     )
     with ChatRenderer() as renderer:
         one = Encoder(tokenizer, renderer).encode({"messages": [ASKED, SAID, ASKED, SAID]})
+    assert tokenizer.decode([x for x in one.labels if x != IGNORED]) == "yes</s>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [([SAID], "be kind</s>yes</s>"), ([ASKED, SAID, ASKED], "be kind</s>hi</s>yes</s>")],
+)
+def test_only_the_answer_is_learned_where_its_beginning_is_not_recognized(
+    messages: list[dict[str, str]], text: str, tokenizer: Any
+) -> None:
+    """The template adds a system prompt, and asks for an answer as it never writes one."""
+    tokenizer = load_tokenizer(Path(tokenizer.name_or_path))
+    tokenizer.chat_template = (
+        "be kind</s>{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}think:{% endif %}"
+    )
+    with ChatRenderer() as renderer:
+        one = Encoder(tokenizer, renderer).encode({"messages": messages})
+    assert tokenizer.decode(one.ids) == text
     assert tokenizer.decode([x for x in one.labels if x != IGNORED]) == "yes</s>"
 
 
@@ -116,6 +140,9 @@ def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
         [],
         {"text": 3},
         {"prompt": [ASKED], "completion": "a"},
+        {"text": "\ud800"},
+        {"messages": [ASKED, {**SAID, "content": "\ud800"}]},
+        {"messages": [{**ASKED, "content": "\ud800"}, SAID]},
         "",
     ]
     path = tmp_path / "data.jsonl"
@@ -123,9 +150,11 @@ def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
     told: dict[int, str] = {}
     found = list(examples(path, encoder, told.__setitem__))
     assert [len(one.ids) for one in found] == [2]
-    assert list(told) == [2, 3, 4, 5, 6, 7, 8]
+    assert list(told) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert "no message of the assistant" in told[4]
     assert "a line is {" in told[3]
+    half = r"text has '\ud800', half of a character (a surrogate)"
+    assert [told[number] for number in (9, 10, 11)] == [half] * 3
 
 
 def test_the_mark_of_an_encoding_is_no_fault(tmp_path: Path, encoder: Encoder) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import (
@@ -42,6 +42,36 @@ def test_layers_that_leave_each_other_keys_are_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(UnsupportedModelError, match="leaves tensors for others"):
         stopping.compute(x, Stop(0, x, (), given))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("bert", {"is_decoder": True}, "a layer of this model is given no hidden states first"),
+        ("xlm", {}, "computes layer 3 where layer 1 was expected"),
+        (
+            "gemma3n_text",
+            {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4},
+            "is given more than hidden states that learns",
+        ),
+        ("gemma4_text", {"global_head_dim": 16}, "is given more than hidden states that learns"),
+    ],
+)
+def test_models_that_do_not_go_through_their_layers_in_order_are_refused_at_once(
+    kind: str, changes: dict[str, Any], said: str
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 64}
+    if kind == "xlm":
+        sizes = {"emb_dim": 32, "n_layers": 3, "n_heads": 2, "vocab_size": 64}
+    if kind.startswith("gemma"):
+        sizes |= {"num_key_value_heads": 1, "head_dim": 16, "num_kv_shared_layers": 0}
+        sizes |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+        sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes}))
+    with pytest.raises(UnsupportedModelError, match=said):
+        train.offload(model, tokens=12)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("behind", [0, 2])  # at the next layer, and after the last

@@ -281,7 +281,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"1,000 bytes are too few by [\d,]+: weights outside"):
         train.offload(model_of("llama"), device_memory=1000, **options)
     with pytest.raises(
-        ArgumentError, match=r"states \([\d,]+\) go to disk, .* say where with disk="
+        ArgumentError, match=r"states \([\d,]+\) go to disk, .* give a folder for the disk"
     ):
         train.offload(model_of("llama"), host_memory=0, **options)
     mixed = model_of("llama")

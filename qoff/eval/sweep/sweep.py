@@ -104,7 +104,7 @@ class Sweep:
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:
         kv, rate = cell.kv, None
-        with open_runtime(checkpoint, kv) as runtime:
+        with open_runtime(checkpoint, kv, self._sample.longest) as runtime:
             subject = QoffSubject(runtime, cell.name, PIECE_TOKENS)
             found = summarize(evaluate(subject, self._sample, self._reference)).as_dict()
             kv_bytes = kv_bytes_per_token(kv, runtime.spec)

@@ -96,6 +96,13 @@ def evaluate(
             )
     except QoffError:
         raise
+    except ValueError as error:
+        if num_fewshot is None or "Sample larger than population" not in str(error):
+            raise
+        raise ArgumentError(
+            f"a task has fewer documents than the {num_fewshot} examples asked for before each "
+            "question (--shots); ask for fewer"
+        ) from error
     except OSError as error:  # among them what the hub's client and `datasets` raise
         reason = " ".join(str(error).split())
         raise QoffError(
@@ -117,8 +124,11 @@ def manager_of(tasks: Sequence[str], folders: Sequence[str | PathLike[str]] = ()
     Raises ArgumentError for a name that there is not, with those that are nearest, and QoffError
     where lm-eval is not installed.
     """
-    if not tasks:
-        raise ArgumentError("there is no task; name one at least, like qoff_knowledge")
+    if not all(tasks) or not tasks:
+        raise ArgumentError(
+            "a task has no name (--tasks); name one at least, like qoff_knowledge, and separate "
+            "names by commas"
+        )
     managers = extra("lm_eval.tasks")
     paths = [OWN_TASKS, *map(Path, folders)]
     manager = managers.TaskManager(include_path=paths, include_defaults=False)

@@ -266,7 +266,7 @@ def with_uniform_experts(
 
 def _floats(data: Tensor | QTensor, name: str) -> Tensor:
     if isinstance(data, QTensor) or not data.is_floating_point():
-        raise FormatError(f"{name}: expected a vector of floats; the model is damaged")
+        raise FormatError(f"{name}: expected floats; the model is damaged")
     return data.float()
 
 

@@ -98,8 +98,15 @@ class SafetensorsSource:
         return read_object(self.path / "config.json")
 
     def info(self, name: str) -> TensorInfo | None:
-        stored = self._tensors.get(name)
-        return None if stored is None else TensorInfo(self._of_floats(name).shape, None)
+        if name not in self._tensors:
+            return None
+        stored = self._of_floats(name)
+        if not stored.dtype.is_floating_point:
+            raise FormatError(
+                f"{self.path}: tensor {name} is not in floats (BF16, F16, F32 or F64); get the "
+                "model again, or save it in BF16"
+            )
+        return TensorInfo(stored.shape, None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
         for start in range(0, self._tensors[name].shape[0], rows):
