@@ -202,6 +202,11 @@ class WeightStore:
         return not self._streamed and not self.experts and self._resident.keys() >= tables
 
     @property
+    def complete(self) -> bool:
+        """Whether no weights of whole units move, experts aside."""
+        return not self._streamed
+
+    @property
     def stats(self) -> StoreStats:
         """Counters since the start. Raises ArgumentError in a forked process, if units stream."""
         if self._streamed or self.experts:

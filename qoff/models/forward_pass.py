@@ -175,6 +175,7 @@ class ForwardPass:
     states: HiddenStates | None = None  # beside the logits
     adapters: AdaptedRows | None = None
     mixture: RoundMixture = field(default_factory=RoundMixture)
+    expert_jobs: Any = None  # `memory.experts.jobs.ExpertJobs`, where experts come by jobs
     # What the decoder sets on the way.
     begun: Begun | None = None
     cached: CachePass | None = None  # the cache's part of the pass

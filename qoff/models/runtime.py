@@ -33,6 +33,7 @@ from .modules.decoder import ModuleDecoder, is_modules
 from .native.decoder import Decoder, check_kv
 from .native.following import Noise
 from .native.graphs import Replays
+from .native.mixing import mixed_pass
 from .native.sweeping import sweep_passes
 from .spec import DecoderSpec
 from .stored import check_checkpoint
@@ -270,8 +271,11 @@ def swept(
     decoder: AnyDecoder, store: WeightStore, runs: Sequence[ForwardPass], together: bool = True
 ) -> list[Tensor] | None:
     """As `sweep_passes`: the logits of passes that can be one recording."""
-    if not isinstance(decoder, Decoder) or store.experts:  # which nobody knows before
+    if not isinstance(decoder, Decoder):
         return None
+    if store.experts:
+        logits = mixed_pass(decoder, store, runs[0]) if len(runs) == 1 else None
+        return None if logits is None else [logits]
     return sweep_passes(decoder, runs, store.sweep, together)
 
 

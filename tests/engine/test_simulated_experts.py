@@ -65,7 +65,7 @@ class Replayed(Router):
 def test_bytes_are_those_of_the_engine(
     mixture: Path, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache._guessed_keys[:0])
+    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache.now.guesses[:0])
     sizes = ModelSizes.of_checkpoint(Checkpoint.open(mixture))
     plan = replace(PLAIN_PLAN, spill_folder=tmp_path, **options)
     beside = Memory.of(plan, sizes.spec, sizes.shapes, tiled=True).total("device")

@@ -113,7 +113,7 @@ def test_experts_that_leave_the_device_stay_in_host_memory(
 
 
 def test_what_is_read_is_what_the_router_chose(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache._guessed_keys[:0])
+    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache.now.guesses[:0])
     path = tiny_checkpoint(base, "mixtral")
     least, everything = budgets(path)
     with Runtime(path, device_memory=(least + 3 * everything) // 4) as runtime:
@@ -201,7 +201,7 @@ def test_an_expert_is_read_once_a_round_for_all_batches(
     packable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_weights(packable, 0.0, monkeypatch)
-    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache._guessed_keys[:0])
+    monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache.now.guesses[:0])
     read = {}
     for schedule in ("block", "sequential"):
         plan = replace(PLAN, batch_size=1, batches=4, schedule=schedule)
@@ -294,7 +294,7 @@ def test_wrong_guesses_that_wait_are_not_read(base: Path, monkeypatch: pytest.Mo
         for layer, guessed in ((0, (2, 3)), (1, (1,))):
             guesses = tuple(Expert(1 - layer, number) for number in guessed)
             cache.release(cache.acquire(ChosenExperts(layer, (0,), guesses)))
-        done, there = cache.stats, np.flatnonzero(cache._slots >= 0).tolist()
+        done, there = cache.stats, np.flatnonzero(cache.now.slots >= 0).tolist()
         count = cache.counts[0]
     assert there == [0, 1, count]  # of the layer that was guessed last, and what was asked for
     assert (done.misses, done.guessed, done.wrong) == (2, 1, 0)
@@ -353,8 +353,8 @@ def test_a_request_that_ended_early_keeps_no_slot(
     with Runtime(path, device_memory=budget, instrumentation=watched) as runtime:
         cache = runtime.store.experts
         assert cache is not None
-        assert 1 < len(cache._free) <= 4
-        for request in range(2 * len(cache._free)):
+        assert 1 < len(cache.now.free) <= 4
+        for request in range(2 * len(cache.now.free)):
             chosen = ChosenExperts(request % len(cache.counts), (0, 1, 2, 3))
             with monkeypatch.context() as patch:
                 patch.setattr(owner, call, Mock(side_effect=[KeyboardInterrupt]))
@@ -379,7 +379,7 @@ def test_a_save_that_ended_early_leaves_no_stale_expert(
             if next(numbers) % 2:
                 raise KeyboardInterrupt
             save(moves, slot, host)
-            kept[host] = int(cache._keys[slot])
+            kept[host] = int(cache.now.keys[slot])
 
         monkeypatch.setattr(ExpertMoves, "save", interrupted)
         for request in range(24):
@@ -391,7 +391,7 @@ def test_a_save_that_ended_early_leaves_no_stale_expert(
             keys = cache._host._keys
             there = np.flatnonzero(keys >= 0)
             assert {int(host): int(keys[host]) for host in there}.items() <= kept.items()
-            moving = int((cache._hosts >= 0).sum())
+            moving = int((cache.now.hosts >= 0).sum())
             total = len(there) + moving + len(cache._host._free)
             assert total == runtime.residency.host_expert_slots
         assert ended

@@ -29,7 +29,7 @@ PARTS = (
     ("attention.prefill", "attention.decode", "attention.latent", "attention.gate"),
     ("jit.read_queue", "jit.reads", "jit.slots", "jit.copies", "sampling.job", "steps"),
     ("optim.job", "optim.rows_job"),
-    ("delta.job", "moe.route", "packed_attention.pack_job", "embedding"),
+    ("delta.job", "moe.route", "expert_cache.jobs", "packed_attention.pack_job", "embedding"),
 )
 _MARK = "QOFF_COMPILES_A_PART"  # in the environment of the processes that do
 _PROCESS_BYTES = 768 << 20  # that each of them takes, and some to spare

@@ -74,8 +74,21 @@ def _unlock(queue):
 
 
 @inner
-def _words(queue, slot):
+def slot_words(queue, slot):
+    """Address of what is known of a slot."""
     return simd.peek_i64(queue + SLOTS) + slot * _SLOT_BYTES
+
+
+@inner
+def set_chunk(queue, slot, number, file, offset, address, wanted, asked):
+    """Say what a chunk of a slot that is not under way is."""
+    number += slot * simd.peek_i64(queue + EACH)
+    chunk = simd.peek_i64(queue + CHUNKS) + number * _CHUNK_BYTES
+    simd.poke_i64(chunk + FILE, file)
+    simd.poke_i64(chunk + OFFSET, offset)
+    simd.poke_i64(chunk + ADDRESS, address)
+    simd.poke_i64(chunk + WANTED, wanted)
+    simd.poke_i64(chunk + ASKED, asked)
 
 
 @inner
@@ -84,7 +97,7 @@ def _first(queue):
     order, found, least = simd.peek_i64(queue + ORDER), -1, 0
     for place in range(simd.peek_i64(queue + WAITS)):
         slot = simd.peek_i64(order + 8 * place)
-        turn = simd.peek_i64(_words(queue, slot) + SLOT_TURN)
+        turn = simd.peek_i64(slot_words(queue, slot) + SLOT_TURN)
         if found < 0 or turn < least:
             found, least = place, turn
     return found
@@ -115,7 +128,7 @@ def _take(queue):
         _unlock(queue)
         return 0, 0
     slot = simd.peek_i64(simd.peek_i64(queue + ORDER) + 8 * place)
-    words = _words(queue, slot)
+    words = slot_words(queue, slot)
     begun = simd.peek_i64(words + BEGUN)
     simd.poke_i64(words + BEGUN, begun + 1)
     if begun + 1 == simd.peek_i64(words + COUNT):
@@ -152,15 +165,15 @@ def _serve(queue, _thread, _threads, _args):
         _has_come(queue, words, 1)
 
 
-@job
-def _ask(queue, slots, count, urgent):
+@inner
+def ask_for(queue, slots, count, urgent):
     """Ask for slots in this order; all but the first `urgent` behind all that are."""
     _lock(queue)
     order, waits = simd.peek_i64(queue + ORDER), simd.peek_i64(queue + WAITS)
     turn = simd.peek_i64(queue + TURN)
     for i in range(count):
         slot = simd.peek_i64(slots + 8 * i)
-        words = _words(queue, slot)
+        words = slot_words(queue, slot)
         simd.poke_i64(words + BEGUN, 0)
         simd.poke_i64(words + FAILED, 0)
         simd.poke_i64(words + SLOT_TURN, turn + i + (0 if i < urgent else _LATER))
@@ -175,12 +188,17 @@ def _ask(queue, slots, count, urgent):
 
 
 @job
-def _hurry(queue, slots, count, _args):
+def _ask(queue, slots, count, urgent):
+    ask_for(queue, slots, count, urgent)
+
+
+@inner
+def hurry(queue, slots, count):
     """Have what is left of slots, which are under way, be urgent from now on, in this order."""
     _lock(queue)
     turn = simd.peek_i64(queue + TURN)
     for i in range(count):
-        words = _words(queue, simd.peek_i64(slots + 8 * i))
+        words = slot_words(queue, simd.peek_i64(slots + 8 * i))
         if simd.peek_i64(words + SLOT_TURN) >= _LATER:
             simd.poke_i64(words + SLOT_TURN, turn + i)
     simd.poke_i64(queue + TURN, turn + count)
@@ -188,7 +206,12 @@ def _hurry(queue, slots, count, _args):
 
 
 @job
-def _drop(queue, slots, count, _args):
+def _hurry(queue, slots, count, _args):
+    hurry(queue, slots, count)
+
+
+@inner
+def drop(queue, slots, count):
     """Begin no further chunk of slots, which then have failed."""
     _lock(queue)
     order = simd.peek_i64(queue + ORDER)
@@ -197,7 +220,7 @@ def _drop(queue, slots, count, _args):
         for place in range(simd.peek_i64(queue + WAITS)):
             if simd.peek_i64(order + 8 * place) == slot:
                 _remove(queue, place)
-                words = _words(queue, slot)
+                words = slot_words(queue, slot)
                 left = simd.peek_i64(words + COUNT) - simd.peek_i64(words + BEGUN)
                 simd.atomic_store(words + FAILED, 1)
                 _has_come(queue, words, left)
@@ -206,11 +229,16 @@ def _drop(queue, slots, count, _args):
 
 
 @job
+def _drop(queue, slots, count, _args):
+    drop(queue, slots, count)
+
+
+@job
 def _wait(queue, slots, count, _args):
     """Sleep until slots have come, the queue is stopped or some time has passed."""
     until = clock_ns() + _LOOK_NS
     for i in range(count):
-        words = _words(queue, simd.peek_i64(slots + 8 * i))
+        words = slot_words(queue, simd.peek_i64(slots + 8 * i))
         while simd.atomic_load(words + LEFT) > 0:
             now = clock_ns()
             if now >= until or simd.atomic_load(queue + STOP) != 0:
@@ -251,7 +279,7 @@ class ReadQueue:
             order=self._order.ctypes.data,
             busy=ctypes.addressof(busy),
         )
-        self._address = ctypes.addressof(self._words)
+        self.address = ctypes.addressof(self._words)
         self._left = self._slots[:, LEFT // 8]
         self._count = self._slots[:, COUNT // 8]
         self._begun = self._slots[:, BEGUN // 8]
@@ -259,7 +287,7 @@ class ReadQueue:
 
     def serve(self) -> None:
         """Read what is asked for, until the queue is stopped; for any number of threads."""
-        _Native(_serve.address)(self._address, 0, 0, 0)
+        _Native(_serve.address)(self.address, 0, 0, 0)
 
     @property
     def stopped(self) -> bool:
@@ -315,9 +343,9 @@ class ReadQueue:
 
     def stop(self) -> None:
         """Begin no further chunk, and wake all threads."""
-        _Native(_stop.address)(self._address, 0, 0, 0)
+        _Native(_stop.address)(self.address, 0, 0, 0)
 
     def _run(self, function: Any, slots: Slots, more: int = 0) -> None:
         slots = np.ascontiguousarray(slots)
         if len(slots):
-            _Native(function.address)(self._address, slots.ctypes.data, len(slots), more)
+            _Native(function.address)(self.address, slots.ctypes.data, len(slots), more)

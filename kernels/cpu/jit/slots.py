@@ -12,6 +12,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from qoff.interrupts import HEARD_S
 from qoff.kernels.cpu.operands import int64s, offsets
@@ -174,7 +175,9 @@ class Slots:
         args = SlotArguments(self._address, 0 if slot is None else self.words(slot))
         pool = default_pool()
         with pool.lock:
-            while _ended([self], partial(pool.run, wait_job.address, args, self)) is not None:
+            while (
+                run_for_a_while([self], partial(pool.run, wait_job.address, args, self)) is not None
+            ):
                 pass
 
     def fill(self, slot: int) -> None:
@@ -207,26 +210,37 @@ class Slots:
         return ctypes.c_int64.from_address(self._address + at)
 
 
-def run_waiting(replay: JobReplay, slots: Sequence[Slots]) -> bool:
-    """Run recorded jobs that wait for these slots, and say True; False where they are stale.
+class Waited(Protocol):
+    """What jobs of a list wait for."""
+
+    def arm(self, until_ns: int) -> None:
+        """Let jobs wait until this time; nothing has ended a list so far."""
+
+    def ended(self) -> int | None:
+        """Where in its list the job is that waited in vain, if one did. Raises what failed."""
+
+
+def run_waiting(replay: JobReplay, waited: Sequence[Waited]) -> bool:
+    """Run recorded jobs that wait, and say True; False where they are stale.
 
     Raises what failed.
     """
     with replay.pool.lock:
         if replay.stale:
             return False
-        first, more = 0, _ended(slots, partial(replay.pool.run_all, replay.jobs))
+        first, more = 0, run_for_a_while(waited, partial(replay.pool.run_all, replay.jobs))
         while more is not None:
             first += more
-            more = _ended(slots, partial(replay.pool.run_all, replay.jobs, first=first))
+            run = partial(replay.pool.run_all, replay.jobs, first=first)
+            more = run_for_a_while(waited, run)
     return True
 
 
-def _ended(slots: Sequence[Slots], run: Callable[[], None]) -> int | None:
-    """Run jobs for a while: where they ended, if before the last. Raises what failed."""
+def run_for_a_while(waited: Sequence[Waited], run: Callable[[], None]) -> int | None:
+    """Run jobs: where they ended, if before the last. Raises what failed."""
     until = time.perf_counter_ns() + int(HEARD_S * 1e9)
-    for one in slots:
+    for one in waited:
         one.arm(until)
     run()
-    ended = [one.ended() for one in slots]
+    ended = [one.ended() for one in waited]
     return next((at for at in ended if at is not None), None)

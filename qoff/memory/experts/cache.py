@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +31,7 @@ from qoff.memory.plan.residency import expert_units
 from .host import HostSlots
 from .moves import ExpertMoves, MakeMoves
 from .policy import Keys, NextUse, Policy
-
-_AGE = 0.05  # the weight of the newest guesses in their accuracy
-_LEAST_ACCURACY = 0.5  # of late: with less, guesses would take more of the disk than they save
-_FEW = 16  # experts that are waited for together: another wave takes as long as these compute
-_NEARLY_ALL = 0.8  # of a layer's experts: who wants so many will want as many of the next layer
+from .state import AGE, FEW, LEAST_ACCURACY, NEARLY_ALL, CacheState
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,9 @@ class ExpertCache:
         self._host = HostSlots(in_host, self.policy)
         self.record: list[tuple[int, tuple[int, ...]]] | None = None
         self.wait_s = 0.0  # that `acquire` waited
-        self._counts = dict.fromkeys(("hits", "misses", "from_host", "bytes"), 0)
-        self._counts |= dict.fromkeys(("guesses", "right", "guessed", "wrong"), 0)
         experts = expert_units(self._layers)
         self._clock = transfers.clock
-        self._moves = make_moves(
+        self.moves = make_moves(
             self._layers,
             experts,
             self._memory,
@@ -120,41 +115,35 @@ class ExpertCache:
             transfers,
             checks,
         )
-        # By key:
-        self._slots: Keys = np.full(len(experts), -1)  # it is in, or on its way to
+        sizes = [some.nbytes if some.count else 0 for some in self._layers]
+        self.now = CacheState(count, self.counts, sizes)
         self._stays = np.array([one in sources for one in experts], dtype=bool)  # in host memory
-        self._nbytes = np.repeat([e.nbytes if e.count else 0 for e in self._layers], self.counts)
-        # By slot, of its expert:
-        self._keys: Keys = np.full(count, -1)
-        self._fixed = np.zeros(count, dtype=bool)  # it cannot leave
-        self._guessed = np.zeros(count, dtype=bool)
-        self._came = np.zeros(count, dtype=bool)  # it was asked for, and has come
-        self._hosts: Keys = np.full(count, -1)  # slot in host memory that it is being copied from
-        self._free = list(range(count))
-        self._reading: Keys = np.empty(0, dtype=np.int64)  # slots, fixed until their experts came
-        self._given_up = -1  # a slot whose read is in the way
-        self._waiting: tuple[int, frozenset[int]] = (-1, frozenset())  # layer, and what is left
-        self._guessed_keys: Keys = np.empty(0, dtype=np.int64)
-        self._unread = False  # there was no room for some of them
-        self._doubtful: Keys = np.empty(0, dtype=np.int64)  # guesses that were not there
-        self._accuracy = 1.0  # of late, of these
         self._matrices: dict[int, tuple[QExperts, QExperts, tuple[Tensor, Tensor]]] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
+        self.jobs: Any = None  # `jobs.ExpertJobs`, once somebody asked for them
 
     @property
     def stats(self) -> ExpertStats:
-        return ExpertStats(saved=self._host.saved, **self._counts)
+        return ExpertStats(saved=self._host.saved, **self.now.counted)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
         """Some of the experts, one at least, that stay where they are until `release`.
 
         Waits if none is there. Raises what went wrong in reading them, ArgumentError when closed.
         """
+        numbers, found = self.bring(chosen)
+        table = np.full(self.counts[chosen.layer], -1)
+        table[numbers] = found
+        matrices = self.of_layer(chosen.layer)
+        return ExpertWave(tuple(numbers.tolist()), torch.from_numpy(table), *matrices)
+
+    def bring(self, chosen: ChosenExperts) -> tuple[Keys, Keys]:
+        """As `acquire`: the numbers of experts, and their slots."""
         first = int(self.policy.first[chosen.layer])
         wanted = first + np.array(chosen.numbers)
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise ArgumentError("the weight store is closed")
             self._note(chosen, wanted)
             self._start(wanted)
@@ -163,191 +152,188 @@ class ExpertCache:
                 found = self._arrived(wanted)
             finally:
                 self.wait_s += self._clock.now() - start
-            self._fixed[found] = True
-        numbers = self._keys[found] - first
-        self._waiting = (chosen.layer, frozenset(chosen.numbers).difference(numbers.tolist()))
-        table = np.full(self.counts[chosen.layer], -1)
-        table[numbers] = found
-        matrices = self._of_layer(chosen.layer)
-        return ExpertWave(tuple(numbers.tolist()), torch.from_numpy(table), *matrices)
+            self.now.fixed[found] = True
+        numbers = self.now.keys[found] - first
+        self.now.waiting = (chosen.layer, frozenset(chosen.numbers).difference(numbers.tolist()))
+        return numbers, found
 
     def release(self, wave: ExpertWave) -> None:
         """Give a wave back; guesses that had no room are then read into what is free."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
             table = wave.table.numpy()
-            self._fixed[table[table >= 0]] = False
-            if self._unread and not self._waiting[1]:  # nothing is left to wait for
-                self._start(self._slots[:0])
+            self.now.fixed[table[table >= 0]] = False
+            if self.now.unread and not self.now.waiting[1]:  # nothing is left to wait for
+                self._start(self.now.slots[:0])
 
     def close(self) -> None:
         """Forget everything; the transfers then stop what is under way."""
-        self._closed = True
+        self.closed = True
         self._matrices.clear()
-        self._free.clear()
+        self.now.free.clear()
 
     def _note(self, chosen: ChosenExperts, wanted: Keys) -> None:
         """Count a request that is not for what is left of the last one."""
-        layer, left = self._waiting
+        layer, left = self.now.waiting
         if layer == chosen.layer and left and left.issuperset(chosen.numbers):
             return
-        chosen_now = np.zeros(len(self._slots), dtype=bool)  # by key
+        chosen_now = np.zeros(len(self.now.slots), dtype=bool)  # by key
         chosen_now[wanted] = True
         self._judge_guesses(chosen_now)
         self._drop_guesses(chosen_now)
         self.policy.use(chosen.layer, wanted)
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
-        self._guessed_keys = self._guesses(chosen)
-        self._doubtful = self._missing(self._guessed_keys)
-        self._count(guesses=len(self._doubtful))
+        self.now.guesses = self._guesses(chosen)
+        self.now.doubtful = self._missing(self.now.guesses)
+        self._count(guesses=len(self.now.doubtful))
 
     def _guesses(self, chosen: ChosenExperts) -> Keys:
         """What the next layer may want, the likeliest first."""
         first = self.policy.first
         if chosen.guesses:
             return np.array([int(first[one.layer]) + one.number for one in chosen.guesses])
-        if len(chosen.numbers) < _NEARLY_ALL * self.counts[chosen.layer]:
-            return self._guessed_keys[:0]
+        if len(chosen.numbers) < NEARLY_ALL * self.counts[chosen.layer]:
+            return self.now.guesses[:0]
         layers = [*range(chosen.layer + 1, len(self.counts)), *range(chosen.layer)]
         layer = next((layer for layer in layers if self.counts[layer]), None)
-        return self._guessed_keys[:0] if layer is None else np.arange(*first[layer : layer + 2])
+        return self.now.guesses[:0] if layer is None else np.arange(*first[layer : layer + 2])
 
     def _drop_guesses(self, wanted: NDArray[np.bool_]) -> None:
         """Do not read the guesses that are known to be wrong and wait for their turn."""
-        slots = self._slots[self._guessed_keys]
+        slots = self.now.slots[self.now.guesses]
         slots = slots[slots >= 0]
-        slots = slots[~self._came[slots]]
-        slots = slots[~wanted[self._keys[slots]]]
-        slots = slots[self._moves.waits(slots)]
+        slots = slots[~self.now.came[slots]]
+        slots = slots[~wanted[self.now.keys[slots]]]
+        slots = slots[self.moves.waits(slots)]
         if not len(slots):
             return
         for slot in slots.tolist():
-            self._moves.abandon(slot)
+            self.moves.abandon(slot)
         nbytes, guessed = (
-            int(self._nbytes[self._keys[slots]].sum()),
-            int(self._guessed[slots].sum()),
+            int(self.now.nbytes[self.now.keys[slots]].sum()),
+            int(self.now.guessed[slots].sum()),
         )
         self._leave(slots)
         self._count(guessed=-guessed, wrong=-guessed, misses=guessed - len(slots), bytes=-nbytes)
 
     def _judge_guesses(self, wanted: NDArray[np.bool_]) -> None:
         """Compare the guesses of the layer before with what the router chose."""
-        if not len(self._doubtful):
+        if not len(self.now.doubtful):
             return
-        right = int(wanted[self._doubtful].sum())
-        self._accuracy += _AGE * (right / len(self._doubtful) - self._accuracy)
+        right = int(wanted[self.now.doubtful].sum())
+        self.now.accuracy += AGE * (right / len(self.now.doubtful) - self.now.accuracy)
         self._count(right=right)
-        self._doubtful = self._doubtful[:0]
+        self.now.doubtful = self.now.doubtful[:0]
 
     def _count(self, **more: int) -> None:
         for name, count in more.items():
-            self._counts[name] += count
+            self.now.counted[name] += count
 
     def _missing(self, keys: Keys) -> Keys:
         """Those of experts that are neither here nor on their way."""
-        return keys[self._slots[keys] < 0]
+        return keys[self.now.slots[keys] < 0]
 
     def _start(self, wanted: Keys) -> None:
         """Start to read what is wanted and not under way, and guesses, as far as there is room."""
-        if self._given_up >= 0:  # by a `_give_up` that was interrupted
-            self._leave(np.array([self._given_up]))
-        coming = self._slots[wanted]
+        if self.now.given_up >= 0:  # by a `_give_up` that was interrupted
+            self._leave(np.array([self.now.given_up]))
+        coming = self.now.slots[wanted]
         coming = coming[coming >= 0]
-        coming = coming[~self._came[coming]]
+        coming = coming[~self.now.came[coming]]
         if len(coming):
-            self._moves.hurry(coming)
-        missing, guesses = self._missing(wanted), self._guessed_keys[:0]
-        if self._accuracy >= _LEAST_ACCURACY:
-            guesses = self._missing(self._guessed_keys)
+            self.moves.hurry(coming)
+        missing, guesses = self._missing(wanted), self.now.guesses[:0]
+        if self.now.accuracy >= LEAST_ACCURACY:
+            guesses = self._missing(self.now.guesses)
         count = len(missing) + len(guesses)
-        self._unread = False
+        self.now.unread = False
         if not count:
             return
-        self._make_room(count, np.concatenate([wanted, self._guessed_keys]))
-        if len(self._free) < len(missing):
+        self._make_room(count, np.concatenate([wanted, self.now.guesses]))
+        if len(self.now.free) < len(missing):
             self._make_room(len(missing), wanted)
             guesses = guesses[:0]
-            if len(missing) == len(wanted) and not self._free:
+            if len(missing) == len(wanted) and not self.now.free:
                 self._give_up()
-        self._unread = len(self._free) < count
+        self.now.unread = len(self.now.free) < count
         self._read(np.concatenate([missing, guesses]), len(missing))
 
     def _make_room(self, count: int, kept: Keys) -> None:
         """Have `count` slots free, as far as nobody needs what is in them."""
-        count -= len(self._free)
+        count -= len(self.now.free)
         if count <= 0:
             return
         self._unfix()
-        may = (self._keys >= 0) & ~self._fixed
-        held = self._slots[kept]
+        may = (self.now.keys >= 0) & ~self.now.fixed
+        held = self.now.slots[kept]
         may[held[held >= 0]] = False
         slots = np.flatnonzero(may)
         if len(slots):
-            self._leave(slots[self.policy.leaving(self._keys[slots], min(count, len(slots)))])
+            self._leave(slots[self.policy.leaving(self.now.keys[slots], min(count, len(slots)))])
 
     def _unfix(self) -> None:
         """Let leave what has been read, also where the pass that asked for it does so no more."""
-        reading = self._reading
-        came = self._came[reading]
-        done = came | self._moves.done(reading)
-        self._fixed[reading[done & ~came]] = False  # else waves that have it hold it
-        self._reading = reading[~done]
+        reading = self.now.reading
+        came = self.now.came[reading]
+        done = came | self.moves.done(reading)
+        self.now.fixed[reading[done & ~came]] = False  # else waves that have it hold it
+        self.now.reading = reading[~done]
 
     def _leave(self, slots: Keys) -> None:
-        came, keys = self._came[slots], self._keys[slots]
+        came, keys = self.now.came[slots], self.now.keys[slots]
         if not came.all():
-            self._moves.settle(slots[~came])
+            self.moves.settle(slots[~came])
         if self._host.count:
             kept = np.flatnonzero(came & ~self._stays[keys])
             leaving = slots[kept].tolist()
             # This waits, and may end early: nothing has left until all are saved.
-            self._host.keep(keys[kept], lambda place, host: self._moves.save(leaving[place], host))
-            self._host.put_back(keys, self._hosts[slots])
-        self._count(wrong=int((self._guessed[slots] & ~came).sum()))
-        self._slots[keys] = -1
-        self._keys[slots] = self._hosts[slots] = -1
-        self._reading = self._reading[self._keys[self._reading] >= 0]
-        self._fixed[slots] = False
-        if self._given_up in slots:
-            self._given_up = -1
-        self._moves.recycle(slots)
-        self._free += slots.tolist()
+            self._host.keep(keys[kept], lambda place, host: self.moves.save(leaving[place], host))
+            self._host.put_back(keys, self.now.hosts[slots])
+        self._count(wrong=int((self.now.guessed[slots] & ~came).sum()))
+        self.now.slots[keys] = -1
+        self.now.keys[slots] = self.now.hosts[slots] = -1
+        self.now.reading = self.now.reading[self.now.keys[self.now.reading] >= 0]
+        self.now.fixed[slots] = False
+        if self.now.given_up in slots:
+            self.now.given_up = -1
+        self.moves.recycle(slots)
+        self.now.free += slots.tolist()
 
     def _give_up(self) -> None:
         """Drop the newest read: nothing under way is wanted, and it is in the way."""
-        self._given_up = int(self._reading[-1])  # of guesses the least likely one
-        self._moves.abandon(self._given_up)
-        self._leave(np.array([self._given_up]))
+        self.now.given_up = int(self.now.reading[-1])  # of guesses the least likely one
+        self.moves.abandon(self.now.given_up)
+        self._leave(np.array([self.now.given_up]))
 
     def _read(self, keys: Keys, wanted: int) -> None:
         """Start to read experts into the slots that are free, as many as there are.
 
         wanted: the first so many; the others are guesses.
         """
-        keys = keys[: len(self._free)]
+        keys = keys[: len(self.now.free)]
         if not len(keys):
             return
         guesses = np.arange(len(keys)) >= wanted
-        slots, hosts = np.array(self._free[: len(keys)]), self._host.take(keys)
-        del self._free[: len(keys)]
+        slots, hosts = np.array(self.now.free[: len(keys)]), self._host.take(keys)
+        del self.now.free[: len(keys)]
         try:
-            self._moves.start(slots, keys, hosts, wanted)
+            self.moves.start(slots, keys, hosts, wanted)
         finally:
-            begun = self._moves.begun(slots)  # all of them, but for errors
+            begun = self.moves.begun(slots)  # all of them, but for errors
             if not begun.all():
                 self._host.put_back(keys[~begun], hosts[~begun])
-                self._free[:0] = slots[~begun].tolist()
+                self.now.free[:0] = slots[~begun].tolist()
                 slots, keys, hosts = slots[begun], keys[begun], hosts[begun]
                 guesses = guesses[begun]
-            self._slots[keys], self._keys[slots], self._hosts[slots] = slots, keys, hosts
-            self._guessed[slots], self._came[slots] = guesses, False
-            self._fixed[slots] = True  # until it has come
-            self._reading = np.concatenate([self._reading, slots])
+            self.now.slots[keys], self.now.keys[slots], self.now.hosts[slots] = slots, keys, hosts
+            self.now.guessed[slots], self.now.came[slots] = guesses, False
+            self.now.fixed[slots] = True  # until it has come
+            self.now.reading = np.concatenate([self.now.reading, slots])
             guessed = int(guesses.sum())
             self._count(
-                bytes=int(self._nbytes[keys].sum()),
+                bytes=int(self.now.nbytes[keys].sum()),
                 from_host=int((hosts >= 0).sum()),
                 guessed=guessed,
                 misses=len(keys) - guessed,
@@ -359,27 +345,27 @@ class ExpertCache:
         Reads end about in the order of their calls, so it is the first half that is waited for. A
         few experts come all at once.
         """
-        slots = self._slots[wanted]
+        slots = self.now.slots[wanted]
         slots = slots[slots >= 0]
-        came = self._came[slots]
+        came = self.now.came[slots]
         there, coming = slots[came], slots[~came]
-        if len(slots) == len(wanted) <= _FEW:
-            self._moves.settle(coming)
+        if len(slots) == len(wanted) <= FEW:
+            self.moves.settle(coming)
         elif not len(there):
-            self._moves.settle(coming[: -(-len(coming) // 2)])
-        coming = coming[self._moves.done(coming)]
+            self.moves.settle(coming[: -(-len(coming) // 2)])
+        coming = coming[self.moves.done(coming)]
         try:
-            self._moves.finish(coming)
+            self.moves.finish(coming)
         except BaseException:
             self._leave(coming)
             raise
         self._count(hits=len(there))
-        self._came[coming] = True
-        self._host.free(self._hosts[coming])
-        self._hosts[coming] = -1
+        self.now.came[coming] = True
+        self._host.free(self.now.hosts[coming])
+        self.now.hosts[coming] = -1
         return np.concatenate([there, coming])
 
-    def _of_layer(self, layer: int) -> tuple[QExperts, QExperts, tuple[Tensor, Tensor]]:
+    def of_layer(self, layer: int) -> tuple[QExperts, QExperts, tuple[Tensor, Tensor]]:
         """The matrices of a layer's experts, in all slots, and memory for their biases."""
         if layer not in self._matrices:
             placed, (count, size) = self._layers[layer].placed, self._memory.shape

@@ -60,15 +60,15 @@ class Lfu(Policy):
 
     def __init__(self, counts: Sequence[int], age: float = _AGE) -> None:
         super().__init__(counts)
-        self._age = age
+        self.age = age
         self.share = np.full(self.first[-1], 1e-3)
 
     def worth(self, keys: Keys) -> NDArray[np.float64]:
         return self.share[keys]
 
     def _use(self, layer: int, keys: Keys) -> None:
-        self.share[self.first[layer] : self.first[layer + 1]] *= 1 - self._age
-        self.share[keys] += self._age
+        self.share[self.first[layer] : self.first[layer + 1]] *= 1 - self.age
+        self.share[keys] += self.age
 
 
 class NextUse(Lfu):
@@ -81,12 +81,12 @@ class NextUse(Lfu):
     def __init__(self, counts: Sequence[int], age: float = _AGE) -> None:
         super().__init__(counts, age)
         self._layers = len(counts)
-        self._at = 0
+        self.at = 0  # the layer that was used last
 
     def worth(self, keys: Keys) -> NDArray[np.float64]:
-        turns = (self.layer[keys] - self._at - 1) % self._layers / self._layers
+        turns = (self.layer[keys] - self.at - 1) % self._layers / self._layers
         return -(turns + 1 / self.share[keys])
 
     def _use(self, layer: int, keys: Keys) -> None:
         super()._use(layer, keys)
-        self._at = layer
+        self.at = layer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,15 +33,16 @@ class QueuedMoves(ExpertMoves):
         self._queue = self._transfers.reader.queue(slots, self._most)
         self._queued = np.zeros(slots, dtype=bool)  # by slot: its expert is read by the queue
         self._keys = np.full(slots, -1)  # by slot
-        self._pieces: dict[int, NDArray[np.int64]] = {}  # by layer; offsets from those of experts
+        # How experts are cut, whose offsets are from that of the expert; those alike are one.
+        self._pieces: dict[bytes, NDArray[np.int64]] = {}
         # By key:
+        self._chunks = np.zeros(len(self._experts), dtype=np.int64)  # address of its pieces
         self._layer = np.array([one.layer for one in self._experts])
         self._offsets = np.zeros(len(self._experts), dtype=np.int64)
         self._counts = np.array([-(one not in self._sources) for one in self._experts])  # -1: new
 
     def start(self, slots: Slots, keys: Slots, hosts: Slots, urgent: int) -> None:
-        for key in keys[self._counts[keys] < 0].tolist():
-            self._look_at(key)
+        self._look_at(keys)
         queued = (self._counts[keys] > 0) & (hosts < 0)
         if queued.any():
             self._ask(slots[queued], keys[queued], int(queued[:urgent].sum()))
@@ -104,8 +107,55 @@ class QueuedMoves(ExpertMoves):
         expert = self._experts[key]
         return self._layers[expert.layer].image(expert.number)
 
-    def _look_at(self, key: int) -> None:
-        """Find out what an expert is read by."""
+    def all_queued(self) -> bool:
+        """Whether the queue reads all experts."""
+        if not (self._counts > 0).all():
+            self._look_at(np.arange(len(self._counts)))
+        return bool(self._counts.all())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What jobs share that have the queue read: fields of `CacheWords`."""
+        return {
+            "queue_keys": self._keys,
+            "queued": self._queued,
+            "offsets": self._offsets,
+            "pieces": self._counts,
+            "chunks": self._chunks,
+        }
+
+    def memory_words(self) -> dict[str, int]:
+        """What these know of the queue and the slots: fields of `CacheWords`."""
+        spoiled = self._stride // 8 * 8 if self._transfers.poison else 0
+        memory = self._memory.data_ptr()
+        words = {"queue": self._queue.address, "memory": memory}
+        return words | {"stride": self._stride, "spoiled": spoiled}
+
+    def files(self) -> NDArray[np.int64]:
+        """Descriptor of each layer's file; 0 for layers without experts."""
+        descriptor = self._transfers.reader.descriptor
+        found = [descriptor(one.file.path) if one.count else 0 for one in self._layers]
+        return np.array(found, dtype=np.int64)
+
+    def taken_over(self, free: Sequence[int], reading: Slots) -> None:
+        """Jobs have used the queue; slots that are free now, and those under way."""
+        for slot in free:
+            self._reads[slot] = None
+        for slot in reading.tolist():
+            file = self._layers[self._layer[self._keys[slot]]].file
+            self._stamps[slot] = self._checks.stamp(file)
+
+    def check_files(self, layers: Sequence[int]) -> None:
+        """Experts of these layers have come by jobs. Raises ChecksumError."""
+        for layer in layers:
+            file = self._layers[layer].file
+            self._checks.passed(self._layers[layer].image(0), self._checks.stamp(file))
+
+    def _look_at(self, keys: Slots) -> None:
+        """Find out what experts are read by."""
+        for key in keys[self._counts[keys] < 0].tolist():
+            self._look_at_one(key)
+
+    def _look_at_one(self, key: int) -> None:
         image, reader = self._image(key), self._transfers.reader
         self._counts[key] = 0
         if image.repacked or image.widened or self._stride % PAGE:
@@ -117,19 +167,20 @@ class QueuedMoves(ExpertMoves):
         pieces = np.array(found)
         first = pieces[0, 0]
         pieces[:, 0] -= first
-        same = self._pieces.setdefault(int(self._layer[key]), pieces)
-        if np.array_equal(same, pieces):
-            self._offsets[key], self._counts[key] = first, len(pieces)
+        alike = self._pieces.setdefault(pieces.tobytes(), pieces)
+        self._chunks[key], self._offsets[key] = alike.ctypes.data, first
+        self._counts[key] = len(pieces)
 
     def _ask(self, slots: Slots, keys: Slots, urgent: int) -> None:
         reader, layers = self._transfers.reader, self._layer[keys]
         chunks = np.zeros((len(slots), self._most, 5), dtype=np.int64)
         for layer in set(layers.tolist()):
             file, mine = self._layers[layer].file, layers == layer
-            stamp, pieces = self._checks.stamp(file), self._pieces[layer]
+            stamp = self._checks.stamp(file)
             self._stamps.update(dict.fromkeys(slots[mine].tolist(), stamp))
             chunks[mine, :, 0] = reader.descriptor(file.path)
-            chunks[mine, : len(pieces), 1:] = pieces
+        for at, count, some in zip(self._chunks[keys], self._counts[keys], chunks, strict=True):
+            some[:count, 1:] = int64_array(int(at), 4 * int(count)).reshape(-1, 4)
         chunks[:, :, 1] += self._offsets[keys, None]
         chunks[:, :, 2] += (self._memory.data_ptr() + slots * self._stride)[:, None]
         self._queue.fail(slots)  # if this ends before they are asked for
@@ -138,13 +189,16 @@ class QueuedMoves(ExpertMoves):
 
     def _wait(self, slots: Slots) -> None:
         """Sleep until nothing is written to slots any more."""
-        queue, transfers = self._queue, self._transfers
-        while not queue.done(slots).all():
-            if queue.stopped:
-                raise DiskReadError("the disk reader is closed")
-            if not transfers.alive:
-                raise DiskReadError("the reading threads died or were forked away")
-            queue.wait(slots)
+        while not self._queue.done(slots).all():
+            self.check()
+            self._queue.wait(slots)
+
+    def check(self) -> None:
+        """Raise DiskReadError where nobody reads any more."""
+        if self._queue.stopped:
+            raise DiskReadError("the disk reader is closed")
+        if not self._transfers.alive:
+            raise DiskReadError("the reading threads died or were forked away")
 
     def _read_again(self, slot: int) -> None:
         """Read by Python what the queue could not. Raises DiskReadError."""
@@ -154,3 +208,8 @@ class QueuedMoves(ExpertMoves):
         self._queued[slot] = False
         read = self._reads[slot] = self._transfers.read_unit(self._image(key), memory, False, None)
         read.wait()
+
+
+def int64_array(at: int, count: int) -> NDArray[np.int64]:
+    """The numbers at an address."""
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(at))

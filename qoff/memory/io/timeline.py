@@ -100,7 +100,8 @@ class Timeline:
             path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         except OSError as error:
             with suppress(OSError):
-                path.unlink(missing_ok=True)  # a part of it is none
+                if path.is_file():  # else a device
+                    path.unlink()  # a part of it is none
             raise DiskWriteError(
                 f"{path}: the trace cannot be written: {error.strerror or error}"
             ) from error

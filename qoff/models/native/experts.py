@@ -134,6 +134,36 @@ class Experts:
                 self._ops.add_experts(choice.weighted, residual=hidden, out=hidden)
         return run.input
 
+    def by_jobs(
+        self,
+        layer: int,
+        weights: Weights,
+        run: ForwardPass,
+        choices: list[Choice],
+        following: int | None,
+        guesses: Tensor | None,
+        into: Tensor | None = None,
+    ) -> None:
+        """hidden += the outputs of experts that come by jobs of `run.expert_jobs`; see `in_waves`.
+
+        guesses: of the layer `following`.
+        """
+        hidden = run.input if into is None else into
+        biases = tuple(self._biases(weights))
+        for choice in choices:
+            jobs, rows = run.expert_jobs, hidden[choice.part]
+            asked = jobs.ask(layer, choice.ids, following, guesses, biases)
+            places = [
+                None if bias is None else place
+                for bias, place in zip(biases, asked.biases, strict=True)
+            ]
+            mlp = self._mlp(asked.gate_up, asked.down, *places)
+            residual = rows if into is None else None
+            self._ops.experts(
+                choice.x, asked.slots, choice.weights, mlp, residual=residual, out=rows
+            )
+            jobs.release()
+
     def _compute_wave(
         self, choices: list[Choice], wave: ExpertWave, mlp: ExpertsMlp, hidden: Tensor
     ) -> None:

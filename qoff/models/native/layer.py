@@ -365,6 +365,11 @@ class Layer:
         into: in place of the hidden states.
         """
         streamed = cast(StreamedExperts, weights[EXPERTS])
+        if run.expert_jobs is not None:
+            experts.by_jobs(
+                layer, weights, run, chosen.choices, streamed.following, chosen.guesses, into
+            )
+            return run.input
         guesses = likeliest(streamed.following, chosen.guesses)
         return (yield from experts.in_waves(layer, weights, run, chosen.choices, guesses, into))
 

@@ -40,7 +40,7 @@ class WholePasses:
         key = (*map(id, weights), key)
 
         def work(ids: Tensor) -> Tensor:
-            return _given(self._compute(run, ids, None), weights)
+            return given(self._compute(run, ids, None), weights)
 
         logits = self._replays.run(key, weights, run.tokens, work)
         self.following.note(run, key, weights)
@@ -58,7 +58,7 @@ class WholePasses:
         weights = yield from self._weights()
         assert self._replays.while_done is not None
         with self._replays.while_done.deferring():
-            return _given(self._compute(run, ids, run.logit_rows), weights)
+            return given(self._compute(run, ids, run.logit_rows), weights)
 
     def _weights(self) -> Generator[Unit, Weights, list[Weights]]:
         """The weights of all units."""
@@ -68,7 +68,7 @@ class WholePasses:
         return weights
 
 
-def _given(steps: Steps, weights: Sequence[Weights]) -> Tensor:
+def given(steps: Steps, weights: Sequence[Weights]) -> Tensor:
     """What steps over all units return that are given these weights, which need no others."""
     next(steps)
     for some in weights[:-1]:

@@ -1,0 +1,1 @@
+"""Experts that come to the slots of a cache by jobs."""
