@@ -32,7 +32,7 @@ def rss():
 
 def generate(path, memory):
     model, tokenizer = qoff.load(path, device_memory=memory)
-    out = model.generate(torch.full((1, 40), 5), max_new_tokens=8, min_new_tokens=8,
+    out = model.generate(torch.full((1, 40), 5), max_new_tokens=5, min_new_tokens=5,
                          do_sample=False, return_dict_in_generate=True)
     return model, out.past_key_values.tokens.nbytes
 
@@ -109,6 +109,6 @@ def test_generating_stays_within_budget_cache_and_slack(
     warm = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
     streamed, resident = measure(warm, big, BUDGET, 0)
     assert streamed["arena"] <= BUDGET
-    assert streamed["read"] > 5 * (size - BUDGET)  # every pass streams what is not resident
+    assert streamed["read"] > 3 * (size - BUDGET)  # every pass streams what is not resident
     assert streamed["growth"] <= BUDGET + SLACK
     assert resident["growth"] >= 0.95 * size > BUDGET + resident["cache"] + SLACK

@@ -120,11 +120,8 @@ def make_room(words, count):
         return
     _unfix(words)
     keys, layers, fixed = longs(words, KEYS), longs(words, LAYERS), flags(words, FIXED)
-    shares, leaving, worths = (
-        doubles(words, SHARES),
-        longs(words, LEAVING),
-        doubles(words, WORTHS),
-    )
+    shares, worths = doubles(words, SHARES), doubles(words, WORTHS)
+    leaving = longs(words, LEAVING)
     at, num_layers, found = simd.peek_i64(words + AT), simd.peek_i64(words + NUM_LAYERS), 0
     for slot in range(simd.peek_i64(words + COUNT)):
         key = keys[slot]
@@ -200,12 +197,13 @@ def start(words, chosen):
         for i in range(1, guesses[0] + 1):
             guessed += slots[guesses[i]] < 0 and not has(chosen, guesses[i])
     simd.poke_i64(words + UNREAD, 0)
-    if missing + guessed == 0:
+    total = missing + guessed
+    if total == 0:
         return 1
     free = longs(words, FREE)
     hold(words, guesses, True)
     hold(words, chosen, True)
-    make_room(words, missing + guessed)
+    make_room(words, total)
     hold(words, guesses, False)
     if free[0] < missing:
         make_room(words, missing)
@@ -213,7 +211,7 @@ def start(words, chosen):
     hold(words, chosen, False)
     if free[0] < missing:
         return 0
-    simd.poke_i64(words + UNREAD, free[0] < missing + guessed)
+    simd.poke_i64(words + UNREAD, free[0] < total)
     count, urgent = 0, missing
     for i in range(1, chosen[0] + 1):
         if slots[chosen[i]] < 0:

@@ -131,7 +131,8 @@ class ExpertJobs:
     def can_serve(self, pairs: int) -> bool:
         """Whether jobs can serve requests of so many pairs of a token and an expert."""
         few = pairs <= min(FEW, len(self._cache.now.keys))
-        return few and self._cache.now.given_up < 0 and self._moves.all_queued()
+        ready = self._cache.now.given_up < 0 and self._moves.alive
+        return few and ready and self._moves.all_queued()
 
     def __enter__(self) -> Self:
         self._files[:] = self._moves.files()

@@ -193,11 +193,16 @@ class QueuedMoves(ExpertMoves):
             self.check()
             self._queue.wait(slots)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the reading threads are there, which a fork leaves behind."""
+        return self._transfers.alive
+
     def check(self) -> None:
         """Raise DiskReadError where nobody reads any more."""
         if self._queue.stopped:
             raise DiskReadError("the disk reader is closed")
-        if not self._transfers.alive:
+        if not self.alive:
             raise DiskReadError("the reading threads died or were forked away")
 
     def _read_again(self, slot: int) -> None:
