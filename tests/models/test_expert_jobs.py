@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from qoff.errors import ChecksumError
+from qoff.errors import ChecksumError, DiskReadError
 from qoff.kernels.layout.ragged import Ragged
-from qoff.memory.experts import ExpertStats
+from qoff.memory.experts import ExpertCache, ExpertStats
 from qoff.memory.experts.jobs import ExpertJobs
 from qoff.memory.experts.queued_moves import QueuedMoves
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -140,12 +140,53 @@ def test_guesses_are_read_ahead(paths: dict[str, Path], expected: dict[str, list
 def test_the_cache_reads_what_jobs_cannot(
     paths: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(QueuedMoves, "files", lambda moves: np.full(len(moves._layers), -1))
+    arrays = QueuedMoves.arrays
+    monkeypatch.setattr(
+        QueuedMoves, "arrays", lambda moves: arrays(moves) | {"files": np.full(2, -1)}
+    )
     asked = Mock(side_effect=ExpertJobs._ask_cache, autospec=True)
     monkeypatch.setattr(ExpertJobs, "_ask_cache", lambda *args: asked(*args))
     with opened(paths["mixtral"], 0.6) as runtime:
         assert tokens(runtime) == expected["mixtral"]
     assert asked.call_count
+
+
+def test_where_the_cache_fails_it_knows_of_every_slot(
+    paths: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(moves: QueuedMoves) -> bool:
+        moves._counts[:] = -1
+        return True
+
+    with opened(paths["mixtral"], 0.6) as runtime:
+        cache = runtime.store.experts
+        assert cache is not None
+        tokens(runtime)
+        with monkeypatch.context() as patch:
+            patch.setattr(QueuedMoves, "all_queued", unknown)
+            patch.setattr(ExpertJobs, "_ask_cache", failing(patch))
+            with pytest.raises(DiskReadError, match="gone"):
+                tokens(runtime)
+        assert sorted(cache.now.free) == np.flatnonzero(cache.now.keys < 0).tolist()
+        fixed = set(np.flatnonzero(cache.now.fixed).tolist())
+        assert fixed
+        assert fixed <= set(cache.now.reading.tolist())
+        assert tokens(runtime) == expected["mixtral"]
+
+
+def failing(patch: pytest.MonkeyPatch) -> Any:
+    """Have the cache fail behind the start of its reads, when jobs ask it."""
+    ask = ExpertJobs._ask_cache
+
+    def asked(jobs: ExpertJobs, request: Any) -> None:
+        jobs._bring_back()
+        jobs._moves.settle(jobs._cache.now.reading)
+        jobs._cache._unfix()  # else what is read now may be listed as read before
+        jobs._bring()
+        patch.setattr(ExpertCache, "_arrived", Mock(side_effect=DiskReadError("gone")))
+        ask(jobs, request)
+
+    return asked
 
 
 def test_a_pass_that_ended_early_holds_nothing(

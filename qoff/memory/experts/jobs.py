@@ -89,8 +89,7 @@ class ExpertJobs:
         sizes = {"free": slots, "reading": slots, "guesses": keys, "doubtful": keys}
         sizes |= {"asked": layers, "nothing": 0}
         self._lists = {name: np.zeros(1 + n, dtype=np.int64) for name, n in sizes.items()}
-        # By layer: descriptors, and whether experts came in this pass.
-        self._files, self._arrived = np.zeros((2, layers), dtype=np.int64)
+        self._arrived = np.zeros(layers, dtype=np.int64)  # whether some came in this pass
         self._places = torch.zeros(FEW, dtype=torch.int64)  # of the request at work
         arrays: dict[str, np.ndarray[Any, Any]] = {
             "slots": state.slots,
@@ -102,7 +101,6 @@ class ExpertJobs:
             "layers": policy.layer,
             "shares": policy.share,
             "first": policy.first,
-            "files": self._files,
             "arrived": self._arrived,
             "leaving": np.zeros(slots, dtype=np.int64),
             "worths": np.zeros(slots),
@@ -135,7 +133,6 @@ class ExpertJobs:
         return few and ready and self._moves.all_queued()
 
     def __enter__(self) -> Self:
-        self._files[:] = self._moves.files()
         self._bring()
         return self
 
@@ -224,11 +221,13 @@ class ExpertJobs:
         self._bring_back()
         if noted:  # it has been counted
             self._cache.now.waiting = left.layer, frozenset(left.numbers)
-        while left.numbers:
-            there = set(self._cache.bring(left)[0].tolist())
-            numbers = tuple(number for number in left.numbers if number not in there)
-            left = ChosenExperts(left.layer, numbers, left.guesses)
-        self._bring()
+        try:
+            while left.numbers:
+                there = set(self._cache.bring(left)[0].tolist())
+                numbers = tuple(number for number in left.numbers if number not in there)
+                left = ChosenExperts(left.layer, numbers, left.guesses)
+        finally:
+            self._bring()
         words.noted, words.resolved = noted, 1
 
     def _bring(self) -> None:

@@ -114,8 +114,14 @@ class QueuedMoves(ExpertMoves):
         return bool(self._counts.all())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What jobs share that have the queue read: fields of `CacheWords`."""
+        """What jobs share that have the queue read: fields of `CacheWords`.
+
+        Files of layers are descriptors, which stay open; 0 for layers without experts.
+        """
+        descriptor = self._transfers.reader.descriptor
+        files = [descriptor(one.file.path) if one.count else 0 for one in self._layers]
         return {
+            "files": np.array(files, dtype=np.int64),
             "queue_keys": self._keys,
             "queued": self._queued,
             "offsets": self._offsets,
@@ -129,12 +135,6 @@ class QueuedMoves(ExpertMoves):
         memory = self._memory.data_ptr()
         words = {"queue": self._queue.address, "memory": memory}
         return words | {"stride": self._stride, "spoiled": spoiled}
-
-    def files(self) -> NDArray[np.int64]:
-        """Descriptor of each layer's file; 0 for layers without experts."""
-        descriptor = self._transfers.reader.descriptor
-        found = [descriptor(one.file.path) if one.count else 0 for one in self._layers]
-        return np.array(found, dtype=np.int64)
 
     def taken_over(self, free: Sequence[int], reading: Slots) -> None:
         """Jobs have used the queue; slots that are free now, and those under way."""
