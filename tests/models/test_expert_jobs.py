@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -196,11 +197,12 @@ def test_a_pass_that_ended_early_holds_nothing(
         tokens(runtime)
         cache = runtime.store.experts
         assert cache is not None
-        for call in range(6):
+        assert isinstance(runtime.decoder, Decoder)
+        assert runtime.decoder.replays is not None
+        for call in range(8):
+            runtime.decoder.replays._entries.clear()  # Python is between the jobs that are recorded
             with monkeypatch.context() as patch:
-                calls = [None] * call + [KeyboardInterrupt]
-                patch.setattr(ExpertJobs, "arm", ended_at_once)
-                patch.setattr(QueuedMoves, "check", Mock(side_effect=calls))
+                patch.setattr(ExpertJobs, "ended", interrupted_after(call))
                 with pytest.raises(KeyboardInterrupt):
                     tokens(runtime)
             still = np.flatnonzero(cache.now.fixed).tolist()
@@ -208,9 +210,16 @@ def test_a_pass_that_ended_early_holds_nothing(
         assert tokens(runtime) == expected["mixtral"]
 
 
-def ended_at_once(jobs: ExpertJobs, until_ns: int) -> None:
-    """Jobs wait for nothing."""
-    jobs._words.ended, jobs._words.until = -1, 0
+def interrupted_after(calls: int) -> Any:
+    """What ends jobs, the first so many times."""
+    ended, numbers = ExpertJobs.ended, count()
+
+    def ended_or_interrupted(jobs: ExpertJobs) -> int | None:
+        if next(numbers) == calls:
+            raise KeyboardInterrupt
+        return ended(jobs)
+
+    return ended_or_interrupted
 
 
 def test_a_file_that_changes_ends_the_pass(tmp_path: Path) -> None:

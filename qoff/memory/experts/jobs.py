@@ -138,8 +138,9 @@ class ExpertJobs:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         words, state = self._words, self._cache.now
-        if words.noted:  # it ended early: what was asked for last may leave when it is there
-            slots = state.slots[self._requests[words.request].keys]
+        last = self._requests.get(words.request)
+        if error is not None and last is not None:  # what it asked for may leave when it is there
+            slots = state.slots[last.keys]
             slots = slots[slots >= 0]
             state.fixed[slots[state.came[slots]]] = False
         words.noted = words.resolved = 0
