@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import DiskReadError
+from qoff.kernels.cpu.jit.reads import ReadList
 from qoff.kernels.cpu.jit.slots import Slots
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
@@ -93,6 +95,28 @@ def test_a_file_that_ends_early_is_an_error_to_who_waits(reader: DiskReader, fil
     with pytest.raises(DiskReadError, match="short read"):
         request.result(20)
     assert slots.failed
+
+
+def test_threads_that_stop_because_a_read_failed_tell_that(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, stop = list[BaseException](), ReadList.stop
+
+    def slow_stop(self: ReadList) -> None:
+        stop(self)
+        time.sleep(0.1)  # the other threads find it stopped meanwhile, and end
+
+    monkeypatch.setattr(ReadList, "stop", slow_stop)
+    reader, slots = DiskReader(), new_slots()
+    try:
+        listed = fills(file, slots, [UNIT] * 3)  # the last waits for its slot
+        listed[0] = Fill(file, [(UNITS * UNIT, MEMORY[0])], *listed[0][2:])
+        with pytest.raises(DiskReadError, match="short read"):
+            reader.submit_list(listed, told.append).result(20)
+    finally:
+        reader.close()
+    assert {str(error) for error in told} == {str(told[0])}
+    assert "short read" in str(told[0])
 
 
 def test_an_abandoned_list_ends_without_its_slots(reader: DiskReader, file: Path) -> None:

@@ -230,8 +230,9 @@ class DiskReader:
         def ended(call: Future[None]) -> None:
             error = call.exception()
             if error is not None:
+                request.why = request.why or error  # before other threads find the list stopped
+                failed(request.why)
                 reads.stop()
-                failed(error)
 
         calls = []
         try:
@@ -311,7 +312,7 @@ class DiskReader:
 
     def _read_list(
         self,
-        request: ReadRequest,
+        request: _ListRequest,
         reads: ReadList,
         places: Sequence[tuple[DirectFile, int, Tensor, int, int]],
     ) -> None:
@@ -322,7 +323,7 @@ class DiskReader:
             self._read(request, file, offset, piece, dest.data_ptr() + start)
             reads.done(number)
         if reads.stopped:
-            raise DiskReadError(f"{places[0][0].path}: the read was abandoned")
+            raise request.why or DiskReadError(f"{places[0][0].path}: the read was abandoned")
 
     def _read_runs(
         self,
@@ -382,9 +383,12 @@ class DiskReader:
 
 
 class _ListRequest(ReadRequest):
+    """why: the first error, with which all of the list ends."""
+
     def __init__(self, reads: ReadList) -> None:
         super().__init__()
         self._reads = reads
+        self.why: BaseException | None = None
 
     def abandon(self) -> None:
         super().abandon()
