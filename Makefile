@@ -56,9 +56,10 @@ $(BIN)/python:
 	echo "creating $(VENV) with $$("$$python" --version)"; \
 	"$$python" -m venv $(VENV)
 
-# torch comes first and alone: that request also matches a build without CUDA where pip is offered
+# The pip that comes with Python 3.11 takes half as long again. torch comes first and alone: that request also matches a build without CUDA where pip is offered
 # one. The package itself is built with the setuptools that torch brought, not with a fetched one.
 $(INSTALLED): $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile 'pip>=26'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(TORCH) -c constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check 'setuptools>=77' -c constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --no-build-isolation -e '.[dev]' -c constraints.txt
