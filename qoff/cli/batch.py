@@ -13,17 +13,8 @@ from typer import Argument, Context, Option
 from qoff.errors import ArgumentError
 from qoff.units import format_size
 
-from .options import (
-    CacheOptions,
-    DrawOptions,
-    Model,
-    Raw,
-    RunOptions,
-    Trace,
-    command,
-    model_name,
-    named,
-)
+from .command import command, named
+from .options import CacheOptions, DrawOptions, Model, Raw, RunOptions, Trace, model_name
 from .output import print_table
 from .progress import job_progress
 

@@ -14,7 +14,8 @@ from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError
 
-from .options import OF_PLANS, ModelOptions, command, named
+from .command import command, named
+from .options import OF_PLANS, ModelOptions
 from .output import Format, print_json, progress_bar
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
-from .options import ConversionOptions, named
+from .command import named
+from .options import ConversionOptions
 from .output import progress_bar
 
 TOKENS = 512  # of a text to calibrate on

@@ -11,17 +11,8 @@ from typer import Argument, Context, Option
 
 from qoff.errors import ArgumentError
 
-from .options import (
-    FormOptions,
-    Json,
-    QuantOptions,
-    ReferenceOptions,
-    RunOptions,
-    TextOptions,
-    command,
-    named,
-    parsed,
-)
+from .command import command, named, parsed
+from .options import FormOptions, Json, QuantOptions, ReferenceOptions, RunOptions, TextOptions
 
 _GRID = "bits=4,8 group=32,64 solver=hqq kv=float,4:4,8:4 window=0,64"
 

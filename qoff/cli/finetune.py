@@ -16,7 +16,7 @@ from typer import Argument, Option
 from qoff.errors import ArgumentError, DiskWriteError, io_errors
 from qoff.units import parse_size
 
-from .options import command, parsed
+from .command import command, parsed
 from .progress import step_progress
 
 _SHOWN = 10  # broken lines that are printed

@@ -16,6 +16,7 @@ from qoff.units import format_size
 
 from .batch import batch
 from .bench import bench
+from .command import command
 from .eval import evaluate
 from .finetune import finetune
 from .options import (
@@ -28,7 +29,6 @@ from .options import (
     RunOptions,
     Trace,
     TrustRemoteCode,
-    command,
 )
 from .output import print_json, print_table, progress_bar
 from .plan import plan

@@ -1,24 +1,19 @@
-"""Commands, and groups of their options, each written down once."""
+"""Groups of options that commands share, each written down once."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from io import TextIOWrapper
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
-from qoff.errors import ArgumentError, BudgetError, QoffError
-from qoff.interrupts import ending_by_signals
-from qoff.system_memory import left_by_limits, own_memory, refusals
+from qoff.errors import ArgumentError, BudgetError
+from qoff.system_memory import left_by_limits, own_memory
 from qoff.units import format_size, parse_size
 
-from .output import progress_bar, stop_with
+from .command import Checked, named, parsed
+from .output import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +23,6 @@ if TYPE_CHECKING:
     from qoff.plan import Plan
     from qoff.quant import QuantConfig
 
-_Found = TypeVar("_Found")
 Model = Annotated[str, Argument(help="A qoff checkpoint, another model, or a hub id.")]
 Raw = Annotated[bool, Option("--raw", help="Do not apply the chat template.")]
 Trace = Annotated[Path | None, Option(help="Write a Chrome trace to this file.")]
@@ -36,77 +30,6 @@ TrustRemoteCode = Annotated[
     bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")]
-
-
-def command(run: Callable[..., None]) -> Callable[..., None]:
-    """What Typer is to call: errors become one line on standard error, and exit status 1.
-
-    A parameter whose type is a dataclass stands for an option for each of its fields.
-    """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, type] = {}
-    called = ""  # the parameter of Typer's context
-    for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
-        kind = parameter.annotation
-        if kind is Context:
-            called = name
-        if not is_dataclass(kind):
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        groups[name] = kind  # type: ignore[assignment]  # not an instance
-        hints = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(kind)
-        ]
-    if not called:
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter("_called", keyword, annotation=Context))
-
-    @functools.wraps(run)
-    def wrapped(**given: Any) -> None:
-        context: Context = given[called] if called else given.pop("_called")
-        if isinstance(sys.stdout, TextIOWrapper):  # answers may have what its encoding has not
-            sys.stdout.reconfigure(errors="replace")
-        try:
-            for name, kind in groups.items():
-                one = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-                if isinstance(one, RunOptions | DrawOptions):
-                    one.check(context)
-                given[name] = one
-            with ending_by_signals(), refusals():
-                run(**given)
-        except BrokenPipeError:  # who reads has seen enough: typer ends without a word
-            raise
-        except (QoffError, OSError) as error:
-            stop_with(_words(error))
-        except KeyboardInterrupt as error:
-            stop_with(str(error) or "interrupted", 130)
-
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
-    return wrapped
-
-
-def parsed(option: str, parse: Callable[[str], _Found], text: str) -> _Found:
-    """What a text means. Raises ArgumentError that names the option."""
-    try:
-        return parse(text)
-    except QoffError as error:
-        raise ArgumentError(f"{option}: {error}") from error
-
-
-def _words(error: QoffError | OSError) -> str:
-    """What an error says, without the system's number of it."""
-    if isinstance(error, QoffError) or not error.strerror:
-        return str(error)
-    place = "" if error.filename is None else f"{error.filename}: "
-    return f"{place}{error.strerror}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +94,7 @@ OF_PLANS = (  # options of commands that a saved plan stands for, beside those o
 
 
 @dataclass(frozen=True)
-class RunOptions(ModelOptions):
+class RunOptions(ModelOptions, Checked):
     """The same, and what `qoff bench` has several of."""
 
     device_memory: str | None = Option(None, help="Bound of all on the device, like 8GB.")
@@ -214,14 +137,6 @@ class RunOptions(ModelOptions):
 
         assert self.plan is not None
         return read_plan(self.plan)
-
-
-def named(context: Context, names: Iterable[str]) -> dict[str, str]:
-    """Of these parameters those that the command line has, with their options."""
-    options = {p.name: p.opts[0] for p in context.command.params if p.name is not None}
-    sources = {name: context.get_parameter_source(name) for name in options.keys() & set(names)}
-    found = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    return {name: options[name] for name in sorted(found)}
 
 
 def fraction(text: str | float) -> float:
@@ -332,7 +247,7 @@ class ConversionOptions(QuantOptions):
 
 
 @dataclass(frozen=True)
-class DrawOptions:
+class DrawOptions(Checked):
     """How a token is drawn, with the meaning that `qoff.SamplingParams` gives these."""
 
     temperature: float = Option(0.0, min=0, help="0 takes the likeliest token.")

@@ -14,7 +14,8 @@ from typer import Option
 
 from qoff.errors import ArgumentError, QoffError
 
-from .options import Json, Model, QuantOptions, command, fraction, named, parsed
+from .command import command, named, parsed
+from .options import Json, Model, QuantOptions, fraction
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
 from .plan_train import FinetuneOptions, print_training

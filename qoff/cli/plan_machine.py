@@ -11,7 +11,7 @@ from typer import Context, Option
 from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
-from .options import named
+from .command import named
 
 if TYPE_CHECKING:
     from qoff.plan.profile import MachineProfile

@@ -18,7 +18,8 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
 from .batch import PlanOptions
-from .options import CacheOptions, Model, RunOptions, command, model_name, parsed
+from .command import command, parsed
+from .options import CacheOptions, Model, RunOptions, model_name
 
 
 @dataclass(frozen=True)

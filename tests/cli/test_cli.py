@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import qoff
 from qoff.checkpoint import Checkpoint
-from qoff.cli import options as cli_options
+from qoff.cli import command as cli_command
 from qoff.cli.main import app
 from tests.cli.commands import fail, run, succeed
 from tests.tiny_families import EOS
@@ -324,8 +324,8 @@ def test_errors_are_one_line(
 
 
 def test_an_error_of_the_system_is_told_without_its_number() -> None:
-    assert cli_options._words(FileExistsError(17, "File exists", "a.txt")) == "a.txt: File exists"
-    assert cli_options._words(OSError("the port is in use")) == "the port is in use"
+    assert cli_command._words(FileExistsError(17, "File exists", "a.txt")) == "a.txt: File exists"
+    assert cli_command._words(OSError("the port is in use")) == "the port is in use"
 
 
 def test_a_limit_without_room_for_the_libraries_is_one_line(

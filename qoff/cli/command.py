@@ -1,0 +1,109 @@
+"""Commands: functions that Typer calls, whose errors become one line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from io import TextIOWrapper
+from typing import Any, TypeVar, get_type_hints
+
+from typer import Context
+
+from qoff.errors import ArgumentError, QoffError
+from qoff.interrupts import ending_by_signals
+from qoff.system_memory import refusals
+
+from .output import stop_with
+
+_Found = TypeVar("_Found")
+
+
+class Checked(ABC):
+    """A group of options with something to be checked before the command is run."""
+
+    @abstractmethod
+    def check(self, context: Context) -> None:
+        """Raise a QoffError for what the command line may not have."""
+
+
+def command(run: Callable[..., None]) -> Callable[..., None]:
+    """What Typer is to call: errors become one line on standard error, and exit status 1.
+
+    A parameter whose type is a dataclass stands for an option for each of its fields.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    called = ""  # the parameter of Typer's context
+    for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if kind is Context:
+            called = name
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = kind  # type: ignore[assignment]  # not an instance
+        hints = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        ]
+    if not called:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("_called", keyword, annotation=Context))
+
+    @functools.wraps(run)
+    def wrapped(**given: Any) -> None:
+        context: Context = given[called] if called else given.pop("_called")
+        if isinstance(sys.stdout, TextIOWrapper):  # answers may have what its encoding has not
+            sys.stdout.reconfigure(errors="replace")
+        try:
+            for name, kind in groups.items():
+                one = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+                if isinstance(one, Checked):
+                    one.check(context)
+                given[name] = one
+            with ending_by_signals(), refusals():
+                run(**given)
+        except BrokenPipeError:  # who reads has seen enough: typer ends without a word
+            raise
+        except (QoffError, OSError) as error:
+            stop_with(_words(error))
+        except KeyboardInterrupt as error:
+            stop_with(str(error) or "interrupted", 130)
+
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
+    return wrapped
+
+
+def parsed(option: str, parse: Callable[[str], _Found], text: str) -> _Found:
+    """What a text means. Raises ArgumentError that names the option."""
+    try:
+        return parse(text)
+    except QoffError as error:
+        raise ArgumentError(f"{option}: {error}") from error
+
+
+def named(context: Context, names: Iterable[str]) -> dict[str, str]:
+    """Of these parameters those that the command line has, with their options."""
+    options = {p.name: p.opts[0] for p in context.command.params if p.name is not None}
+    sources = {name: context.get_parameter_source(name) for name in options.keys() & set(names)}
+    found = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return {name: options[name] for name in sorted(found)}
+
+
+def _words(error: QoffError | OSError) -> str:
+    """What an error says, without the system's number of it."""
+    if isinstance(error, QoffError) or not error.strerror:
+        return str(error)
+    place = "" if error.filename is None else f"{error.filename}: "
+    return f"{place}{error.strerror}"
