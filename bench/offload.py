@@ -26,7 +26,7 @@ import torch
 
 from bench.bandwidth import RawRead, ReadBandwidth, Shared, copy_rate, shared
 from bench.demo import fetch_checkpoint
-from bench.harness import Report, arguments
+from bench.harness import Bar, Report, arguments
 from bench.plot import draw
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.plan import Plan
 from qoff.units import format_size
 
-RESIDENT = "all resident"
+RESIDENT, KV_ON_DISK = "all resident", "KV on disk"
 ROUNDS = 6  # of a plan in each turn
 
 
@@ -139,7 +139,7 @@ def plans(path: Path, work: Work, device: str) -> dict[str, Plan]:
     found["KV on the host, moved"] = replace(
         base, kv_placement=KVPlacement(0, 1), cpu_attention="never"
     )
-    found["KV on disk"] = replace(base, kv_placement=KVPlacement(0, 0))
+    found[KV_ON_DISK] = replace(base, kv_placement=KVPlacement(0, 0))
     found["50%, half of KV on disk"] = replace(half, kv_placement=KVPlacement(0.5, 0))
     found["50%, hidden states on the host"] = replace(half, activations="host")
     return found
@@ -249,6 +249,16 @@ def _row(
         "of_both_together": of_both,
     }
     result.ratios[f"{name}: {label}, of the bound"] = statistics.median(reached)
+    if label == KV_ON_DISK:
+        result.bars.append(Bar(f"{name}: {label}, of the bound", 0.75, statistics.median(reached)))
+    elif label != RESIDENT:
+        result.bars.append(
+            Bar(
+                f"{name}: {label}, of what disk and cores give together",
+                0.85,
+                statistics.median(of_both),
+            )
+        )
 
 
 _BYTES = ("disk_bytes", "host_bytes", "spilled_bytes")

@@ -5,7 +5,8 @@ What is timed is the runtime alone: no tokenizer, no sampling but the likeliest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.hf.budget import Budget, working_bytes
 from qoff.hf.load import Opened, open_runtime
 from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
 from qoff.kernels.sampling import likeliest
@@ -158,8 +160,37 @@ class Sequences:
         """
         found = likeliest(self.logits(tokens))  # which waits for a GPU
         if min(found) < 0:
-            raise QoffError(f"{self._runtime.checkpoint.path}: {NOT_FINITE}")
+            raise self._not_finite()
         return torch.tensor(found)
+
+    def generate(self, last: Tensor, count: int) -> Iterator[list[list[int]]]:
+        """Generate `count` tokens behind int64 [B], which are read: the likeliest, as they come.
+
+        A list of some steps at a time, each with a token of each sequence: those that are computed
+        without Python in between. Raises QoffError for logits that are not finite.
+        """
+        while count > 0:
+            steps = self._together(last, count) or [self.read(last[:, None]).tolist()]
+            if min(steps[-1]) < 0:
+                raise self._not_finite()
+            yield steps
+            last = torch.tensor(steps[-1])
+            count -= len(steps)
+
+    def _together(self, last: Tensor, most: int) -> list[list[int]]:
+        """Up to `most` steps without Python; none where it is needed."""
+        if self.tokens.ended is None:
+            return []
+        batch = len(last)
+        self._at_once(self.length + 1, 1)
+        ragged = Ragged.of([1] * batch, [self.length] * batch)
+        run = ForwardPass(last, ragged, self.tokens, ragged.last_rows)
+        steps = self._runtime.tokens(run, Choice(), most)
+        self.length += len(steps)
+        return steps
+
+    def _not_finite(self) -> QoffError:
+        return QoffError(f"{self._runtime.checkpoint.path}: {NOT_FINITE}")
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Read int64 [B, T]: logits after each sequence, float32 [B, vocab_size].
@@ -254,9 +285,10 @@ def _measure(
     for repetition in range(1 + repetitions):
         sequences = start.sequences()
         before, began = runtime.stats().disk_bytes, perf_counter()
-        following = ids
-        for _ in range(case.tokens if case.kind == "tg" else 1):
-            following = sequences.read(following)[:, None]
+        if case.kind == "pp":
+            sequences.read(ids)
+        else:
+            deque(sequences.generate(ids[:, 0], case.tokens), maxlen=0)
         seconds = perf_counter() - began
         if repetition:
             found.append(all_tokens / seconds)

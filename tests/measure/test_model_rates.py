@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -29,17 +30,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pass]]:
-    """Every forward pass there is."""
+    """Every forward pass there is, those that follow one another without Python, too."""
     noted: list[Pass] = []
-    forward = Runtime.forward
+    forward, tokens = Runtime.forward, Runtime.tokens
+
+    def note(batch: ForwardPass, steps: int = 1) -> None:
+        ((past, count),) = {(span.past, span.count) for span in batch.ragged.spans}
+        noted.extend((len(batch.ragged.spans), past + i, count) for i in range(steps))
 
     def noting(self: Runtime, batch: ForwardPass) -> Tensor:
-        ((past, count),) = {(span.past, span.count) for span in batch.ragged.spans}
-        noted.append((len(batch.ragged.spans), past, count))
-        assert batch.cache.lengths == [past] * len(batch.ragged.spans)
+        note(batch)
+        assert batch.cache.lengths == [span.past for span in batch.ragged.spans]
         return forward(self, batch)
 
+    def noting_steps(self: Runtime, batch: ForwardPass, *choosing: Any) -> list[list[int]]:
+        steps = tokens(self, batch, *choosing)
+        note(batch, len(steps))
+        return steps
+
     monkeypatch.setattr(Runtime, "forward", noting)
+    monkeypatch.setattr(Runtime, "tokens", noting_steps)
     return noted
 
 

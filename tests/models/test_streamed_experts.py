@@ -23,6 +23,7 @@ from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory import plan_residency
 from qoff.memory.experts import ExpertCache
 from qoff.memory.experts.moves import ExpertMoves
+from qoff.memory.experts.policy import Lfu, Lru, Policy
 from qoff.memory.experts.queued_moves import QueuedMoves
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.thread_transfers import ThreadTransfers
@@ -75,6 +76,19 @@ def test_the_logits_do_not_depend_on_the_budget(base: Path, family: str, packing
     assert min(slots) == 1
     # Pages are as large as several experts here; those of the smallest leave room for one.
     assert max(slots) > 2 or (family, packing) == ("qwen2-moe", "rows16")
+
+
+@pytest.mark.parametrize("policy", [Lru, Lfu])
+def test_the_logits_do_not_depend_on_the_policy(
+    base: Path, policy: type[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(base, "qwen3-moe")
+    expected, (least, everything) = resident_logits(path), budgets(path)
+    monkeypatch.setattr("qoff.memory.experts.cache.NextUse", policy)
+    with Runtime(path, device_memory=(least + everything) // 2) as runtime:
+        assert runtime.store.experts
+        assert type(runtime.store.experts.policy) is policy
+        assert torch.equal(logits_of(runtime), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
