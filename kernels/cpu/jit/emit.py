@@ -98,6 +98,17 @@ def maximum(b, x, y):
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
+def align_stack(b):
+    """Have the function's stack begin at a cache line, so that no spilled vector is in two.
+
+    LLVM spills vectors to wherever the stack is, unless it has to be aligned for other memory.
+    """
+    memory = cgutils.alloca_once(b, V_I32)
+    memory.align = 64
+    kind = ir.FunctionType(ir.VoidType(), [memory.type])
+    b.call(ir.InlineAsm(kind, "", "r", side_effect=True), [memory])  # which keeps it
+
+
 def loop(b, count, carried):
     """Open a loop over 0..count-1: (index, phis, close); close(next values) returns the last."""
     before = b.block

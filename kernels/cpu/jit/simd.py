@@ -27,6 +27,7 @@ from .emit import (
     V_F32,
     V_I16,
     V_I32,
+    align_stack,
     at,
     call_llvm,
     const_f32,
@@ -94,6 +95,12 @@ def vector_intrinsic(result, *params):
 
 
 _i64, _i32, _f32 = types.int64, types.int32, types.float32
+
+
+@vector_intrinsic(types.void)
+def aligned_stack(b):
+    """Called in a function with more vectors than there are registers; see `emit.align_stack`."""
+    align_stack(b)
 
 
 @vector_intrinsic(f32x16, _i64)

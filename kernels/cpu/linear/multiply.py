@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba import types
 
+from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, outlined
 
 from .panel import PANELS, ROW_BLOCKS, panel
@@ -47,6 +48,7 @@ def multiply(bits, row_blocks, tokens, planes, scratch, codes, codes_stride, sca
              scale_min_stride, width, group, groups, high, low, k, scales, out, block_stride,
              stride, residual, residual_stride, ahead):  # fmt: skip
     """One tile or panel; behind its scratch, the operands are those of `tile.Operands`."""
+    simd.aligned_stack()
     if is_panel(row_blocks, tokens):
         panel(bits, planes, tokens, scratch + SUMS_BYTES, codes, codes_stride, scale_min,
               scale_min_stride, width, group, groups, high, low, k, scales, out, block_stride,

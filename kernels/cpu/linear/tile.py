@@ -189,14 +189,15 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
         [[next(flat) for _ in range(each)] for _ in range(tokens)] for _ in range(row_blocks)
     ]
     activations = [[b.add(plane, x) for x in rows] for plane in (o.high, o.low)[:planes]]
-    if tokens == 1:  # memory is what it waits for: the next tile's codes, all of them
-        following = b.mul(o.codes_stride, const_i64(row_blocks))
-        for at_row in codes:
-            for line in range(0, run_bytes, VECTOR_BYTES):
-                prefetch(b, b.add(at_row, following), line)
+    passes = b.add(b.mul(group, runs), run)
+    if tokens == 1:  # memory is what it waits for: all of the next tile's codes, in their order
+        nbytes = row_blocks * run_bytes
+        following = b.add(o.codes, b.mul(o.codes_stride, const_i64(row_blocks)))
+        following = b.add(following, b.mul(passes, const_i64(nbytes)))
+        for line in range(0, nbytes, VECTOR_BYTES):
+            prefetch(b, following, line)
     else:
         with b.if_then(b.icmp_signed("!=", o.ahead, const_i64(0))):
-            passes = b.add(b.mul(group, runs), run)
             ahead = b.add(o.ahead, b.mul(passes, const_i64(AHEAD_BYTES)))
             for line in range(0, AHEAD_BYTES, VECTOR_BYTES):
                 prefetch(b, ahead, line)
@@ -211,6 +212,8 @@ def emit_tile(b, bits, row_blocks, tokens, planes, o: Operands, features=FEATURE
     totals: list[ir.Value] = []
     for row in range(row_blocks):
         address = b.add(scale_at, b.mul(o.scale_min_stride, const_i64(row)))
+        if tokens == 1:
+            prefetch(b, b.add(address, b.mul(o.scale_min_stride, const_i64(row_blocks))), 0)
         scale, minimum = scale_and_minimum(b, address, o.width, bits)
         for token in range(tokens):
             i = len(totals)
