@@ -45,6 +45,7 @@ ARCHITECTURES = {  # by model_type
     "seed_oss": ARCH.SEED_OSS,
     "arcee": ARCH.ARCEE,
     "ernie4_5": ARCH.ERNIE4_5,
+    "jais2": ARCH.JAIS2,
     "starcoder2": ARCH.STARCODER2,
     "qwen2_moe": ARCH.QWEN2MOE,
     "qwen3_moe": ARCH.QWEN3MOE,
@@ -57,6 +58,7 @@ ARCHITECTURES = {  # by model_type
     "granitemoe": ARCH.GRANITE_MOE,
     "glm4_moe": ARCH.GLM4_MOE,
     "dots1": ARCH.DOTS1,
+    "exaone_moe": ARCH.EXAONE_MOE,
     "minimax_m2": ARCH.MINIMAXM2,
     "ernie4_5_moe": ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": ARCH.HUNYUAN_DENSE,
@@ -67,7 +69,7 @@ _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
 _PERMUTED += ("arcee",)
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SIGMOID = ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3")
+_SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -126,9 +128,13 @@ class GGUFModel:
     tokenizer: dict[str, Any] = field(default_factory=lambda: dict(TOKENIZER))
 
     @classmethod
-    def of(cls, directory: Path) -> GGUFModel:
-        """That of a model of transformers that was saved in float32."""
+    def of(cls, directory: Path, model_type: str | None = None) -> GGUFModel:
+        """That of a model of transformers that was saved in float32.
+
+        model_type: that of the model as which llama.cpp's converter writes it, if not its own.
+        """
         config = json.loads((directory / "config.json").read_text())
+        config["model_type"] = model_type or config["model_type"]
         kind = ARCHITECTURES[config["model_type"]]
         found = cls(gguf.MODEL_ARCH_NAMES[kind], _metadata(config), {})
         names, plain = (  # layers without experts have Llama's names
@@ -212,7 +218,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.scaling.type"] = rope["rope_type"]
     if rope["rope_type"] != "llama3":
         found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
-    if model_type in ("gemma3_text", "gemma4_text", "olmo3"):
+    if model_type in ("gemma3_text", "gemma4_text", "olmo3", "exaone_moe"):
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
     if model_type == "gemma4_text":

@@ -34,6 +34,12 @@ GPT4O = (
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CASED_LETTERS = (  # of DeepSeek's first tokenizer
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-"
+    "ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-\u2113\u2115\u2119-ℝℤΩℨK-\u212d\u212f-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-"
+    "ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-\uff3a\uff41-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+SPACES = "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
 PATTERNS = {  # of the models' own `tokenizer.json`; others split as Llama 3
     "qwen2": (QWEN2,),
     "qwen35": (QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),),
@@ -48,15 +54,45 @@ PATTERNS = {  # of the models' own `tokenizer.json`; others split as Llama 3
         r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+",
     ),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{CASED_LETTERS}]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-‟　-。]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}",
+    ),
+    "kimi-k2": (
+        r"[\p{Han}]+|"
+        + GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*"),
+    ),
+    "youtu": (
+        r"[가-힣ㄱ-ㆎ]+|[\uff01…“”\u2018\u2019—\uff1a\uff1b\uff0c、-〿\ufe30-\ufe4f]+"
+        r"|[ㄅ-ㄯ]+|[一-龥぀-ゟ\u30a0-ヿ]+",
+        GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+    ),
+    "jais-2": (LLAMA3.replace(r"|\s+(?!\S)|\s+", SPACES + r"|\s{1,2}(?!\S)|\s{1}"),),
+    "exaone-moe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
+    "minicpm5": (r"\p{N}{1,3}", LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")),
+    "solar-open": (QWEN2,),
+    "bloom": (r" ?[^(\s|[.,!?…。\uff0c、।\u06d4،])]+",),
+    "viking": (r" ?[^(\s|[.,!?…。\uff0c、।\u06d4،])]+", r"\p{N}"),
 }
 TESTED = (
     *("default", "gpt-2", "smollm", "llama-bpe", "llama3", "qwen2", "olmo", "dbrx", "glm4"),
     *("gpt-4o", "tekken", "deepseek-v3", "starcoder", "qwen35"),
+    *("deepseek-llm", "kimi-k2", "youtu", "jais-2", "exaone-moe", "minicpm5", "solar-open"),
+    *("bloom", "viking"),
 )
 NFC = ("qwen2", "qwen35", "olmo")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT = [
     "The 12 quick foxes didn't jump 3456 times.\n\n1. First  2   3\n\n2. Second\t\tthing",
+    "xyzWords camelCASE漢字abc한국어 ㄱㅎㄅㄆ こんにちは、世界"
+    "\uff01  \uff21\uff22 \uff11\uff12 “a”——b। c\u06d4 ƻʔ𝐀ა",
     "  leading, trailing  \r\n\r\n  and I'LL you're Über straße 漢字かな交じり 🤗🤗 e\u0301",
     "def f(x):\n        return x[1:10] + 1234567890 # ²³ Ⅷ ٣٤٥\n\n\n99 bottles\n 100%",
 ]
@@ -66,6 +102,7 @@ TRICKY = [
     " ",
     "  ",
     "x  1",
+    *(" " * n + x for n in (3, 5, 7, 13, 35) for x in ("", "x", "\n", "\n\nx", "!/\n/\n")),
     "a\n\n1. b",
     "1   2",
     "\n\n\n7\n",
@@ -93,7 +130,7 @@ def reference(pre: str) -> Tokenizer:
     single = pre_tokenizers.Sequence([digits, gpt2])
     kinds = {"smollm": single, "starcoder": single}
     kinds |= dict.fromkeys(("default", "gpt-2", "olmo"), gpt2)
-    ignore_merges = pre in ("llama-bpe", "llama3", "glm4", "tekken")
+    ignore_merges = pre in ("llama-bpe", "llama3", "glm4", "tekken", "youtu", "minicpm5")
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = kinds.get(pre) or _split(*PATTERNS.get(pre, (LLAMA3,)))
     tokenizer.normalizer = normalizers.NFC() if pre in NFC else None

@@ -5,6 +5,7 @@ What that computes is compared with transformers in `test_decoder.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
 }
-# llama.cpp has no such architecture, does not tell it from another, splits its text by a rule that
-# is not known here.
-WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "exaone-moe", "hy-v3")
-WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm", "jais2")
+# llama.cpp has no such architecture, does not tell it from another, or the package `gguf` does not
+# have it.
+WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "hy-v3")
+WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
 
 
 def source_of(base: Path, family: str) -> Path:
@@ -97,6 +98,30 @@ def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(parts, same[name])
         else:
             assert all(map(torch.equal, parts, same[name])), name
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "apart"),
+    [
+        ("internlm3", "llama", {"model_type"}),
+        ("solar-open", "glm4_moe", {"model_type", "intermediate_size", "rope"}),
+    ],
+)
+def test_files_of_another_architecture(
+    family: str, kind: str, apart: set[str], base: Path, tmp_path: Path
+) -> None:
+    """llama.cpp writes these as ones that compute the same: the MLP's size is of no layer."""
+    model = GGUFModel.of(tiny_model(base, family), kind)
+    found = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=QUANT, for_cpu=True)
+    wanted = tiny_checkpoint(base, family)
+    specs = [DecoderSpec.from_config(Checkpoint.open(x).config) for x in (found, wanted)]
+    ropes = [(spec.rope.kind, spec.rope.theta, spec.rope.dim) for spec in specs if spec.rope]
+    assert ropes[0] == ropes[1]
+    assert specs[0] == replace(specs[1], **{name: getattr(specs[0], name) for name in apart})
+    weights, same = all_weights(found), all_weights(wanted)
+    assert weights.keys() == same.keys()
+    for name, parts in weights.items():
+        assert all(map(torch.equal, parts, same[name])), name
 
 
 def floats(path: Path) -> dict[str, Tensor]:
@@ -188,12 +213,14 @@ def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) 
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
 
 
-def test_layers_beyond_those_that_compute(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["glm4", "exaone-moe"])
+def test_layers_beyond_those_that_compute(family: str, base: Path, tmp_path: Path) -> None:
     """The last layers of some files predict further tokens; nothing here uses them."""
-    model = GGUFModel.of(tiny_model(base, "glm4"))
+    model = GGUFModel.of(tiny_model(base, family))
     wanted = model.write(tmp_path / "wanted.gguf")
-    model.metadata |= {"block_count": 3, "nextn_predict_layers": 1}
-    model.tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    layers = model.metadata["block_count"]
+    model.metadata |= {"block_count": layers + 1, "nextn_predict_layers": 1}
+    model.tensors[f"blk.{layers}.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
 
 
@@ -258,6 +285,7 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("qwen3-moe", {"expert_feed_forward_length": 48}, FormatError, r"ffn_gate_exps.weight has"),
         ("qwen3-moe", {"expert_gating_func": 2}, UnsupportedModelError, "expert_gating_func is 2"),
         ("llama4", {"attention.sliding_window": 0}, UnsupportedModelError, "sliding_window is 0"),
+        ("exaone-moe", {"attention.sliding_window": 0}, UnsupportedModelError, "window is 0; supp"),
         ("glm4-moe", {"expert_gating_func": 1}, UnsupportedModelError, "expert_gating_func is 1"),
         ("glm4-moe", {"expert_group_count": 2}, UnsupportedModelError, "expert_group_count is 2"),
         ("glm4-moe", {"expert_feed_forward_length": 48}, FormatError, "a multiple of glm4moe.exp"),

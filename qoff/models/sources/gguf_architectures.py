@@ -174,6 +174,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "cohere2": Architecture(
         "cohere2", "Cohere2ForCausalLM", dense.cohere2, rope_pairs=True, modules=_ONE_NORM
     ),
+    "jais2": Architecture("jais2", "Jais2ForCausalLM", dense.jais2),
     "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", dense.starcoder2),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", experts.qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts.qwen3_moe),
@@ -213,6 +214,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         modules=_NORM_BEHIND_ATTENTION,
     ),
     "dots1": Architecture("dots1", "Dots1ForCausalLM", experts.dots1),
+    "exaone-moe": Architecture("exaone_moe", "ExaoneMoeForCausalLM", experts.exaone_moe),
     "minimax-m2": Architecture(
         "minimax_m2", "MiniMaxM2ForCausalLM", experts.minimax_m2, partial=True
     ),

@@ -132,6 +132,14 @@ def gpt_neox(metadata: Metadata, config: Config) -> Config:
     }
 
 
+def jais2(metadata: Metadata, config: Config) -> Config:
+    return {
+        "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
+        "attention_bias": attention_bias(metadata),
+        "mlp_bias": has_bias(metadata, "ffn_up"),
+    }
+
+
 def starcoder2(metadata: Metadata, config: Config) -> Config:
     """Files do not have the sliding window, and llama.cpp has none."""
     return {

@@ -48,6 +48,19 @@ def dots1(metadata: Metadata, config: Config) -> Config:
     return {**deepseek(metadata), "sliding_window": None}
 
 
+def exaone_moe(metadata: Metadata, config: Config) -> Config:
+    """Layers with the window have RoPE, others have none."""
+    if not metadata.need("attention.sliding_window"):
+        metadata.only("attention.sliding_window", "1 or more")
+    found = {**deepseek(metadata), **groups(metadata)}
+    return {
+        "num_experts": found.pop("n_routed_experts"),
+        "num_shared_experts": found.pop("n_shared_experts"),
+        **found,
+        **windows(metadata, metadata.layers, 4, 0),
+    }
+
+
 def minimax_m2(metadata: Metadata, config: Config) -> Config:
     return {
         **rms(metadata),
@@ -85,6 +98,12 @@ def deepseek(metadata: Metadata, gating: tuple[int, ...] = SIGMOID) -> Config:
         "n_group": 1,
         "topk_group": 1,
     }
+
+
+def groups(metadata: Metadata) -> Config:
+    """How many groups of experts there are, and how many of them a token chooses from."""
+    count = metadata.get("expert_group_count", 0) or 1
+    return {"n_group": count, "topk_group": metadata.get("expert_group_used_count", 0) or 1}
 
 
 def _shared(metadata: Metadata) -> int:

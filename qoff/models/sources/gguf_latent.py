@@ -17,7 +17,7 @@ from torch import Tensor
 from qoff.errors import FormatError
 from qoff.quant import GGUFFile, QTensor
 
-from .gguf_experts import SIGMOID, SOFTMAX, deepseek
+from .gguf_experts import SIGMOID, SOFTMAX, deepseek, groups
 from .gguf_fields import Config, common, rms
 from .gguf_metadata import Metadata
 
@@ -70,19 +70,14 @@ def base(metadata: Metadata) -> Config:
     return found
 
 
-def _groups(metadata: Metadata) -> Config:
-    groups = metadata.get("expert_group_count", 0) or 1
-    return {"n_group": groups, "topk_group": metadata.get("expert_group_used_count", 0) or 1}
-
-
 def deepseek_v2(metadata: Metadata, config: Config) -> Config:
     metadata.only("expert_weights_norm", False)
-    groups = _groups(metadata)
+    found = groups(metadata)
     return {
         **deepseek(metadata, SOFTMAX),
         **_latent(metadata, config),
-        **groups,
-        "topk_method": "greedy" if groups["n_group"] == 1 else "group_limited_greedy",
+        **found,
+        "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy",
         "norm_topk_prob": False,
         "attention_bias": False,
     }
@@ -92,7 +87,7 @@ def deepseek_v3(metadata: Metadata, config: Config) -> Config:
     return {
         **deepseek(metadata),
         **_latent(metadata, config),
-        **_groups(metadata),
+        **groups(metadata),
         "attention_bias": False,
     }
 

@@ -94,6 +94,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _HEEDED = {
     "deepseek2": ("expert_group_count", _LOG_MULTIPLIER),
+    "exaone-moe": ("expert_group_count",),
     "mistral3": ("attention.temperature_scale", _LOG_MULTIPLIER),
 }
 
