@@ -5,12 +5,11 @@ what is no request, or a wrong one, and expect an error in OpenAI's shape. Vanis
 the middle of a request or of an answer, or send nothing. All draw from `--seed`. Watched are the
 server's files, threads and memory: what they are after a tenth of the time (at least 10 s) is what
 they may be at the end, memory plus 50 MiB. With `--requests 10000` it ends after so many more.
-What is not as it should be ends it with an error.
+What is not as it should be ends it with an error, after the file of results is written.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -22,16 +21,20 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
 from qoff.errors import QoffError
 
+from .harness import Bar, Report, arguments
 from .peers.servers import Address, qoff
 
 _GROWTH = 50 << 20  # bytes of memory
+_TOLD = 5  # things that are wrong, the first ones
 _CLIENTS = {"honest": 6, "hostile": 3, "vanishing": 3}
 _TOKENS, _PATIENCE_S, _LARGE = 24, 120.0, 1 << 16
 _PROMPTS = tuple(f"Count: {n}, {n + 1}, {n + 2}," for n in range(1, 17))
@@ -85,7 +88,7 @@ class Soak:
         await self._all(max(min(10.0, self.seconds / 3), self.seconds / 10))
         before = await self._at_rest(process)
         if self.requests:
-            await self._all(math.inf, self._asked + self.requests)
+            await self._all(math.inf, self.asked + self.requests)
         else:
             await self._all(self.seconds)
         return before, await self._at_rest(process)
@@ -108,7 +111,7 @@ class Soak:
         until: float,
         most: float,
     ) -> None:
-        while time.monotonic() < until and self._asked < most and not self.wrong:
+        while time.monotonic() < until and self.asked < most and not self.wrong:
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     await act(chance)
@@ -120,7 +123,8 @@ class Soak:
             await asyncio.sleep(chance.expovariate(20))
 
     @property
-    def _asked(self) -> int:
+    def asked(self) -> int:
+        """Requests of all clients, those before the first sample included."""
         return sum(self.counts[kind] for kind in self.clients)
 
     async def _at_rest(self, process: psutil.Process) -> Sample:
@@ -255,24 +259,52 @@ def check(before: Sample, after: Sample) -> list[str]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--requests", type=int, default=0, help="in place of --seconds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="", help="checkpoint; by default the demo model")
-    args = parser.parse_args(argv)
-    options = ("--read-timeout", "2", "--max-queue", "8")
-    with qoff(8, args.model, options) as server:
-        soak = Soak(server, server.pid, args.seconds, args.seed, args.requests)
-        before, after = asyncio.run(soak.run())
-    print(", ".join(f"{count} {kind}" for kind, count in sorted(soak.counts.items())))
-    print(f"before: {before}\nafter:  {after}")
+def report(
+    settings: dict[str, Any], soak: Soak, before: Sample, after: Sample, seconds: float
+) -> Report:
+    """What was asked, what the server held, and, as notes, the first things that were wrong."""
     wrong = soak.wrong + check(before, after)
-    if wrong:
-        raise QoffError("; ".join(wrong[:5]))
+    held = {name: asdict(one) for name, one in (("before", before), ("after", after))}
+    kinds = {kind: soak.counts[kind] for kind in (*soak.clients, "refused")}
+    rows: list[tuple[str, ...]] = [(kind, f"{count:,}") for kind, count in kinds.items()]
+    rows += [(f"{what} {when}", f"{count:,}") for when, one in held.items()
+             for what, count in one.items()]  # fmt: skip
+    measured = {"requests": soak.asked, **kinds, "errors": len(wrong), "seconds": seconds, **held}
+    return Report(
+        "soak",
+        settings,
+        f"{soak.asked:,} requests, {seconds:.0f} s",
+        ("what", "count"),
+        rows,
+        measured,
+        bars=[Bar("a server as it should be", 1, float(not wrong))],
+        notes=wrong[:_TOLD],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = arguments(
+        __doc__,
+        argv,
+        seconds=(float, 60.0, "of requests"),
+        requests=(int, 0, "in place of --seconds"),
+        seed=(int, 0, "of what clients do"),
+        model=(str, "", "checkpoint; by default the demo model"),
+    )
+    seconds, options = given.seconds, ("--read-timeout", "2", "--max-queue", "8")
+    if given.quick:
+        seconds = min(seconds, 5.0)
+    with qoff(8, given.model, options) as server:
+        soak = Soak(server, server.pid, seconds, given.seed, given.requests)
+        start = time.perf_counter()
+        before, after = asyncio.run(soak.run())
+        spent = time.perf_counter() - start
+    settings = {"model": Path(given.model or "demo").name, "seconds": seconds,
+                "requests": given.requests, "seed": given.seed}  # fmt: skip
+    found = report(settings, soak, before, after, spent)
+    found.publish(given.out)
+    if found.notes:
+        raise QoffError("; ".join(found.notes))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from bench.peers.servers import Address
-from bench.soak import Sample, Soak, check
+from bench.soak import Sample, Soak, check, main, report
+from qoff.errors import QoffError
 from tests.serve.conftest import MODEL, checkpoint, running  # noqa: F401
 
 GROWTH = 50 << 20  # bytes that a process's memory may grow by
@@ -34,15 +37,40 @@ def test_nothing_is_wrong_or_left_after_some_seconds(
     assert (after.files, after.threads) <= (before.files, before.threads)
 
 
-def test_wrong_answers_and_what_is_left_are_told(checkpoint: Path) -> None:  # noqa: F811
+def test_wrong_answers_and_what_is_left_are_told(
+    checkpoint: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file of results is written all the same."""
     with running(checkpoint) as served:
-        soak = Soak(Address(served.url, MODEL), os.getpid(), 0.3, 1, clients={"honest": 1})
-        soak._answer = _other  # type: ignore[method-assign]
-        asyncio.run(soak.run())
-    assert "not" in soak.wrong[0]
+        address = Address(served.url, MODEL, pid=os.getpid())
+        monkeypatch.setattr("bench.soak.qoff", lambda *_: nullcontext(address))
+        monkeypatch.setattr("bench.soak._CLIENTS", {"honest": 1})
+        monkeypatch.setattr(Soak, "_answer", _other)
+        with pytest.raises(QoffError, match="not"):
+            main(["--seconds", "0.3", "--seed", "1", "--out", str(tmp_path / "out.json")])
+    written = json.loads((tmp_path / "out.json").read_text())
+    found = written["measured"]
+    assert found["requests"] == found["honest"] >= 1
+    assert found["errors"] >= len(written["notes"]) >= 1
+    assert found["before"].keys() == found["after"].keys() == {"files", "threads", "rss"}
+    assert found["before"]["rss"] > 0 < found["seconds"]
+    assert [bar["met"] for bar in written["bars"]] == [False]
     sample = Sample(3, 3, 0)
     assert not check(sample, sample)
     assert len(check(sample, Sample(4, 4, 1 << 30))) == 3
+
+
+def test_a_run_without_errors_is_reported_so() -> None:
+    soak, sample = Soak(Address("", MODEL), 0, 1, 1), Sample(3, 4, 5)
+    soak.counts.update(honest=3, hostile=2, refused=1)
+    found = report({}, soak, sample, sample, 1.5)
+    assert (found.notes, [bar.met for bar in found.bars]) == ([], [True])
+    counted = {"requests": 5, "honest": 3, "hostile": 2, "vanishing": 0, "refused": 1}
+    held = {"files": 3, "threads": 4, "rss": 5}
+    rest = {"errors": 0, "seconds": 1.5, "before": held, "after": held}
+    assert found.measured == {**counted, **rest}
 
 
 def test_an_error_in_a_stream_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +83,6 @@ def test_an_error_in_a_stream_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no memory" in soak.wrong[0]
 
 
-async def _other(prompt: str, stream: bool, seen: list[str] = []) -> str:  # noqa: B006
+async def _other(soak: Soak, prompt: str, stream: bool, seen: list[str] = []) -> str:  # noqa: B006
     seen.append(prompt)
     return str(len(seen))

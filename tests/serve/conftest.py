@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Semaphore
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +33,33 @@ if TYPE_CHECKING:  # a machine for tests of a GPU has none of what these import
 PLAN = Plan(batch_size=4, context=200, prefill_tokens=64)
 OPTIONS = ServeOptions(port=0, max_queue=4, max_request_bytes=1 << 20, read_timeout_s=0.5)
 MODEL = "tiny"
+
+
+class Held:
+    """Rounds that end when they are told to."""
+
+    def __init__(self) -> None:
+        self._begun, self._may_end = Semaphore(0), Semaphore(0)
+
+    def wait(self) -> None:
+        """Called by a round when it has begun."""
+        self._begun.release()
+        assert self._may_end.acquire(timeout=20)
+
+    def under_way(self) -> None:
+        """Return as soon as a round is."""
+        assert self._begun.acquire(timeout=20)
+        self._begun.release()
+
+    def end(self, rounds: int = 1) -> None:
+        """Let so many rounds end, each as soon as it has begun."""
+        for _ in range(rounds):
+            assert self._begun.acquire(timeout=20)
+            self._may_end.release()
+
+    def free(self) -> None:
+        """Let all end."""
+        self._may_end.release(1 << 20)
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,20 @@ class Running:
             patched.setattr(schedule, "round", lambda x: (time.sleep(0.02), compute(x))[1])
             patched.setattr(schedule, "steps", lambda *_: [])
             yield
+
+    @contextmanager
+    def held(self) -> Iterator[Held]:
+        """A token a round, and none ends before it is told to."""
+        assert self.engine.llm is not None
+        schedule: Any = self.engine.llm._rounds._schedule
+        compute, held = schedule.round, Held()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(schedule, "round", lambda x: (held.wait(), compute(x))[1])
+            patched.setattr(schedule, "steps", lambda *_: [])
+            try:
+                yield held
+            finally:
+                held.free()
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=20)

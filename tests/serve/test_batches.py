@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from qoff.serve.batches import Batches, open_batches
 from qoff.serve.files import FileStore
 from tests.adapters import save_adapter
 
-from .conftest import MODEL, OPTIONS, Running, running
+from .conftest import MODEL, OPTIONS, PLAN, Running, running
+from .test_hostile_clients import idle, in_threads, wait_for
 
 CHATS = "/v1/chat/completions"
 
@@ -97,12 +99,19 @@ def test_batches_that_cannot_be(client: OpenAI) -> None:
 
 
 def test_a_cancelled_batch_keeps_what_is_answered(client: OpenAI, served: Running) -> None:
+    batches = served.engine.batches
+    assert batches is not None
+
+    def answered() -> bool:
+        runner = batches._runner
+        return runner is not None and runner.counts.completed + len(runner._held[0]) == 1
+
     with served.slowed():
         made = batch_of(client, line(0, 1), *(line(i, 150) for i in range(1, 30)))
         ended(client, made.id, "in_progress")
         with pytest.raises(openai.ConflictError):
             client.files.delete(made.input_file_id)
-        time.sleep(0.3)
+        wait_for(answered, 20)
         assert client.batches.cancel(made.id).status in ("cancelling", "cancelled")
     found = ended(client, made.id, "cancelled")
     assert list(read(client, found.output_file_id)) == ["id 0"]
@@ -169,7 +178,7 @@ def test_requests_go_before_batches(client: OpenAI, served: Running) -> None:
     with served.slowed():
         made = batch_of(client, *(line(i, 150) for i in range(20)))
         end = time.monotonic() + 5
-        while llm.waiting < 4:
+        while llm.waiting < 4 or not llm.rounds:
             assert time.monotonic() < end
         rounds, threads = llm.rounds[-1].number, list[threading.Thread]()
         for _ in range(4):
@@ -180,6 +189,42 @@ def test_requests_go_before_batches(client: OpenAI, served: Running) -> None:
             thread.join()
         assert llm.rounds[-1].number - rounds < 30
         client.batches.cancel(made.id)
+    ended(client, made.id, "cancelled")
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_first_token_comes_within_the_rounds_of_the_bound(
+    client: OpenAI, served: Running, read: bool
+) -> None:
+    """Places and queue are full of a batch, whose prompts were read before or are to be."""
+    llm = served.engine.llm
+    assert llm is not None
+    wait_for(lambda: idle(served))
+    places, prompt = llm._rounds._places, "a" * 150
+
+    def first_token() -> str:
+        options: Any = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "stream": True}
+        with client.completions.create(**options) as stream:
+            return str(next(iter(stream)).id)
+
+    def rounds_of(tokens: int) -> int:
+        return ceil(tokens / PLAN.prefill_tokens)
+
+    with served.held() as rounds:
+        made = batch_of(client, *(line(i, 30, "x" * 120) for i in range(12)))
+        wait_for(lambda: len(places.calls) == 8)
+        while len(running := places.batches[0].sequences()) < 4 or (
+            read and not all(one.decoding for one in running)
+        ):
+            rounds.end()
+            rounds.under_way()
+        ahead = [rounds_of(len(one.prompt) - one.read) for one in running[:3]]
+        (answer,) = in_threads(first_token)
+        wait_for(lambda: len(places.calls) == 9 and len(llm._rounds._gone) == 5)
+        rounds.end(1 + sum(ahead) + rounds_of(len(llm.encode(prompt))))
+        assert answer.result(20)
+        client.batches.cancel(made.id)
+    assert (sum(ahead) == 0) == read
     ended(client, made.id, "cancelled")
 
 

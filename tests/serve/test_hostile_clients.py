@@ -299,19 +299,32 @@ def test_clients_that_send_nothing_or_too_slowly_are_given_up(served: Running) -
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_client_that_hangs_up_frees_its_place(served: Running, reset: bool) -> None:
-    assert served.engine.llm is not None
+def test_a_client_that_hangs_up_frees_its_place(
+    served: Running, reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its places are another's in the round after the one in which that was noticed."""
+    llm, cancelled = served.engine.llm, threading.Event()
+    assert llm is not None
+    cancel = llm.cancel
+    monkeypatch.setattr(llm, "cancel", lambda call: (cancel(call), cancelled.set()))
     body = json.dumps(chat(max_tokens=60, n=4, ignore_eos=True, stream=not reset)).encode()
-    for _ in range(3):
+    wait_for(lambda: idle(served))
+    with served.held() as rounds:
         sock = served.connect()
         sock.sendall(head(len(body)) + body)
-        wait_for(lambda: served.engine.in_flight == 4)
+        rounds.end()
+        rounds.under_way()
         if reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         else:
             assert sock.recv(10)
         sock.close()
-        wait_for(lambda: idle(served))
+        assert cancelled.wait(20)
+        (other,) = in_threads(lambda: served.ask(TEXTS, {"prompt": "a", "n": 4, "max_tokens": 1}))
+        wait_for(lambda: llm.waiting == 4)
+        rounds.end(2)
+        assert other.result(20)[0] == 200
+    wait_for(lambda: idle(served))
 
 
 def test_a_stream_that_is_given_up_by_the_client_library(served: Running, client: OpenAI) -> None:
