@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -128,8 +129,10 @@ class Boundaries:
         stage = self._free.get()
         place = _view(stage, form)
         place.copy_(now)
+        # Without a column the caller computes with what is on the stage.
+        give_back = self._give_back if self._column else self._free.put
         self._writes[key] = self._link.write(
-            home, stage[: round_up(now.nbytes, PAGE)], lambda: self._free.put(stage)
+            home, stage[: round_up(now.nbytes, PAGE)], partial(give_back, stage)
         )
         return place
 
@@ -168,6 +171,10 @@ class Boundaries:
     def _drop(self, key: _Key) -> None:
         stage, read = self._reads.pop(key)
         read.exception()
+        self._give_back(stage)
+
+    def _give_back(self, stage: Tensor) -> None:
+        self._link.spoil(stage)
         self._free.put(stage)
 
     def _here(self, key: _Key) -> Tensor | None:

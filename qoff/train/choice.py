@@ -120,7 +120,10 @@ class TrainingPlan:
         """What the user may not expect."""
         yield from self.machine.notes
         if self.machine.on_gpu:
-            yield "training on a GPU is tested with simulated copies: it never ran on one"
+            yield (
+                "training ran on one kind of GPU, an H200, with a small Llama; tiles, swapped "
+                "activations and adapters beside packed weights on disk never ran on one"
+            )
         elif "32" not in self.machine.device.matmul:
             yield "products of floats were not measured; qoff env --measure measures them now"
         if not self.job.costs:

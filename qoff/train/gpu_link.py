@@ -103,6 +103,9 @@ class GpuLink:
 
         return self._writers.submit(work)
 
+    def spoil(self, memory: Tensor) -> None:
+        """Leave memory that may still be computed with: `read` poisons it, in the GPU's order."""
+
     def close(self) -> None:
         """Wait for what is under way and stop."""
         self._readers.close()

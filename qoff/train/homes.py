@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qoff.memory import DiskReader
 from qoff.memory.arena import PAGE, TierArenas, round_up
+from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copy_stream import CopyStream
 from qoff.memory.io.ranges import read_all, write_all
 from qoff.memory.io.spill import SpillFile
@@ -56,6 +57,9 @@ class Link(Protocol):
     def write(self, home: Home, source: Tensor, then: Callable[[], None]) -> Future[None]:
         """Start writing to a home that is not here; `then` is called when it has ended."""
 
+    def spoil(self, memory: Tensor) -> None:
+        """Memory that was read into or written from holds nothing now: poison it, in tests."""
+
 
 class Homes:
     """The arenas of device and host, and the spill file behind them."""
@@ -67,25 +71,34 @@ class Homes:
         disk: int,
         folder: Path | None,
         stream: CopyStream | None = None,
+        instrumentation: Instrumentation = PLAIN,
     ) -> None:
         """Bytes of each. stream: of a GPU, whose memory is the device's; host memory is pinned.
 
-        Raises BudgetError and DiskWriteError for what cannot be had.
+        With `instrumentation.poison`, memory that is read into is NaN until the read comes. Raises
+        BudgetError and DiskWriteError for what cannot be had.
         """
         self._resources = ExitStack()
-        arenas = TierArenas({"device": device, "host": host}, stream)
+        arenas = TierArenas({"device": device, "host": host}, stream, instrumentation.pages)
         self._resources.callback(arenas.close)
         self.device, self.host = arenas.arenas["device"], arenas.arenas["host"]
         self.moved: Counter[str] = Counter()  # bytes, by what and "read" or "written"
         self._counting = threading.Lock()
         self._next, self._disk = 0, disk
         self._spill: SpillFile | None = None
+        self._poison = instrumentation.poison
         if disk:
             assert folder is not None
-            reader = DiskReader()
+            reader = DiskReader(preadv=instrumentation.preadv, clock=instrumentation.clock)
             self._resources.callback(reader.close)
             try:
-                self._spill = SpillFile(folder, disk, reader)
+                self._spill = SpillFile(
+                    folder,
+                    disk,
+                    reader,
+                    instrumentation=instrumentation,
+                    called="folder for the disk",
+                )
             except BaseException:
                 self._resources.close()
                 raise
@@ -119,6 +132,7 @@ class Homes:
         """Start reading from disk; the first bytes of a home that is there."""
         assert self._spill is not None
         self.count(f"{home.what} read", into.nbytes)
+        self.spoil(into)
         return self._spill.read(home.offset, into)
 
     def write(self, home: Home, source: Tensor, then: Callable[[], None]) -> Future[None]:
@@ -141,6 +155,11 @@ class Homes:
 
         self._spill.write(home.offset, source).add_done_callback(end)
         return ended
+
+    def spoil(self, memory: Tensor) -> None:
+        """`memory` holds nothing: fill it with 0xFF, NaN in floats, if it is to be poisoned."""
+        if self._poison:
+            memory.fill_(0xFF)
 
     def save(self, home: Home, fd: int, place: int) -> None:
         """Copy a home to a place of an open file. Raises OSError."""

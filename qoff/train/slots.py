@@ -64,7 +64,9 @@ class WeightSlots:
         """Give a unit back."""
         if self.moves(i):
             with self._changed:
-                self._free.append(self._loads.pop(i)[0])
+                slot, _ = self._loads.pop(i)
+                self._link.spoil(slot)
+                self._free.append(slot)
                 self._read_ahead()
 
     def write_back(self, i: int, place: Home | None = None) -> None:
@@ -93,8 +95,9 @@ class WeightSlots:
             loads = list(self._loads.values())
             self._loads.clear()
             self._free += [slot for slot, _ in loads]
-        for _, read in loads:
+        for slot, read in loads:
             read.exception()
+            self._link.spoil(slot)
 
     def _read_ahead(self) -> None:
         while self._free and self._order and self._order[0] not in self._loads:

@@ -54,7 +54,7 @@ class Updater:
             self._forms[i].begin(buffer, weights[start:stop])
             if home.memory is None:
                 source = buffer[: home.nbytes]
-                self._homes.write(home, source, partial(self._free.put, buffer)).result()
+                self._homes.write(home, source, partial(self._give_back, buffer)).result()
 
     def submit(
         self,
@@ -135,13 +135,17 @@ class Updater:
                 if home.memory is None:
                     buffer, _ = reads.pop(0)
                     source = buffer[: home.nbytes]
-                    writes.append(self._homes.write(home, source, partial(self._free.put, buffer)))
+                    writes.append(self._homes.write(home, source, partial(self._give_back, buffer)))
         finally:
             for buffer, read in reads:
                 read.exception()
-                self._free.put(buffer)
+                self._give_back(buffer)
         for write in writes:
             write.result()
+
+    def _give_back(self, buffer: Tensor) -> None:
+        self._homes.spoil(buffer)
+        self._free.put(buffer)
 
     def _applied(self, i: int, rule: Rule | FactoredRule, grad: Tensor) -> Callable[..., None]:
         """What steps a piece of a unit: its number, weights, master, gradients and moments."""

@@ -7,7 +7,10 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qoff import train
-from qoff.errors import ArgumentError, DiskReadError, FormatError, QoffError
+from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
 from qoff.train.checkpoints import exists
 from tests.io_faults import SHORT, each_call
 from tests.tiny_models import tiny_checkpoint
@@ -27,9 +30,9 @@ from .test_lora import lora
 from .test_training import LR, PLACES, batch, model_of, offloaded
 
 
-def training_of(place: str, folder: Path, bits: int = 32) -> train.Training:
+def training_of(place: str, folder: Path, bits: int = 32, **options: Any) -> train.Training:
     model = model_of("llama", torch.bfloat16, attention_dropout=0.2)
-    return offloaded(model, place, folder, optimizer=train.AdamW(lr=LR, bits=bits))
+    return offloaded(model, place, folder, optimizer=train.AdamW(lr=LR, bits=bits), **options)
 
 
 def steps(training: train.Training, count: int) -> list[float]:
@@ -99,6 +102,60 @@ def test_a_resumed_run_of_adapters_is_the_same(
     assert second.resume(tmp_path / "run") is None
     assert found + [second.step(lora_batches(i)) for i in (2, 3)] == wanted
     assert_same(second, whole)
+
+
+@contextmanager
+def disk_that_ends(training: train.Training, code: int, writes: int) -> Iterator[None]:
+    """Every write fails from the time on when an update has made so many."""
+    spill, steps, left = training._homes._spill, training._engine.parts.steps, writes
+    assert spill is not None
+    own, lock = spill._pwritev, threading.Lock()
+
+    def write(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        nonlocal left
+        with lock:
+            left -= steps.changing
+            full = left < 0
+        if full:
+            raise OSError(code, os.strerror(code))
+        return own(fd, views, offset)
+
+    spill._pwritev = write
+    yield
+    spill._pwritev = own
+    assert left < 0
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "options"),
+    [
+        (PLACES[1], errno.ENOSPC, {}),
+        (PLACES[2], errno.EIO, {"max_norm": 0.1}),
+        (PLACES[2], errno.ENOSPC, {"delayed": True}),
+    ],
+    ids=["states", "all, clipped", "all, delayed"],
+)
+def test_a_run_whose_update_failed_goes_on_from_its_checkpoint_bit_for_bit(
+    place: str, code: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    whole = training_of(place, tmp_path, **options)
+    wanted = steps(whole, 4)
+    torch.manual_seed(7)
+    first = training_of(place, tmp_path, **options)
+    found = steps(first, 2)
+    first.save(tmp_path / "run")
+    for writes in (0, 1, 2):
+        with disk_that_ends(first, code, writes), pytest.raises(DiskWriteError):
+            steps(first, 1)
+        with pytest.raises(ArgumentError, match="half-way"):
+            first.state_dict()
+        first.resume(tmp_path / "run")
+    for resumed in (first, training_of(place, tmp_path, **options)):
+        torch.manual_seed(99)
+        resumed.resume(tmp_path / "run")
+        assert [*found, *steps(resumed, 2)] == wanted
+        assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize("how", [errno.ENOSPC, SHORT], ids=["ENOSPC", "short"])

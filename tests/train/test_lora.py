@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError
+from qoff.hf.packed.experts import QoffExperts
 from qoff.train.finetune import Lora, adapted
 from qoff.train.fused_lora import fuse
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
@@ -76,11 +77,12 @@ def test_losses_are_those_of_peft_on_dequantized_weights(
         assert_close(model(IDS).logits, again(IDS).logits, tolerance=5 * DECODER_LOGITS)
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_streamed_adapters_learn_as_in_memory(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """Where packed weights and adapters come from changes no bit."""
-    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
     found = []
     for places in ({}, {"device_map": "disk"}):
         model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
@@ -91,6 +93,36 @@ def test_streamed_adapters_learn_as_in_memory(
         found.append((losses, training.state_dict()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(x, found[0][1][name]) for name, x in found[1][1].items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_adapters_beside_streamed_experts_learn_as_with_torch(
+    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
+    streamed = lora(AutoModelForCausalLM.from_pretrained(path, device_map="disk"))
+    training = train.offload(
+        streamed,
+        train.AdamW(lr=LR, eps=EPS),
+        tokens=IDS.shape[1],
+        micro_batches=2,
+        host_memory=0,
+        disk=tmp_path,
+    )
+    reference = lora(AutoModelForCausalLM.from_pretrained(path)).train()
+    assert any(isinstance(module, QoffExperts) for module in reference.modules())
+    learned = {name: p for name, p in reference.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(learned.values(), lr=LR, eps=EPS)
+    for step in range(3):
+        loss = torch.stack([reference(**b).loss for b in batches(step)]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert training.step(batches(step)) == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert training.stats.frozen_read > 0
+    found = training.state_dict()
+    assert found.keys() == learned.keys()
+    assert all(torch.allclose(x, learned[name], rtol=0, atol=2e-4) for name, x in found.items())
 
 
 def test_packed_weights_are_not_saved_as_trained(

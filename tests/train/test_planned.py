@@ -264,4 +264,4 @@ def test_on_a_gpu_what_is_in_host_memory_moves() -> None:
     requests = found.machine.to_device
     weights = (2 * LAYERS - 1) * requests.seconds(one, 1)
     assert to_device >= weights
-    assert "never ran" in list(found.warnings())[-1]
+    assert "training ran on one kind of GPU, an H200" in list(found.warnings())[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qoff import train
 from qoff.errors import (
     ArgumentError,
+    BudgetError,
     DiskReadError,
     DiskWriteError,
     QoffError,
@@ -129,6 +132,17 @@ def test_inputs_of_units_keep_their_dtypes(in_memory: bool, tmp_path: Path) -> N
         assert torch.equal(found, given[i])
     boundaries.stop()
     homes.close()
+
+
+def test_a_disk_without_room_is_called_as_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(BudgetError, match=r"bytes free .*; name another folder for the disk$"):
+        offloaded(model_of("llama"), PLACES[2], tmp_path)
 
 
 def test_a_write_is_done_after_what_follows_it(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ class SpillFile:
 
     The file has no name from the start, so that its space is free again when the process has ended,
     however it does. reader: does the reading, and is not closed with this. pwritev replaces
-    `os.pwritev` in tests. Raises BudgetError when `folder` has no room, DiskWriteError when no file
-    can be made there.
+    `os.pwritev` in tests. called: what the user knows `folder` as.
+    Raises BudgetError when `folder` has no room, DiskWriteError when no file can be made there.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class SpillFile:
         *,
         instrumentation: Instrumentation = PLAIN,
         pwritev: Pwritev = os.pwritev,
+        called: str = "spill_folder",
     ) -> None:
         self.nbytes = nbytes
         self.folder = folder
@@ -53,6 +54,7 @@ class SpillFile:
         self._instrumentation = instrumentation
         self._reader = reader
         self._pwritev = pwritev
+        self._called = called
         self._fd, self._direct = self._open()
         # Another file description: the reader asks for O_DIRECT by itself.
         self._path = Path(f"/proc/{os.getpid()}/fd/{self._fd}")
@@ -162,7 +164,7 @@ class SpillFile:
         """The file's descriptor, and whether it goes around the page cache."""
         fd = _nameless(self.folder)
         try:
-            _allocate(fd, self.folder, self.nbytes)
+            _allocate(fd, self.folder, self.nbytes, self._called)
             return fd, set_direct(fd, True)
         except BaseException:
             os.close(fd)
@@ -216,7 +218,7 @@ def _nameless(folder: Path) -> int:
         raise DiskWriteError(f"{folder}: cannot create a spill file: {error.strerror}") from error
 
 
-def _allocate(fd: int, folder: Path, nbytes: int) -> None:
+def _allocate(fd: int, folder: Path, nbytes: int, called: str) -> None:
     """Take the space now, so that it is not missing later."""
     if nbytes == 0:
         return
@@ -226,5 +228,5 @@ def _allocate(fd: int, folder: Path, nbytes: int) -> None:
         free = os.statvfs(folder)
         raise BudgetError(
             f"disk: the spill file needs {nbytes:,} bytes, and {folder} has "
-            f"{free.f_bavail * free.f_frsize:,} bytes free ({error}); name another spill_folder"
+            f"{free.f_bavail * free.f_frsize:,} bytes free ({error}); name another {called}"
         ) from error
