@@ -13,6 +13,7 @@ llama.cpp quantizers`; what is not there is left out. Finished rows are kept in 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import tempfile
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "quant_peers",
         {
             "model": source.name,
-            "texts": [*chosen],
+            "texts": {path.stem: described(path) for path in texts},
             "windows": args.windows,
             "window": WINDOW,
             "pieces": len(ids),
@@ -269,6 +270,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if peer.name in rows:
             add_row(report, peer.name, rows[peer.name], rows[DEFAULT])
     report.publish(args.out)
+
+
+def described(path: Path) -> dict[str, Any]:
+    """A text's size in bytes, and the first 12 hex digits of its SHA-256."""
+    data = path.read_bytes()
+    return {"sha256": hashlib.sha256(data).hexdigest()[:12], "bytes": len(data)}
 
 
 def moved_demo(folder: Path) -> Path:

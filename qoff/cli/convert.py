@@ -151,6 +151,9 @@ def run(
     made = Checkpoint.open(out)
     chosen["solver"] = made.config["quantization_config"]["solver"]
     nbytes = sum(file.nbytes for file in made.files)
+    if probe is not None and probe.missed:
+        missed = f"{probe.missed}, `qoff eval {out} --reference {source}` measures it"
+        logger.warning("the loss was not measured: %s", missed)
     if probe is not None and probe.loss is not None:
         loss = probe.loss
         chosen |= {"kl": loss.kl, "kl_error": loss.error, "kl_tokens": loss.tokens}
@@ -175,7 +178,8 @@ def _probe(source: Path, trust_remote_code: bool) -> LossProbe | None:
 
     try:
         tokenizer = tokenizer_of(source, trust_remote_code)
-    except FormatError:
+    except FormatError as error:
+        logger.warning("the loss is not measured: %s", error)
         return None
     # With what a text begins with: some models say little without it.
     return LossProbe(torch.tensor(tokenizer.encode(read_text(), verbose=False)))

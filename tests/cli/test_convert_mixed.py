@@ -185,6 +185,29 @@ def test_what_is_no_model_is_refused_without_a_word_of_calibration(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("why", ["too many weights", "no tokenizer"])
+def test_what_is_not_measured_is_told(
+    why: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out, model, said = tmp_path / "out", tmp_path / "model", "is not measured: "
+    shutil.copytree(source, model)
+    if why == "no tokenizer":
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+    else:
+        monkeypatch.setattr("qoff.models.convert.loss._MANY_PRODUCTS", 1)
+        said = f"would take minutes; later, `qoff eval {out} --reference {model}` measures it"
+    assert "KL" not in succeed("convert", model, out, *FAST)
+    assert [one for one in caplog.messages if said in one]
+    caplog.clear()
+    succeed("convert", model, out, *FAST, "--no-measure", "--overwrite")
+    assert not caplog.messages
+
+
 def test_much_loss_is_told_with_what_is_much() -> None:
     found = {"kl": 0.06, "kl_error": 0.01, "kl_tokens": 512}
     said = loss_sentence(found, QuantConfig(solver="gptq"), Target())

@@ -17,6 +17,9 @@ from qoff.models.convert import loss
 from qoff.models.convert.convert import convert
 from qoff.models.convert.loss import LossProbe
 from qoff.models.convert.module_loss import ModuleLoss
+from qoff.models.names import layer_weights
+from qoff.models.sources import open_source
+from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
 from tests.gguf_models import GGUFModel
 from tests.module_models import MODULES, module_source
@@ -58,6 +61,7 @@ def test_nothing_is_said_where_nothing_is_lost(
     probe = LossProbe(IDS)
     convert(codes.write(tmp_path / "m.gguf"), tmp_path / "out", quant=FOUR, probe=probe)
     assert probe.loss is None
+    assert probe.missed is None
 
 
 def test_a_mixture_has_a_loss(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -81,10 +85,57 @@ def test_codes_that_are_taken_over_lose_nothing(
     assert 0 < probe.loss.kl < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"_MANY_PRODUCTS": 1}, "billion weights a token would take minutes"),
+        ({"free_memory": lambda: 1024}, "more than half of the 1.0 KiB of memory"),
+        ({}, "its tokenizer says 4096, and the model knows "),
+    ],
+)
+def test_what_is_not_measured_has_a_reason(
+    limits: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(loss, name, value)
+    probe = LossProbe(IDS if limits else torch.tensor([4096]))
+    source = tiny_model(tmp_path_factory.getbasetemp(), "llama")
+    convert(source, tmp_path / "out", quant=FOUR, probe=probe)
+    assert probe.loss is None
+    assert probe.missed is not None
+    assert said in probe.missed
+
+
+def test_of_experts_those_of_a_token_count(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path_factory.getbasetemp(), "mixtral")
+    spec = DecoderSpec.from_config(open_source(source).config())
+    assert spec.experts is not None
+    every = dense = 0
+    for at in range(spec.num_layers):
+        for weight in layer_weights(spec, at):
+            count = weight.rows * (weight.columns or 0)
+            every += count
+            dense += 0 if "experts." in weight.name else count
+    share = spec.experts.top_k / spec.experts.count
+    head = 2 * spec.vocab_size * spec.hidden_size
+    asked = list[int]()
+    monkeypatch.setattr(LossProbe, "sample", lambda self, weights, *_: asked.append(weights))
+    convert(source, tmp_path / "out", quant=FOUR, probe=LossProbe(IDS))
+    assert asked == [pytest.approx(dense + head + share * (every - dense))]
+
+
 def test_nothing_is_measured_where_logits_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = SimpleNamespace(
         units=2, weights=1, weights_of=lambda _: 0, vocabulary=1 << 20, positions=None
     )
     model.head, model.run = "head", lambda *_, **__: pytest.fail("it is run")
     monkeypatch.setattr(loss, "free_memory", lambda: (len(IDS) << 24) - 2)  # half is for it
-    assert ModuleLoss.of(LossProbe(IDS), model) is None
+    probe = LossProbe(IDS)
+    assert ModuleLoss.of(probe, model) is None
+    assert probe.missed is not None

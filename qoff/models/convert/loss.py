@@ -16,9 +16,11 @@ from torch import Tensor
 
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.names import Weight
+from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
 from qoff.quant.rows import reordered
 from qoff.system_memory import free_memory
+from qoff.units import format_size
 
 from .builder import Builder
 from .layerwise import Layerwise
@@ -47,23 +49,27 @@ class LossProbe:
 
     loss: once the conversion is done; None where nothing is quantized, for a text with tokens that
     the model has not, and where it would take minutes, or a layer in float32 much of the memory
-    that is free.
+    that is free. missed: why it is None, and what another try needs; None where nothing is
+    quantized.
     """
 
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids
         self.loss: Loss | None = None
+        self.missed: str | None = None
         self._run: Layerwise | None = None  # of the source's weights
 
     @torch.no_grad()
     def begin(self, model: Unconverted, builder: Builder) -> None:
         """Before the first layer is built."""
         matrices = [(at, w) for at, unit in model.units for w in unit if w.columns is not None]
-        weights = sum(w.rows * (w.columns or 0) for _, w in matrices if w.name != PER_LAYER)
+        if all(builder.format(at, w)[1] for at, w in matrices):
+            return
+        weights = sum(_products(w, model.spec) for _, w in matrices)
         layer = max(sum(_floats(w) for w in unit) for at, unit in model.units if at)
         held = layer + 2 * max(_floats(w) for at, w in matrices if at)
         ids = self.sample(weights, model.spec.vocab_size, model.spec.position_limit, held)
-        if ids is None or all(builder.format(at, w)[1] for at, w in matrices):
+        if ids is None:
             return
         self._run, self._run_written = (Layerwise(model.spec, ids[None]) for _ in range(2))
         self._builder, self._units = builder, model.units
@@ -86,20 +92,27 @@ class LossProbe:
     def sample(
         self, weights: int, vocabulary: int, limit: int | None, held: int, held_each: int = 0
     ) -> Tensor | None:
-        """The beginning of the text that a model of so many weights is run on; None: on none.
+        """The beginning of the text that a model is run on; None, and `missed`: on none.
 
-        limit: its positions. held: bytes that measuring takes beside the conversion, and more for
-        each token.
+        weights: those that a token is multiplied by. limit: the model's positions. held: bytes that
+        measuring takes beside the conversion, and more for each token.
         """
         tokens = min(_MOST, max(_FEWEST, int(_PRODUCTS / weights)))
         ids, free = self._ids[: min(tokens, limit or tokens)], free_memory()
-        if (
-            int(ids.max()) >= vocabulary
-            or len(ids) * weights > _MANY_PRODUCTS
-            or (free is not None and held + held_each * len(ids) > free // 2)
-        ):
-            return None
-        return ids
+        last, held = int(ids.max()), held + held_each * len(ids)
+        if last >= vocabulary:
+            self.missed = (
+                f"its tokenizer says {last}, and the model knows {vocabulary} tokens; with the "
+                "tokenizer of the model"
+            )
+        elif len(ids) * weights > _MANY_PRODUCTS:
+            self.missed = f"{weights / 1e9:.1f} billion weights a token would take minutes; later"
+        elif free is not None and held > free // 2:
+            self.missed = (
+                f"it takes {format_size(held)}, which is more than half of the {format_size(free)} "
+                "of memory that are free; with more"
+            )
+        return None if self.missed else ids
 
     def done(self, divergence: Tensor) -> None:
         """What each prediction lost, [tokens], is known."""
@@ -141,6 +154,14 @@ class LossProbe:
             for at, own in zip(rows.split(_ROWS), piece.split(_ROWS), strict=True):
                 chosen = reordered(written, at) if isinstance(written, QTensor) else written[at]
                 yield own, chosen.dequantize() if isinstance(chosen, QTensor) else chosen
+
+
+def _products(weight: Weight, spec: DecoderSpec) -> int:
+    """Of a token with a matrix, on average; of experts those that it goes to count."""
+    count = weight.rows * (weight.columns or 0) if weight.name != PER_LAYER else 0
+    if spec.experts is not None and weight.name.startswith("mlp.experts."):
+        return count * spec.experts.top_k // spec.experts.count
+    return count
 
 
 def _floats(weight: Weight) -> int:
