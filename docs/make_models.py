@@ -99,6 +99,7 @@ _TRAITS = {
     "bloom": "BLOOM: ALiBi, a norm after the embedding, tied embeddings",
     "minicpm3": "MiniCPM 3: latent attention, scaled layers",
     "jamba": "Jamba: Mamba and attention in turn, experts",
+    "falcon": "Falcon: one key head for all, attention of its own in transformers",
     "gpt2": "GPT-2: transposed linear layers, learned positions",
     "vaultgemma": "VaultGemma: sliding windows, capped logits",
     "falcon_h1": "Falcon H1: Mamba 2 and attention side by side",

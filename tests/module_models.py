@@ -41,6 +41,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
     "jamba": HYBRID_JAMBA,
+    "falcon": {"model_type": "falcon", "multi_query": True, "parallel_attn": True, "alibi": False},
     "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 80},
     "vaultgemma": {
         "model_type": "vaultgemma",

@@ -230,11 +230,13 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
 def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -> Tensor:
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
-    24 pieces spread over a long text; a shorter one has fewer. Raises QoffError for a
+    24 pieces spread over a long text; a shorter one has fewer. Each begins with what the tokenizer
+    puts before a text, if anything. Raises QoffError for a
     file without a whole piece, FormatError for a model without a tokenizer, or with one that knows
     more tokens than the model.
     """
     from qoff.eval.perplexity.models import tokenizer_of
+    from qoff.eval.texts import first_token
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -257,7 +259,10 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
         )
     kept = min(pieces, _TEXTS)
     chosen = torch.arange(kept) * pieces // kept
-    return ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen]
+    found = ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen]
+    if (first := first_token(tokenizer)) is not None:
+        found[:, 0] = first
+    return found
 
 
 def _for_solver(ids: Tensor | None, quant: QuantConfig) -> Tensor | None:

@@ -289,10 +289,14 @@ class TextOptions:
         return read_text(self.text) if self.dataset is None else dataset_text(self.dataset)
 
     def sample(self, tokenizer: PreTrainedTokenizerBase, content: str) -> Sample:
-        """The tokens and windows of a text. Raises ArgumentError as `cut` does."""
+        """The tokens and windows of a text. Raises ArgumentError as `cut` does.
+
+        Where the tokenizer puts a token before a text, each window begins with it: some models say
+        little without. lm_eval's windows have it before the first only.
+        """
         from qoff.eval.perplexity.scoring import Sample
         from qoff.eval.perplexity.windows import cut
-        from qoff.eval.texts import encode
+        from qoff.eval.texts import encode, first_token
 
         ids = encode(tokenizer, content)
         windows = cut(
@@ -302,7 +306,10 @@ class TextOptions:
             definition=self.definition,
             limit=self.limit,
         )
-        return Sample(ids, windows, tokenizer.eos_token_id)
+        if self.definition != "lm_eval":
+            return Sample(ids, windows, first=first_token(tokenizer))
+        bos = tokenizer.bos_token_id
+        return Sample(ids, windows, tokenizer.eos_token_id if bos is None else bos)
 
 
 @dataclass(frozen=True)

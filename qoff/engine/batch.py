@@ -200,11 +200,12 @@ class BatchSlots:
         return [(self._first_place + slot, self._slots[slot]) for slot in slots]
 
     def read(self, most: int) -> ForwardPass | None:
-        """A pass with pieces of prompts, the oldest sequences first: at most `most` tokens.
+        """A pass with pieces of prompts, at most `most` tokens, those of background calls last.
 
         The longest piece, as often as there are pieces, may be `cache.padding` times as many.
         """
         waiting = [(i, one) for i, one in list(self._slots.items()) if self._reads(i, one)]
+        waiting.sort(key=lambda place: place[1].background)  # else the oldest first
         # Of one kind: those that are pooled want hidden states, the others logits.
         pools = bool(waiting) and waiting[0][1].pooled is not None
         waiting = [(i, one) for i, one in waiting if (one.pooled is not None) == pools]

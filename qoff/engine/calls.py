@@ -12,10 +12,12 @@ class Call:
 
     `grew` and `failed` are called by the thread that computes a round, at the end of it. Whoever
     wants tokens as they come overrides them, calls these, too, and returns soon. follows: sequences
-    like these that will be asked for later; inf where nobody knows how many.
+    like these that will be asked for later; inf where nobody knows how many. background: prompts of
+    other calls are read first.
     """
 
     follows: float = 0.0
+    background = False
 
     def __init__(self) -> None:
         self.left = 0  # answers that were not taken

@@ -97,6 +97,8 @@ class Places:
         """Queue sequences of a call, those of a prompt together."""
         for group in groups:
             self._queue(group)
+            for one in group:
+                one.background = call.background
             self.calls |= dict.fromkeys(group, call)
             call.left += len(group)
 

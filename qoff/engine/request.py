@@ -245,6 +245,7 @@ class Sequence:
     grammar: Matcher | None = None  # of what the answer must match
     pooled: Pooled | None = None  # what is wanted instead of an answer
     error: str = ""  # why it cannot go on
+    background: bool = False  # other prompts are read first
 
     @property
     def decoding(self) -> bool:

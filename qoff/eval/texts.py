@@ -61,6 +61,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the tokenizer puts before a text; None: none."""
+    special = tokenizer.encode("", verbose=False)
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and special[:1] == [bos] else None
+
+
 def digest(*parts: object) -> str:
     """16 hex digits that change with the parts; tensors count by their values."""
     sha = hashlib.sha256()

@@ -291,6 +291,8 @@ class Runner:
 class _Asked(Call):
     """A request on its way through the engine."""
 
+    background = True
+
     def __init__(self, request: Request, runner: Runner, again_alone: bool = False) -> None:
         super().__init__()
         self.request, self._runner, self.again_alone = request, runner, again_alone

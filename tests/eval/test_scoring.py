@@ -76,6 +76,18 @@ def test_perplexity_is_that_of_a_plain_loop(
     np.testing.assert_allclose(scores.nll, wanted, atol=5e-3)
 
 
+def test_windows_read_what_begins_a_text_in_place_of_their_first_token(
+    runtime: Runtime, model: Any
+) -> None:
+    plain = sample(170, 60)
+    text = Sample(plain.ids, plain.windows, first=1)
+    assert text.digest != plain.digest
+    ids = plain.ids.clone()
+    ids[[window.start for window in plain.windows]] = 1  # each is read, and none is scored
+    scores = evaluate(QoffSubject(runtime, "x"), text)
+    np.testing.assert_allclose(scores.nll, plain_nll(model, Sample(ids, plain.windows)), atol=5e-3)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_transformers_models_score_alike_in_any_batch(batch: int, model: Any) -> None:
     text = sample(stride=40)

@@ -8,9 +8,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from qoff.cli.convert import calibration_ids
+from qoff.cli.options import TextOptions
 from qoff.errors import ArgumentError, QoffError
-from qoff.eval.texts import CALIBRATION_TEXT, DEFAULT_TEXT, dataset_text, read_text
+from qoff.eval.texts import (
+    CALIBRATION_TEXT,
+    DEFAULT_TEXT,
+    dataset_text,
+    encode,
+    first_token,
+    read_text,
+)
+from tests.tiny_models import save_model, save_tokenizer
 
 
 def test_texts_come_with_the_package_and_do_not_overlap() -> None:
@@ -29,6 +42,40 @@ def test_every_third_of_the_calibration_text_has_prose_and_source() -> None:
         lines = part.splitlines()
         assert sum(line.lstrip().startswith(("def ", "return ", "import ")) for line in lines) > 10
         assert sum(len(line) for line in lines if len(line) > 500) > third / 3  # an address
+
+
+def cut_as(definition: str) -> TextOptions:
+    return TextOptions(
+        text=None, dataset=None, window=512, stride=None, definition=definition, limit=None
+    )
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "$A </s>", "<pad> $A"])
+def test_what_a_tokenizer_puts_before_a_text(template: str, tmp_path: Path) -> None:
+    """Windows of `qoff eval` begin with it, and pieces that a conversion calibrates on."""
+    save_model(tmp_path)
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    special = [(one, tokenizer.convert_tokens_to_ids(one)) for one in ("<s>", "</s>", "<pad>")]
+    processor = TemplateProcessing(template, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.save_pretrained(tmp_path)
+    first = 1 if template.startswith("<s>") else None
+    assert first_token(tokenizer) == first
+
+    content = "".join(chr(97 + i % 7) for i in range(1100))
+    text = tmp_path / "text.txt"
+    text.write_text(content)
+    plain = encode(tokenizer, content)
+    wanted = plain[:1024].view(2, 512).clone()
+    sample = cut_as("strided").sample(tokenizer, content)
+    read = torch.stack([sample.tokens(window) for window in sample.windows[:2]])
+    if first is not None:
+        wanted[:, 0] = first
+    assert torch.equal(read, wanted)
+    assert torch.equal(calibration_ids(tmp_path, text), wanted)
+    whole = cut_as("lm_eval").sample(tokenizer, content)
+    assert whole.tokens(whole.windows[0]).tolist() == [1, *plain[:512].tolist()]
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t", b"\xff\xfe\x00"])

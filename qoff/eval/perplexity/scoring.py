@@ -29,21 +29,33 @@ _ROWS = 16  # scored at a time, in less memory than the budget has for logits
 class Sample:
     """A tokenized text and its windows."""
 
-    def __init__(self, ids: Tensor, windows: Sequence[Window], prefix: int | None = None) -> None:
-        """ids: int64 [n]. prefix: the end-of-text token, which windows of lm_eval begin with.
+    def __init__(
+        self,
+        ids: Tensor,
+        windows: Sequence[Window],
+        prefix: int | None = None,
+        first: int | None = None,
+    ) -> None:
+        """ids: int64 [n]. prefix: what the first window of lm_eval's begins with. first: what each
+        window reads instead of its first token, which must not be scored.
 
-        Raises ArgumentError where they need one that the tokenizer does not have.
+        Raises ArgumentError where they need a prefix that the tokenizer does not have.
         """
-        self.ids, self.windows, self.prefix = ids, tuple(windows), prefix
+        self.ids, self.windows, self.prefix, self.first = ids, tuple(windows), prefix, first
         if prefix is None and any(window.prefix for window in windows):
             raise ArgumentError(
-                "this tokenizer has no end-of-text token; lm_eval's windows need it"
+                "this tokenizer has no token that begins or ends a text; lm_eval's windows need one"
             )
-        self.digest = digest(ids, self.windows, prefix)
+        parts = (ids, self.windows, prefix)
+        self.digest = digest(*parts) if first is None else digest(*parts, first)
 
     def tokens(self, window: Window) -> Tensor:
         """What a window reads and predicts, int64 [T]."""
-        return window.tokens(self.ids, self.prefix)
+        tokens = window.tokens(self.ids, self.prefix)
+        if self.first is None:
+            return tokens
+        assert window.place > 0
+        return torch.cat((torch.tensor([self.first]), tokens[1:]))
 
     @property
     def longest(self) -> int:

@@ -7,7 +7,8 @@ Three definitions are in use, and give different perplexities for the same model
 - llama.cpp: windows that do not overlap; the second half of each is scored, a rest is left out
   (`llama-perplexity`, b4000 and later).
 - lm_eval: windows that do not overlap, each of which reads the last token before it, the first the
-  end-of-text token; a short last one begins earlier (`loglikelihood_rolling`).
+  beginning-of-text token, or else that of the end; a short last one begins earlier
+  (`loglikelihood_rolling`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Window:
     start: int
     stop: int
     first: int
-    prefix: bool = False  # the end-of-text token is read before them
+    prefix: bool = False  # a token of the tokenizer's is read before them
 
     @property
     def scored(self) -> int:

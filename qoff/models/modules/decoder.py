@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
-from qoff.errors import ArgumentError, FormatError, OpError
+from qoff.errors import ArgumentError, FormatError, OpError, UnsupportedModelError
 from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
@@ -23,6 +23,7 @@ from qoff.kernels.processor import pool_threads
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
+from qoff.kvcache.quant import UnpackableError
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.linear import Steps
 from qoff.models.native.scratch import Passes, attention_bytes
@@ -94,10 +95,7 @@ class ModuleDecoder:
         config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
         tensors = len(checkpoint.weight_map)
         self.config = read_config(config, checkpoint.path, trust_remote_code, tensors=tensors)
-        if kv is not None:
-            register()
-        attention = None if kv is None else NAME
-        self.model = build(deepcopy(self.config), trust_remote_code, attention)
+        self.model = self._built(trust_remote_code, packed=kv is not None)
         structure = Structure.of(self.model)
         _check_layers(checkpoint, structure)
         self._ops, self._kv, self._trusted = ops, kv, trust_remote_code
@@ -133,6 +131,23 @@ class ModuleDecoder:
         if structure.layer_table is not None:
             assert embed_layers is not None
             bind_embedding(cast(nn.Embedding, structure.layer_table.module), embed_layers)
+
+    def _built(self, trust_remote_code: bool, packed: bool) -> Any:
+        """The model on the meta device, its attention qoff's where the cache is to be packed.
+
+        Raises UnpackableError for a class that has attentions of its own only.
+        """
+        if not packed:
+            return build(deepcopy(self.config), trust_remote_code)
+        register()
+        try:
+            return build(deepcopy(self.config), trust_remote_code, NAME)
+        except UnsupportedModelError as error:
+            build(deepcopy(self.config), trust_remote_code)  # raises where it cannot be at all
+            raise UnpackableError(
+                f"the KV cache of {self.config.model_type} cannot be packed: its attention does "
+                "not go through transformers' interface; use kv=None"
+            ) from error
 
     @property
     def max_positions(self) -> int:
@@ -207,8 +222,10 @@ class ModuleDecoder:
 
         Raises UnsupportedModelError for a model whose cache holds something else.
         """
-        register()
-        model = build(deepcopy(self.config), self._trusted, NAME)
+        try:
+            model = self._built(self._trusted, packed=True)
+        except UnpackableError:
+            model = self._built(self._trusted, packed=False)
         states = ModuleCache(self.text_config, 1).states
         return probe.layer_memory(model, partial(self._call, model), states, self.packed_shapes)
 
