@@ -31,7 +31,7 @@ from qoff.measure.model_rates import tokens
 from qoff.measure.samples import Samples
 from qoff.memory.plan import EMBEDDING, is_expert
 from qoff.models.families import FAMILIES
-from qoff.models.names import POSITIONS
+from qoff.models.names import PER_LAYER, POSITIONS
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 
@@ -49,15 +49,18 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
-QUICK = {"num_hidden_layers": 2, "hidden_size": 192, "num_attention_heads": 4, "vocab_size": 512}
+QUICK = {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "vocab_size": 512}
 _UNGATED = {"intermediate_size": 3456}  # two matrices as large as three of 2304
 _EXPERTS = {"intermediate_size": 1152, "num_local_experts": 8, "num_experts_per_tok": 2}
 _SMALL = {"num_experts_per_tok": 4, "moe_intermediate_size": 576}
+_LATENT = {"num_key_value_heads": 12, "q_lora_rank": 256, "kv_lora_rank": 256, "head_dim": 32,
+           "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}  # fmt: skip
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
            "linear_value_head_dim": 64}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                 "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
+    "cwm": {"bos_token_id": 0, "eos_token_id": 0},  # which it wants to be numbers
     "opt": {"ffn_dim": 3456},
     "gpt_neox": _UNGATED,
     "starcoder2": _UNGATED,
@@ -80,6 +83,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
     "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 576,
                      "moe_num_shared_experts": 1},
+    "youtu": _LATENT,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT | _SMALL |
+                    {"n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
 }  # fmt: skip
 
 
@@ -105,7 +111,7 @@ class Size:
 
 
 def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
-    """Count a checkpoint. K and V are float32; of the embedding and positions only a row is read.
+    """Count a checkpoint. K and V are float32; of embeddings and positions only rows are read.
 
     States are read and written, and take four multiply-adds an element.
 
@@ -115,7 +121,7 @@ def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
     used = 1.0 if experts is None else experts.top_k / experts.count
     read_bytes = macs = 0.0
     for name, entry in (x for file in checkpoint.files for x in file.weights.items()):
-        if name.endswith((EMBEDDING, POSITIONS)):
+        if name.endswith((EMBEDDING, POSITIONS, PER_LAYER)):
             continue
         part = used if is_expert(name) else 1.0
         read_bytes += part * entry.nbytes

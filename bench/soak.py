@@ -5,7 +5,8 @@ what is no request, or a wrong one, and expect an error in OpenAI's shape. Vanis
 the middle of a request or of an answer, or send nothing. All draw from `--seed`. Watched are the
 server's files, threads and memory: what they are after a tenth of the time (at least 10 s) is what
 they may be at the end, memory plus 50 MiB. With `--requests 10000` it ends after so many more.
-What is not as it should be ends it with an error, after the file of results is written.
+What is not as it should be ends it with an error, after the file of results is written; if the
+server has ended, the error is its exit status and the last lines of its standard error.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ import psutil
 from qoff.errors import QoffError
 
 from .harness import Bar, Report, arguments
-from .peers.servers import Address, qoff
+from .peers.qoff_server import Address, serving
 
 _GROWTH = 50 << 20  # bytes of memory
 _TOLD = 5  # things that are wrong, the first ones
 _CLIENTS = {"honest": 6, "hostile": 3, "vanishing": 3}
 _TOKENS, _PATIENCE_S, _LARGE = 24, 120.0, 1 << 16
+_CUT_OFF = (asyncio.IncompleteReadError, ValueError, LookupError)  # of an answer, or of its JSON
 _PROMPTS = tuple(f"Count: {n}, {n + 1}, {n + 2}," for n in range(1, 17))
 _HOSTILE: tuple[tuple[bytes, int], ...] = (  # a body, and the status of its answer
     (b"{", 400),
@@ -82,16 +84,26 @@ class Soak:
     wrong: list[str] = field(default_factory=list)
 
     async def run(self) -> tuple[Sample, Sample]:
-        """What the process held after a tenth of the time, and at the end."""
-        process = psutil.Process(self.pid)
-        self._right = [await self._answer(prompt, stream=False) for prompt in _PROMPTS]
-        await self._all(max(min(10.0, self.seconds / 3), self.seconds / 10))
-        before = await self._at_rest(process)
-        if self.requests:
-            await self._all(math.inf, self.asked + self.requests)
-        else:
-            await self._all(self.seconds)
-        return before, await self._at_rest(process)
+        """What the process held after a tenth of the time, and at the end.
+
+        If it ends or answers nothing before, that is in `wrong`, and what it held when it was
+        looked at last stands for what is missing; zeros if it never was.
+        """
+        before = after = Sample(0, 0, 0)
+        try:
+            process = psutil.Process(self.pid)
+            before = after = Sample.of(process)
+            self._right = [await self._answer(prompt, stream=False) for prompt in _PROMPTS]
+            await self._all(max(min(10.0, self.seconds / 3), self.seconds / 10))
+            before = after = await self._at_rest(process)
+            if self.requests:
+                await self._all(math.inf, self.asked + self.requests)
+            else:
+                await self._all(self.seconds)
+            after = await self._at_rest(process)
+        except (*_CUT_OFF, OSError, psutil.Error) as error:
+            self.wrong.append(f"the server cannot be watched: {error!r}")
+        return before, after
 
     async def _all(self, seconds: float, most: float = math.inf) -> None:
         """Have all clients ask for so long, or until they have asked `most` times in all."""
@@ -117,7 +129,7 @@ class Soak:
                     await act(chance)
             except TimeoutError:
                 self.wrong.append(f"{kind}: no answer within {_PATIENCE_S:.0f} s")
-            except (OSError, asyncio.IncompleteReadError) as error:
+            except (*_CUT_OFF, OSError) as error:
                 self.wrong.append(f"{kind}: {error!r}")
             self.counts[kind] += 1
             await asyncio.sleep(chance.expovariate(20))
@@ -131,8 +143,10 @@ class Soak:
         """What the process holds when nothing is asked of it, and silent clients are given up."""
         until, found = time.monotonic() + _PATIENCE_S, Sample.of(process)
         while time.monotonic() < until:
-            status, body = await self._ask("GET", "/stats")
-            asked = json.loads(body)["answers"] if status == 200 else {"running": 1}
+            async with asyncio.timeout(_PATIENCE_S):
+                status, body = await self._ask("GET", "/stats")
+            said = json.loads(body) if status == 200 else {}
+            asked = said.get("answers", {"running": 1})  # one that stops tells of none
             await asyncio.sleep(1)
             last, found = found, Sample.of(process)
             if not any((asked["running"], asked.get("waiting"))) and found.files == last.files:
@@ -294,17 +308,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds, options = given.seconds, ("--read-timeout", "2", "--max-queue", "8")
     if given.quick:
         seconds = min(seconds, 5.0)
-    with qoff(8, given.model, options) as server:
-        soak = Soak(server, server.pid, seconds, given.seed, given.requests)
+    with serving(8, given.model, options) as served:
+        soak = Soak(served.address, served.address.pid, seconds, given.seed, given.requests)
         start = time.perf_counter()
         before, after = asyncio.run(soak.run())
         spent = time.perf_counter() - start
+        ended = served.ended() if soak.wrong else ""
+    if ended:
+        soak.wrong.insert(0, ended)
     settings = {"model": Path(given.model or "demo").name, "seconds": seconds,
                 "requests": given.requests, "seed": given.seed}  # fmt: skip
     found = report(settings, soak, before, after, spent)
     found.publish(given.out)
     if found.notes:
-        raise QoffError("; ".join(found.notes))
+        raise QoffError(ended or "; ".join(found.notes))
 
 
 if __name__ == "__main__":

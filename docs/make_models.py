@@ -80,7 +80,7 @@ of transformers on the dequantized weights. What differs from the families above
   room for the plan's context, and so are hidden states. A prompt of a model with recurrent states
   is read in one pass, of at most `prefill_tokens` tokens. Answers are those of `generate` for each
   prompt alone.
-- Of GGUF files six architectures run so ([formats.md](formats.md)).
+- Of GGUF files seven architectures run so ([formats.md](formats.md)).
 
 Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`):
 logits at prefill with left padding and at four decode steps, resident, within the minimal budget,

@@ -16,6 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Read when torch loads its OpenMP: threads that spin for work take the cores from another worker's.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Read when numpy loads its OpenBLAS, which the interpreter multiplies tiny blocks by: one thread is
+# faster than two that wait for each other and take the cores from another worker's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

@@ -30,6 +30,7 @@ _NOT_CONSTANT = frozenset(
     }
 )
 _MOST = 4096  # lists of steps that are kept of one function
+_TENSOR = tl.tensor
 
 
 class _UnknownError(Exception):
@@ -140,8 +141,17 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
         if interpreter_semantic.builder is not interpreter_builder:  # of a call that is recorded
             return function(*args, **kwargs, _semantic=interpreter_semantic)
         handles: list[TensorHandle] = []
+        add = handles.append
         try:
-            key: Any = tuple([_describe(x, handles) for x in args])
+            # Most operands are tensors, which need no call.
+            key: Any = tuple(
+                [
+                    x.type.name
+                    if type(x) is _TENSOR and not add(x.handle)
+                    else _describe(x, handles)
+                    for x in args
+                ]
+            )
             if kwargs:
                 key += (*kwargs, *[_describe(x, handles) for x in kwargs.values()])
         except _UnknownError:
@@ -191,7 +201,21 @@ def make_fast() -> None:
     """
     patch, remembered = interpreter._patch_lang, lru_cache(None)(_remembered)
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    interpreter._patch_lang = lambda function: patch(everything)
+    changes: list[tuple[Any, str, Any]] = []
+
+    def patch_once(function: object) -> Any:
+        """What a launch patches is found at the first, and set again at each."""
+        if not changes:
+            scope = patch(everything)
+            names = {(id(owner), name): owner for owner, name, _ in scope._changes}
+            changes.extend((owner, name, vars(owner)[name]) for (_, name), owner in names.items())
+            return scope
+        scope = interpreter._LangPatchScope()
+        for owner, name, value in changes:
+            scope.set_attr(owner, name, value)
+        return scope
+
+    interpreter._patch_lang = patch_once
     interpreter._patch_attr = lambda owner, name, member, builder, scope: scope.set_attr(
         owner, name, remembered(member)
     )

@@ -2,81 +2,34 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from bench.demo import fetch_checkpoint, fetch_float, fetch_gguf
+from bench.demo import fetch_float, fetch_gguf
 from bench.peers import llama_cpp, native
 from bench.peers.native import PeerNotBuiltError
-from qoff.errors import QoffError
+from bench.peers.qoff_server import CONTEXT, Address, serving
 
-CONTEXT = 512  # tokens of a sequence
 _START_S = 300  # vLLM compiles the model
 _ANY_SLOTS = 64
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server is asked, and what it wants of a request beside what all get."""
-
-    url: str  # ends in /v1
-    model: str
-    more: dict[str, Any] = field(default_factory=dict)
-    pid: int = 0
 
 
 Start = Callable[[int], AbstractContextManager[Address]]  # with so many clients
 
 
-def _end_with_parent() -> None:
-    """In a new process: SIGTERM when the thread that started it ends, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @contextmanager
 def qoff(clients: int, model: str = "", options: Sequence[str] = ()) -> Iterator[Address]:
     """`qoff serve`, by default the demo model with a place for each client."""
-    given = ["--batch-size", str(clients), "--context", str(CONTEXT), *options]
-    command = [sys.executable, "-m", "qoff", "serve", model or str(fetch_checkpoint())]
-    command += ["--port", "0", *given]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
-    )
-    assert process.stderr is not None
-    lines, reader = [], Thread(target=deque, args=(process.stderr, 0), daemon=True)
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if '"ready"' in line:
-                said = json.loads(line)
-                break
-        else:
-            raise QoffError(f"qoff serve has ended: {''.join(lines[-3:])}")
-        reader.start()  # a full pipe would block the server
-        yield Address(said["url"] + "/v1", said["model"], pid=process.pid)
-    finally:
-        process.terminate()
-        process.wait()
-        if reader.ident is not None:
-            reader.join()
-        process.stderr.close()
+    with serving(clients, model, options) as served:
+        yield served.address
 
 
 @contextmanager

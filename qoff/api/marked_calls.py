@@ -4,7 +4,11 @@ gpt-oss's (harmony, github.com/openai/harmony): `<|channel|>commentary to=functi
 <|constrain|>json<|message|>{...}<|call|>`, or the recipient behind the role, before the channel: it
 is in the header of a message, and a message's text is no header.
 Gemma's: `<start_function_call>call:NAME{key:<escape>text<escape>,other:1}<end_function_call>`, and
-with `<|tool_call>`, `<tool_call|>` and `<|"|>` for its marks in Gemma 4. Calls are read in texts
+with `<|tool_call>`, `<tool_call|>` and `<|"|>` for its marks in Gemma 4.
+DeepSeek's, whose marks have wide bars: `<|tool_call_begin|>NAME<|tool_sep|>{...}<|tool_call_end|>`
+in V3.1; in V3 and R1 `function<|tool_sep|>NAME`, and the arguments in a block of Markdown.
+Kimi K2's: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`,
+where `functions.NAME:0` is the call's identifier. Both are in a section. Calls are read in texts
 with special tokens, and content is what the text without these has beside them. What is within a
 call, or within what begins as one, is never another call: models quote what they were given.
 """
@@ -22,8 +26,13 @@ _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:\s*")
 _LITERAL = re.compile(r"[^,{}\[\]]*")
 _MARK = re.compile(r"<[^<>\s]+>")  # what may be a special token
-_CLOSE = r"<end_function_call>|<tool_call\|>|<\|call\|>"
-_CLOSED = re.compile(rf"(?:{_CLOSE})?\s*")
+_CALLS, _CALLS_END, _BEGIN, _END, _SEP = (  # DeepSeek's
+    f"<\uff5ctool▁{name}\uff5c>"
+    for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+)
+_CLOSE = rf"<end_function_call>|<tool_call\|>|<\|call\|>|{_END}|<\|tool_call_end\|>"
+_ALL_CLOSED = rf"{_CALLS_END}|<\|tool_calls?_section_end\|>"
+_CLOSED = re.compile(rf"(?:\s*+(?:```\s*+)?(?:{_CLOSE})(?:\s*+(?:{_ALL_CLOSED}))?)?\s*")
 # From a call that cannot be read to its end, which is not in quotes.
 _UNREAD = re.compile(
     r'(?:[^"<\\]+|\\.|(<escape>|<\|"\|>|")(?:\\.|.)*?(?:\1|\Z)|.)*?'
@@ -33,12 +42,16 @@ _UNREAD = re.compile(
 
 
 class Found(NamedTuple):
-    """A call: the function's name, its arguments, and from where to where it is in the text."""
+    """A call: the function's name, its arguments, and from where to where it is in the text.
+
+    number: its identifier, where the model writes one.
+    """
 
     name: str
     arguments: dict[str, Any]
     start: int
     end: int
+    number: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,8 +60,8 @@ class MarkedForm:
 
     template: texts, one of which is in the chat template. begins: what a call begins with in a text
     without special tokens, or with them where the tokenizer shows these. head: a pattern of what is
-    before arguments, whose group is the name, by one of names. read: the arguments at a place, and
-    where they end; raises ValueError and RecursionError.
+    before arguments, with a group `name`, of one of names, and maybe one `number`. read: the
+    arguments at a place, and where they end; raises ValueError and RecursionError.
     """
 
     template: Sequence[str]
@@ -67,7 +80,8 @@ class MarkedForm:
                 at = _end(_UNREAD, text, match.end())
             else:
                 at = _end(_CLOSED, text, at)
-                yield Found(match[1], arguments, match.start(), at)
+                said = match.groupdict()
+                yield Found(said["name"], arguments, match.start(), at, said.get("number", ""))
 
 
 def beside(calls: Sequence[Found], text: str, said: str) -> str:
@@ -94,7 +108,7 @@ def _harmony(names: str) -> str:
     heads = "|".join(map(re.escape, _harmony_begins(())))
     return (
         # What has taken space never gives it back: so a text of spaces takes no time by its cube.
-        rf"(?:(?=<\|start\|>)|\A\s*)(?:{heads})({names})\s*+"
+        rf"(?:(?=<\|start\|>)|\A\s*)(?:{heads})(?P<name>{names})\s*+"
         r"(?:<\|channel\|>\s*+(?:commentary|analysis)\s*+)?"
         r"(?:<\|constrain\|>)?\s*+(?:json|code)?\s*+<\|message\|>\s*+(?=\{)"
     )
@@ -108,11 +122,37 @@ def _harmony_begins(_: Iterable[str]) -> list[str]:
 
 
 def _gemma(names: str) -> str:
-    return rf"(?:<start_function_call>|<\|tool_call>)\s*call:({names})(?=\{{)"
+    return rf"(?:<start_function_call>|<\|tool_call>)\s*call:(?P<name>{names})(?=\{{)"
 
 
 def _gemma_begins(names: Iterable[str]) -> list[str]:
     return ["<start_function_call>", "<|tool_call>", *(f"call:{name}{{" for name in names)]
+
+
+def _deepseek(names: str) -> str:
+    return (
+        rf"(?:{_CALLS}\s*+)?{_BEGIN}(?:function{_SEP})?"
+        rf"(?P<name>{names})(?:{_SEP}|\s*+```json)\s*+(?=\{{)"
+    )
+
+
+def _deepseek_begins(names: Iterable[str]) -> list[str]:
+    hidden = [begun for name in names for begun in (f"{name}{{", f"function{name}\n```json")]
+    return [_CALLS, _BEGIN, *hidden]
+
+
+def _kimi(names: str) -> str:
+    return (
+        r"(?:<\|tool_calls?_section_begin\|>\s*+)?<\|tool_call_begin\|>\s*+"
+        rf"(?P<number>(?:functions\.)?(?P<name>{names}):\d++)\s*+"
+        r"<\|tool_call_argument_begin\|>\s*+(?=\{)"
+    )
+
+
+def _kimi_begins(names: Iterable[str]) -> list[str]:
+    hidden = [begun for name in names for begun in (f"functions.{name}:", f"{name}:0")]
+    sections = ["<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"]
+    return [*sections, "<|tool_call_begin|>", *hidden]
 
 
 def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
@@ -172,6 +212,10 @@ FORMS = {
         ("<|channel|>",), _harmony_begins, _harmony, json.JSONDecoder().raw_decode
     ),
     "gemma": MarkedForm(("<start_function_call>", "<|tool_call>"), _gemma_begins, _gemma, _object),
+    "deepseek": MarkedForm((_CALLS,), _deepseek_begins, _deepseek, json.JSONDecoder().raw_decode),
+    "kimi": MarkedForm(
+        ("<|tool_calls_section_begin|>",), _kimi_begins, _kimi, json.JSONDecoder().raw_decode
+    ),
 }
 
 

@@ -1,11 +1,12 @@
 """Calls of functions in an answer, as chat templates have models write them.
 
 Hermes' form, of Qwen, SmolLM3 and many others: `<tool_call>{"name": ..., "arguments": {...}}
-</tool_call>`, any number of them beside text. Llama 3's, whose whole answer is `{"name": ...,
-"parameters": {...}}`, and Mistral's: a list of such objects with "arguments" behind `[TOOL_CALLS]`,
-or, newer, `[TOOL_CALLS]name[ARGS]{...}`, one after another; its marks are special tokens, which
-texts of answers leave out. gpt-oss's and Gemma's are in `marked_calls`. An answer that must call a
-function is one object alone.
+</tool_call>`, any number of them beside text; with tags in place of JSON, see `tagged_calls`. Llama
+3's, whose whole answer is `{"name": ..., "parameters": {...}}`, and Mistral's: a list of such
+objects with "arguments" behind `[TOOL_CALLS]`, or, newer, `[TOOL_CALLS]name[ARGS]{...}`, one after
+another; its marks are special tokens, which texts of answers leave out. Granite 3's is such a list
+behind `<|tool_call|>` or `<tool_call>`, Phi-4-mini's behind `functools`. Those of gpt-oss, Gemma,
+DeepSeek and Kimi are in `marked_calls`. An answer that must call a function is one object alone.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from typing import Any
 
 from .errors import ApiError
 from .marked_calls import FORMS, Found, beside, form_of
+from .tagged_calls import tagged_call
 
 OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>\s*|\Z)", re.DOTALL)
 # What is in a template of a form whose calls are a whole answer.
-_WHOLE = ('"parameters": dictionary of argument name and its value', "[TOOL_CALLS]")
-_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")  # before them, where a tokenizer shows these
+_WHOLE = (
+    '"parameters": dictionary of argument name and its value',
+    "[TOOL_CALLS]",
+    "<|tool_call|>",
+    "functools[",
+)
+# Before them, where a tokenizer shows these, and behind.
+_MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", OPEN, "functools")
+_ENDS = ("</tool_call>", "<|/tool_call|>")
 # Between a name and its arguments in Mistral's newer form; one version has an identifier there.
 _BETWEEN = r"(?:(?:\[CALL_ID\])?[A-Za-z0-9]{9})?(?:\[ARGS\])?\s*"
 _BEGUN = re.compile(rf"{_BETWEEN}\{{|\[|[A-Za-z0-9]{{0,9}}\s*\Z")  # what may become that
@@ -78,7 +87,7 @@ def written(calls: Calls, template: object) -> Calls:
     Raises ApiError for one that has them write no form that is known here.
     """
     text = str(template)
-    if "tools" in text and OPEN in text:
+    if "tools" in text and OPEN in text and "<|tool_call|>" not in text:
         return calls
     if "tools" in text and (marked := form_of(text)):
         return replace(calls, marked=marked)
@@ -87,7 +96,7 @@ def written(calls: Calls, template: object) -> Calls:
     raise ApiError(
         400,
         f"the model's chat template has tools in none of the forms {OPEN}...</tool_call>, Llama's, "
-        "Mistral's, Gemma's and gpt-oss's",
+        "Mistral's, Granite's, Phi's, Gemma's, gpt-oss's, DeepSeek's and Kimi's",
         param="tools",
     )
 
@@ -126,13 +135,16 @@ def split(
         return _marked(calls, text, text if with_marks is None else with_marks())
     found: list[dict[str, Any]] = []
     kept = []
-    end = 0
-    for match in _CALL.finditer(text):
-        one = _call(match[1])
+    end = at = 0
+    while match := _CALL.search(text, at):
+        one, at = _call(match[1]), match.end()
+        if one is None and (tagged := tagged_call(text, match.start(1), calls.tools)):
+            said = {"name": tagged.name, "arguments": tagged.arguments}
+            one, at = _call_of(said, _number(whole=False)), tagged.end
         if one is not None:
             found.append(one)
             kept.append(text[end : match.start()])
-            end = match.end()
+            end = at
     del found[1 if calls.one_only else len(found) :]
     return "".join([*kept, text[end:]]), found
 
@@ -147,7 +159,8 @@ def _marked(calls: Calls, text: str, said: str) -> tuple[str, list[dict[str, Any
     """The same of an answer whose calls are between special tokens, which `said` has."""
     found, read = list[dict[str, Any]](), list[Found]()
     for call in FORMS[calls.marked].calls(said, calls.tools):
-        one = _call_of({"name": call.name, "arguments": call.arguments}, _number(whole=False))
+        written = {"name": call.name, "arguments": call.arguments}
+        one = _call_of(written, call.number or _number(whole=False))
         if one is not None:
             found.append(one)
             read.append(call)
@@ -173,6 +186,8 @@ def _whole(calls: Calls, text: str) -> tuple[str, list[dict[str, Any]]]:
                 one = {"name": name[1], "arguments": one}
             found += one if isinstance(one, list) else [one]
             said = said[end:].lstrip("; \n")
+            for mark in _ENDS:
+                said = said.removeprefix(mark).lstrip()
     except (ValueError, RecursionError):
         return text, []
     made = [_call_of(one, _number(whole=True)) for one in found]

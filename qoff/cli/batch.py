@@ -138,7 +138,7 @@ class SamplingOptions(DrawOptions):
     stop_token_ids: list[int] | None = Option(None, help="Token that ends an answer; repeatable.")
     ignore_eos: bool = Option(False, "--ignore-eos", help="Do not end at the model's end token.")
     logprobs: int | None = Option(
-        None, min=0, help="Print log-probabilities of each token and so many likeliest."
+        None, min=0, max=20, help="Print log-probabilities of each token and so many likeliest."
     )
 
 

@@ -86,7 +86,9 @@ def bench(
     ),
     output: Format = Option("md", "-o", "--output", help="Markdown, CSV, or a result as JSON."),
     save: bool = Option(False, "--save", help="Keep the result in a new file in --results."),
-    results: Path | None = Option(None, help="Default: bench/results of the source tree."),
+    results: Path | None = Option(
+        None, help="Folder for --save and --history. Default: bench/results of the source tree."
+    ),
     history: bool = Option(False, "--history", help="List the results in --results."),
     compare: tuple[Path, Path] | None = Option(
         None, metavar="A.json B.json", help="Print what has changed from A to B."
@@ -119,7 +121,7 @@ def bench(
 
     qoff bench MIXTURE --experts --device-memory 4GiB -p 64 -n 256
     """
-    from .results import print_comparison, print_history, results_folder
+    from .results import place_for_results, print_comparison, print_history, results_folder
     from .suite import run_suite
 
     given = arguments or []
@@ -127,6 +129,10 @@ def bench(
         raise ArgumentError("give one of MODEL, --suite, --compare and --history; see --help")
     if plan is not None and (suite is not None or compare is not None or history):
         raise ArgumentError("--plan is for measuring MODEL; leave it out")
+    if save and (suite is not None or compare is not None or history or experts):
+        raise ArgumentError("--save keeps the rates of MODEL; leave it out")
+    if results is not None and not save and not history:
+        raise ArgumentError("--results is for --save and --history; give one of them, too")
     if suite is not None:
         run_suite(suite, given)
     elif compare is not None:
@@ -142,7 +148,7 @@ def bench(
         if experts:
             _record_experts(given[0], how, grid, output, text)
             return
-        folder = results_folder(results) if save else None  # one that is missing is known before
+        folder = place_for_results(results) if save else None  # known before it is measured
         _measure(given[0], how, grid, output, folder)
 
 

@@ -1,4 +1,4 @@
-"""Commands: functions that Typer calls, whose errors become one line."""
+"""Commands: functions that Typer calls, whose errors become one line, and the program they make."""
 
 from __future__ import annotations
 
@@ -12,14 +12,38 @@ from io import TextIOWrapper
 from typing import Any, TypeVar, get_type_hints
 
 from typer import Context
+from typer.core import TyperGroup
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.interrupts import ending_by_signals
 from qoff.system_memory import refusals
 
-from .output import stop_with
+from .output import print_error, stop_with
 
 _Found = TypeVar("_Found")
+
+
+class Program(TyperGroup):
+    """All commands; standard output that cannot be written is one line and exit status 1, too."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the command line as Typer does, and write the rest of standard output."""
+        end: SystemExit | None = None
+        try:
+            try:
+                return super().main(*args, **options)
+            except SystemExit as error:
+                end = error
+            sys.stdout.flush()
+        except OSError as error:  # of the help, the version, or of what is still buffered
+            sys.stdout = None  # Python would try again at its end
+            if end is not None and end.code:  # why is said
+                raise end from None
+            if not isinstance(error, BrokenPipeError):
+                place = "" if error.filename is not None else "standard output: "
+                print_error(f"{place}{_words(error)}")
+            raise SystemExit(1) from None
+        raise end
 
 
 class Checked(ABC):

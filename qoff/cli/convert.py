@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, check_place
 from qoff.errors import ArgumentError, FormatError, QoffError
-from qoff.eval.texts import CALIBRATION_TEXT, read_text
+from qoff.eval.texts import CALIBRATION_TEXT, encode, first_token, read_text
 from qoff.hf.load import local_source
 from qoff.hf.plugin.config import IMPORTED
 from qoff.models.convert.convert import convert, modules_source
@@ -126,7 +126,8 @@ def run(
     chosen: dict[str, Any] = {}
     if target.given and ids is not None:
         with progress_bar("measuring", quiet) as progress:
-            mix = _mixed(path, ids, quant, target, progress, trust_remote_code)
+            again = bool(options.get("requantize"))
+            mix = _mixed(path, ids, quant, target, progress, trust_remote_code, again)
         quant = replace(quant, weights=mix.formats)
         count = Counter(str(form) for form in mix.formats.values())
         chosen = {
@@ -231,19 +232,15 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
     24 pieces spread over a long text; a shorter one has fewer. Each begins with what the tokenizer
-    puts before a text, if anything. Raises QoffError for a
-    file without a whole piece, FormatError for a model without a tokenizer, or with one that knows
-    more tokens than the model.
+    puts before a text, if anything. Raises ArgumentError as `read_text` does, QoffError for a file
+    without a whole piece, FormatError for a model without a tokenizer, or with one that knows more
+    tokens than the model.
     """
     from qoff.eval.perplexity.models import tokenizer_of
-    from qoff.eval.texts import first_token
 
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise QoffError(f"{file}: is not UTF-8 text ({error.reason})") from error
+    text = read_text(file)
     tokenizer = tokenizer_of(source, trust_remote_code)
-    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    ids = encode(tokenizer, text)
     config = open_source(source).config()
     known = (config.get("text_config") or config).get("vocab_size")
     if known is not None and len(ids) and int(ids.max()) >= known:
@@ -279,6 +276,7 @@ def _mixed(
     target: Target,
     progress: Callable[[int, int], None],
     trust_remote_code: bool,
+    requantize: bool,
 ) -> Any:
     """The `Mix` of formats that is chosen for a target, on some of the texts."""
     from qoff.eval.mixing.by_modules import ModuleSensitivities
@@ -291,7 +289,12 @@ def _mixed(
     by_modules = modules_source(opened)
     sensitivities: Sensitivities[Any] = (
         NativeSensitivities(
-            Unconverted.of(opened), ids[::3], quant, calibration=rest, bits=target.bits
+            Unconverted.of(opened),
+            ids[::3],
+            quant,
+            calibration=rest,
+            bits=target.bits,
+            requantize=requantize,
         )
         if by_modules is None
         else ModuleSensitivities(

@@ -34,17 +34,21 @@ from qoff.units import format_size
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
     """Return the prompt's tokens, through the chat template if any, unless `raw`.
 
-    Raises QoffError for a prompt without tokens, ArgumentError for one that is not UTF-8.
+    Without the template an empty prompt is what the tokenizer begins a text with, as for `LLM`.
+    Raises ArgumentError for a prompt that is not UTF-8, that is empty within a template, or that
+    has no tokens.
     """
     check_text(prompt, "the prompt")
     if raw or not tokenizer.chat_template:
         encoded: Any = tokenizer(prompt)
+    elif not prompt:
+        raise ArgumentError("the prompt is empty; write something, or give --raw for any text")
     else:
         with ChatRenderer() as renderer:
             text = renderer.render(tokenizer, [{"role": "user", "content": prompt}])
         encoded = tokenizer(text, add_special_tokens=False)
     if not encoded["input_ids"]:
-        raise QoffError("the prompt has no tokens; write something, or leave out --raw")
+        raise ArgumentError("the prompt has no tokens; write something")
     return list(encoded["input_ids"])
 
 

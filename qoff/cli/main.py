@@ -16,7 +16,7 @@ from qoff.units import format_size
 
 from .batch import batch
 from .bench import bench
-from .command import command
+from .command import Program, command
 from .eval import evaluate
 from .finetune import finetune
 from .options import (
@@ -35,7 +35,7 @@ from .plan import plan
 from .run import Passing, run
 from .serve import serve
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Program, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

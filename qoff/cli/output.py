@@ -24,9 +24,14 @@ _PERIOD_S = 3600.0  # of which a bar takes the rate: a layer may take minutes
 Format = Literal["md", "csv", "json"]  # of tables for other programs
 
 
+def print_error(message: str) -> None:
+    """Print a message as one line on standard error."""
+    print("qoff:", " ".join(message.splitlines()), file=sys.stderr)
+
+
 def stop_with(message: str, status: int = 1) -> NoReturn:
     """Print a message as one line on standard error and end the command with a status."""
-    print("qoff:", " ".join(message.splitlines()), file=sys.stderr)
+    print_error(message)
     raise typer.Exit(status) from None
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qoff.errors import QoffError
+from qoff.errors import ArgumentError, QoffError
 from qoff.measure.compare import TEST, THRESHOLD, compare, differences, samples_of
 from qoff.measure.results import processor_of, read_result
 from qoff.measure.tables import comma_separated, markdown
@@ -28,6 +29,23 @@ def results_folder(given: Path | None) -> Path:
     if root is None:
         raise QoffError("where are the results? this qoff has no source tree; give --results DIR")
     return root / "bench" / "results"
+
+
+def place_for_results(given: Path | None) -> Path:
+    """The folder that `--save` writes to; one that is missing is made with the result, no sooner.
+
+    Raises ArgumentError where it cannot be written or made, QoffError as `results_folder` does.
+    """
+    folder = results_folder(given)
+    if folder.exists():
+        if not folder.is_dir():
+            raise ArgumentError(f"--results {folder}: is no folder; name one")
+    elif not folder.parent.is_dir():
+        raise ArgumentError(f"--results {folder}: there is no folder {folder.parent}; make it")
+    place = folder if folder.exists() else folder.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ArgumentError(f"--results {folder}: {place} cannot be written; name another folder")
+    return folder
 
 
 def print_comparison(a: Path, b: Path, percent: float | None, output: Format) -> bool:

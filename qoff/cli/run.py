@@ -23,6 +23,16 @@ class Passing(TyperCommand):
             args = [*args[:named], "--", *args[named:]]
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the program. An error of the system in it ends it with a traceback, as in Python."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # who reads has seen enough
+            raise
+        except OSError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            raise SystemExit(1) from None
+
 
 def run(
     arguments: Annotated[

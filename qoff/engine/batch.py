@@ -58,6 +58,7 @@ class BatchSlots:
         self._slots: dict[int, Sequence] = {}
         self._emptied = list(range(cache.sequences))  # all slots, those emptied last at the end
         self._indexed: object = None  # what `index` depends on, as it was then
+        self._scored = False  # the last pass with prompts scored one
 
     @property
     def free(self) -> int:
@@ -203,9 +204,12 @@ class BatchSlots:
         """A pass with pieces of prompts, at most `most` tokens, those of background calls last.
 
         The longest piece, as often as there are pieces, may be `cache.padding` times as many.
+        Those that are scored need a row of logits for each token, and leave little room: of
+        two passes, one is for others first.
         """
         waiting = [(i, one) for i, one in list(self._slots.items()) if self._reads(i, one)]
-        waiting.sort(key=lambda place: place[1].background)  # else the oldest first
+        # Else the oldest first.
+        waiting.sort(key=lambda at: (at[1].background, self._scored and at[1].scores_prompt))
         # Of one kind: those that are pooled want hidden states, the others logits.
         pools = bool(waiting) and waiting[0][1].pooled is not None
         waiting = [(i, one) for i, one in waiting if (one.pooled is not None) == pools]
@@ -227,6 +231,7 @@ class BatchSlots:
             chosen.append((i, s, count))
         if not chosen:
             return None
+        self._scored = any(s.scores_prompt for _, s, _ in chosen)
         chosen.sort(key=itemgetter(0))
         cache = self.cache.subset([i for i, _, _ in chosen])
         ragged = Ragged.of([count for _, _, count in chosen], [s.read for _, s, _ in chosen])

@@ -276,6 +276,8 @@ def open_batches(
         return Batches(FileStore(folder or place, max_file_bytes, max_bytes), name)
     except (ArgumentError, OSError) as error:
         if folder is not None:
+            if isinstance(error, ArgumentError):
+                raise ArgumentError(f"{error}; give another --files folder") from error
             raise
         fields = {"error": str(error), "advice": "give --files FOLDER for files and batches"}
         logger.warning("no files", extra={"fields": fields})

@@ -55,7 +55,7 @@ class Answers(Vectors):
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._pieces: deque[Piece] = deque()
-        self._seen: dict[int, int] = {}  # tokens of each answer
+        self._seen: dict[int, int] = {}  # tokens of each answer that has begun
         # When each had a place and its first token, by `time.perf_counter`.
         self.times: dict[int, tuple[float, float]] = {}
         self.started = time.perf_counter()
@@ -78,6 +78,11 @@ class Answers(Vectors):
     def failed(self, error: BaseException) -> None:
         super().failed(error)
         self._tell()
+
+    @property
+    def need_together(self) -> int:
+        """Places that it still needs in one batch of the plan; 0 once all answers have begun."""
+        return self._n if len(self._seen) < self.count else 0
 
     def _tell(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody listens
@@ -216,10 +221,15 @@ class Engine:
     def _room_for_batches(self, theirs: int) -> int:
         """For how many more answers of batches; below 0: so many are in the way of requests.
 
-        Where there are no requests, as many wait as are computed: places are never empty.
+        Where there are no requests, as many wait as are computed: places are never empty. Answers
+        of a prompt need places in one of the plan's batches: so many more are kept free for them
+        that one has enough, wherever the free places are.
         """
         if waiting := self.in_flight:
-            return self.places - waiting - theirs
+            assert self.llm is not None
+            together = max((one.need_together for one in list(self._running)), default=0)
+            apart = (self.llm.plan.batches - 1) * max(0, together - 1)
+            return self.places - waiting - apart - theirs
         most = 0 if self.batches is None else self.batches.most  # answers of one of their requests
         return max(0, max(2 * self.places, most) - theirs)
 

@@ -71,7 +71,7 @@ class Activations:
 
     bound: in bytes, of memory; swaps has that of the disk. Costs are measured when a layer is
     computed again for its backward; what was not measured with a shape is not kept. may_keep:
-    which layers can be: not those whose packed weights move without being bound to parameters.
+    which layers can be.
 
     planned, peak: bytes of the last step, as chosen and as counted.
     """

@@ -179,7 +179,7 @@ def engine_of(
         head,
         held,
         Boundaries(link, column, inputs, stages),
-        Activations(kept[0], lambda i: not frozen.has(i) and i not in tiles.layers, swaps),
+        Activations(kept[0], lambda i: i not in tiles.layers, swaps),
         sums,
         updater,
         Stepping(held, sums, updater, delayed, tiles, of_tile_steps),

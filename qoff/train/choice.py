@@ -178,8 +178,7 @@ def _plans(job: Planned, machine: MachineProfile) -> Iterator[TrainingPlan]:
     apart, usable = machine.on_gpu, machine.usable
     costs = layer_costs(job, machine)
     batches = range(job.sizes.micro_batches)
-    streams = job.frozen is not None or not job.costs
-    every = {} if streams else {(i, m): c for i, c in enumerate(costs) for m in batches}
+    every = {(i, m): c for i, c in enumerate(costs) for m in batches} if job.costs else {}
     whole = sum(cost.nbytes for cost in every.values())
     refused: BudgetError | None = None
     found = False

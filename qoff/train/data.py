@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,14 @@ from .batches import IGNORED
 
 _FORMS = '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}'
 _HALF = re.compile("[\ud800-\udfff]")
+_PLACE = re.compile(r": line 1 (column \d+) \(char \d+\)$")  # of a fault in a line of a file
+_ROLES = ("system", "developer", "user", "assistant")  # whose messages are text
+_OTHERS = {  # what files begin with that are no lines of JSON, and what to do
+    BOM_UTF16_LE: "is UTF-16; save it as UTF-8",
+    BOM_UTF16_BE: "is UTF-16; save it as UTF-8",
+    b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
+    b"PAR1": "is a Parquet file; write its rows as lines of JSON",
+}
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class Encoder:
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
         ):
             raise FormatError("messages must be a list of objects with a role")
+        _check_content(messages)
         if not isinstance(tools, list | None) or not all(isinstance(x, dict) for x in tools or ()):
             raise FormatError("tools must be a list of objects")
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= prompt]
@@ -190,25 +199,62 @@ class Encoder:
 def examples(path: Path, encoder: Encoder, broken: Callable[[int, str], None]) -> Iterator[Example]:
     """The examples of a file; `broken` is told the number and the fault of lines that are none.
 
-    Raises DiskReadError.
+    Raises DiskReadError, FormatError for a file of another format.
     """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number == 1:
+                    _check_format(path, line)
                     line = line.removeprefix(BOM_UTF8)  # which editors of Windows write
                 if not line.strip():
                     continue
                 try:
-                    yield encoder.encode(load_object(line))
+                    yield encoder.encode(load_object(line.strip()))
                 except (FormatError, ArgumentError) as error:
                     broken(number, str(error))
                 except QoffError:
                     raise
                 except ValueError as error:
-                    broken(number, f"is not a JSON object ({error})")
+                    reason = _PLACE.sub(r" at \1", str(error))
+                    broken(number, f"is not a JSON object ({reason})")
     except OSError as error:
         raise DiskReadError(f"{path}: {error.strerror or error}") from error
+
+
+def _check_format(path: Path, first: bytes) -> None:
+    """Raise FormatError for a file that has no lines of JSON, of which this is the first."""
+    for start, what in _OTHERS.items():
+        if first.startswith(start):
+            raise FormatError(f"{path}: {what}")
+    if first.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        raise FormatError(
+            f"{path}: begins with a JSON array; write each example as a line of its own, as "
+            "jq -c '.[]' does"
+        )
+
+
+def _check_content(messages: list[dict[str, Any]]) -> None:
+    """Raise FormatError for messages that a chat template would write as something else."""
+    for number, message in enumerate(messages, 1):
+        role, content = message["role"], message.get("content")
+        if role not in _ROLES or isinstance(content, str):
+            continue
+        if content is None:
+            if not any(x for key, x in message.items() if key != "role"):  # like calls of tools
+                raise FormatError(f"message {number}, of the {role}, has no content")
+        elif not isinstance(content, list) or not all(map(_is_text, content)):
+            raise FormatError(
+                f"the content of message {number}, of the {role}, must be text, or parts of text "
+                'like {"type": "text", "text": ...}'
+            )
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message's content is text."""
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def packed(found: Iterable[Example], length: int) -> Sequences:

@@ -216,6 +216,7 @@ class Run:
         self._same = {
             **asdict(recipe),
             "gradients": training.kept_as(recipe.gradients),
+            "max_norm": "inf" if recipe.max_norm == math.inf else recipe.max_norm,  # as JSON has it
             "data": data.digest,
         }
         self.checkpoint, self.log = out / _CHECKPOINT, out / _LOG

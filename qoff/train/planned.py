@@ -100,12 +100,14 @@ def planned(
     """
     # Tensors beside parameters are real: masks depend on their values.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _model(config, "float32" if lora is not None else dtype)
+        if lora is None:
+            model = measured = _model(config, dtype)
+        else:
+            with torch.device("meta"):  # PEFT moves what it makes
+                model, measured = (adapted(_model(config, "float32"), lora) for _ in range(2))
+            _to_cpu(measured)
     Limits.of(model, tokens).check_length(tokens)
-    costs = _costs(model, tokens)
-    if lora is not None:
-        with torch.device("meta"):  # PEFT moves what it makes
-            model = adapted(_model(config, "float32"), lora)
+    costs = _costs(measured, tokens)
     needs = partial(
         needs_of, model, optimizer, tokens, micro_batches, clips, lora is not None, delayed,
         gradients=gradients,
@@ -150,6 +152,20 @@ def _model(config: Mapping[str, Any], dtype: str) -> Any:
             made, dtype=getattr(torch, chosen) if isinstance(chosen, str) else chosen
         )
     return model.train()
+
+
+def _to_cpu(model: nn.Module) -> None:
+    """Replace the tensors of a model on meta by fake ones, which say that they are a CPU's."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                made = torch.empty_like(p, device="cpu")
+                module._parameters[name] = nn.Parameter(made, p.requires_grad)
+        others: tuple[dict[str, Any], ...] = (module._buffers, module.__dict__)
+        for own in others:
+            for name, x in own.items():
+                if isinstance(x, Tensor):
+                    own[name] = torch.empty_like(x, device="cpu")
 
 
 def _converted(model: Any, config: Mapping[str, Any], dtype: str) -> int:

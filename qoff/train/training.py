@@ -107,7 +107,10 @@ class Training:
                 weights = (
                     "have the update of the step before" if late else "are as before this step"
                 )
-                raise TrainingError(f"step {self.steps}: the {what} is {value}; weights {weights}")
+                raise TrainingError(
+                    f"step {self.steps + 1}: the {what} is {value}; weights {weights}; "
+                    "lower the learning rate, or look at what this step learns from"
+                )
         self.steps += 1
         return loss
 

@@ -11,6 +11,8 @@ import torch
 from bench import families
 from bench.random_model import GROUP
 from qoff.errors import ArgumentError
+from qoff.models.families import FAMILIES
+from qoff.models.spec import DecoderSpec
 
 LENGTHS = families.Lengths(decode=2, prompt=8)
 
@@ -34,8 +36,15 @@ def test_only_what_a_token_touches_counts(family: str) -> None:
         read_bytes += _matrix(16, hidden, 8)
         macs += 8 * hidden
     head = spec.vocab_size * hidden
-    assert subject.size.read_bytes == 2 * read_bytes + _matrix(512, hidden, 6) + 4 * hidden
-    assert subject.size.macs == 2 * macs + head / LENGTHS.prompt
+    assert subject.size.read_bytes == 4 * read_bytes + _matrix(512, hidden, 6) + 4 * hidden
+    assert subject.size.macs == 4 * macs + head / LENGTHS.prompt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quick", [True, False])
+def test_there_is_a_shape_of_every_family(family: str, quick: bool) -> None:
+    spec = DecoderSpec.from_config(families.config_of(family, quick))
+    assert spec.num_layers == (4 if quick else 16)
 
 
 @torch.inference_mode()

@@ -1,29 +1,40 @@
-"""Some seconds of bench.soak, which the command does for an hour."""
+"""Some seconds of bench.soak, which the command does for an hour.
+
+QOFF_TEST_SOAK_S: so many seconds, in place of 300 requests (`make soak`: a minute).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import random
+import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench.peers.servers import Address
+from bench.peers.qoff_server import Address, Served
 from bench.soak import Sample, Soak, check, main, report
 from qoff.errors import QoffError
 from tests.serve.conftest import MODEL, checkpoint, running  # noqa: F401
 
 GROWTH = 50 << 20  # bytes that a process's memory may grow by
+SECONDS = float(os.environ.get("QOFF_TEST_SOAK_S", 0))
 
 
+@pytest.mark.timeout(120 + 8 * SECONDS)
 def test_nothing_is_wrong_or_left_after_some_seconds(
     checkpoint: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running(checkpoint) as served:
-        soak = Soak(Address(served.url, MODEL), os.getpid(), seconds=3, seed=1, requests=300)
+        seconds, requests = (SECONDS, 0) if SECONDS else (3, 300)
+        soak = Soak(Address(served.url, MODEL), os.getpid(), seconds, 1, requests)
         before, after = asyncio.run(soak.run())
         grew = [after.rss - before.rss]
         # A process in which thousands of tests have run grows now and then; what leaks, always.
@@ -45,7 +56,8 @@ def test_wrong_answers_and_what_is_left_are_told(
     """The file of results is written all the same."""
     with running(checkpoint) as served:
         address = Address(served.url, MODEL, pid=os.getpid())
-        monkeypatch.setattr("bench.soak.qoff", lambda *_: nullcontext(address))
+        alive = SimpleNamespace(address=address, ended=lambda: "")
+        monkeypatch.setattr("bench.soak.serving", lambda *_: nullcontext(alive))
         monkeypatch.setattr("bench.soak._CLIENTS", {"honest": 1})
         monkeypatch.setattr(Soak, "_answer", _other)
         with pytest.raises(QoffError, match="not"):
@@ -60,6 +72,61 @@ def test_wrong_answers_and_what_is_left_are_told(
     sample = Sample(3, 3, 0)
     assert not check(sample, sample)
     assert len(check(sample, Sample(4, 4, 1 << 30))) == 3
+
+
+def test_a_server_that_is_killed_is_told_in_one_line(
+    checkpoint: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file of results is written all the same."""
+    honest, out = Soak._honest, tmp_path / "out.json"
+
+    async def kills(soak: Soak, chance: random.Random) -> None:
+        if soak.counts["honest"] >= 3:
+            os.kill(soak.pid, signal.SIGKILL)
+        await honest(soak, chance)
+
+    monkeypatch.setattr(Soak, "_honest", kills)
+    with pytest.raises(QoffError) as raised:
+        main(["--model", str(checkpoint), "--seconds", "20", "--out", str(out)])
+    said = str(raised.value)
+    assert said.startswith("the server has ended by SIGKILL; its last lines: {")
+    assert "\n" not in said
+    written = json.loads(out.read_text())
+    assert written["notes"][0] == said
+    assert written["measured"]["honest"] >= 3 <= written["measured"]["errors"]
+    assert written["measured"]["before"]["rss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"), [("", "none"), ("a\nb\nc\n d ", "b | c | d")], ids=["silent", "four-lines"]
+)
+def test_a_server_that_does_not_start_is_told(lines: str, told: str) -> None:
+    script = f"import sys; sys.stderr.write({lines!r}); sys.exit(3)"
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    with process, pytest.raises(QoffError) as raised:
+        Served(process).listen()
+    assert str(raised.value) == f"the server has ended with status 3; its last lines: {told}"
+
+
+@pytest.mark.parametrize("answer", [(200, b'{"choi'), (200, b"{}"), (503, b"")])
+def test_answers_that_are_cut_off_are_told(
+    answer: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cut_off(*_: object) -> tuple[int, bytes]:
+        return answer
+
+    soak = Soak(Address("", MODEL), os.getpid(), 1, 1, clients={"honest": 1})
+    monkeypatch.setattr(soak, "_ask", cut_off)
+    monkeypatch.setattr("bench.soak._PATIENCE_S", 0.1)
+    before, after = asyncio.run(soak.run())
+    assert before.rss > 0 < after.rss
+    assert soak.wrong
+    soak.wrong, soak._right = [], [""] * 16
+    asyncio.run(soak._all(1))
+    assert len(soak.wrong) == soak.counts["honest"] == 1
+    assert soak.wrong[0].startswith("honest: ")
 
 
 def test_a_run_without_errors_is_reported_so() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from qoff.api.protocol import Count
 from tests.cli.test_cli import fail, run, succeed
 from tests.module_models import module_checkpoint
 from tests.tiny_models import tiny_checkpoint
@@ -70,6 +72,15 @@ def test_batch_takes_sampling_parameters(packable: Path, prompts: Path) -> None:
         assert (len(answer["token_ids"]), answer["finish_reason"]) == (5, "length")
         assert [len(step) >= 2 for step in answer["logprobs"]] == [True] * 5
         assert answer["logprobs"][0][str(answer["token_ids"][0])]["logprob"] < 0
+
+
+def test_batch_gives_as_many_log_probabilities_as_the_server(tmp_path: Path) -> None:
+    most = TypeAdapter(Count).json_schema()["maximum"]
+    asked = ["batch", tmp_path / "gone", tmp_path / "prompts.txt", "--logprobs"]
+    assert "no such file" in fail(*asked, most)
+    result = run(*asked, most + 1)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"less than or equal to {most}" in result.stderr
 
 
 def test_batch_goes_on_after_a_prompt_that_cannot_be_answered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 run, succeed, fail = (
     partial(each, "bench") for each in (commands.run, commands.succeed, commands.fail)
 )
+SAVED = ["{checkpoint}", "--save", "--results"]
 FAST = ["-p", "8", "-n", "2,3", "-d", "0,70", "-r", "2"]
 
 
@@ -166,6 +168,20 @@ def test_without_the_source_tree_there_are_no_benches(
     assert "give --results DIR" in fail("--history")
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.cli.bench._measure", lambda *_: pytest.fail("it was measured"))
+    access = os.access
+    monkeypatch.setattr(
+        "qoff.cli.results.os.access", lambda path, mode: not mode & os.W_OK and access(path, mode)
+    )
+    for folder in (tmp_path, tmp_path / "results"):
+        line = fail(checkpoint, "--save", "--results", folder)
+        assert f"--results {folder}: {tmp_path} cannot be written" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(3 << 30, "3GiB"), (1536 << 20, "1536MiB"), (5 << 10, "5KiB"), (1025, "1025")],
@@ -184,6 +200,13 @@ def test_a_bound_in_bytes_is_labelled_as_people_write_it(nbytes: int, text: str)
         (["--history", "--plan", "{tmp}/plan.json"], "--plan is for measuring MODEL"),
         (["--suite", "list", "--plan", "{tmp}/plan.json"], "--plan is for measuring MODEL"),
         (["--compare", "{decode}", "{decode}", "--plan", "{tmp}/a"], "--plan is for measuring"),
+        (["{checkpoint}", "--results", "{tmp}"], "--results is for --save and --history"),
+        (["--suite", "list", "--save"], "--save keeps the rates of MODEL"),
+        (["{checkpoint}", "--experts", "--save"], "--save keeps the rates of MODEL"),
+        ([*SAVED, "{tmp}/gone/results"], "there is no folder {tmp}/gone; make it"),
+        ([*SAVED, "{checkpoint}/config.json"], "config.json: is no folder"),
+        ([*SAVED, "{checkpoint}/config.json/a"], "there is no folder {checkpoint}/config.json"),
+        (["{short}", "--save", "--results", "{tmp}/results", "-d", "250"], "is run up to 256"),
         (["{checkpoint}", "{checkpoint}"], "2 models; one is measured"),
         (["{tmp}/gone"], "no such file or directory"),
         (["{tmp}"], "no model.safetensors"),
@@ -217,5 +240,5 @@ def test_errors_are_one_line(
             for key, name in (("decode", "cpu_decode"), ("disk", "disk_stream"))}  # fmt: skip
     short = tiny_checkpoint(tmp_path_factory.getbasetemp(), "opt")
     places = {"tmp": tmp_path, "checkpoint": checkpoint, "short": short, **kept}
-    assert message in fail(*(a.format(**places) for a in arguments))
+    assert message.format(**places) in fail(*(a.format(**places) for a in arguments))
     assert list(tmp_path.iterdir()) == []

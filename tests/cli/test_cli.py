@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.cli import command as cli_command
+from qoff.cli.generate import encode
 from qoff.cli.main import app
+from qoff.errors import ArgumentError
 from tests.cli.commands import fail, run, succeed
 from tests.tiny_families import EOS
 from tests.tiny_models import QUANT, load_budgets, tiny_checkpoint, tiny_model
@@ -146,6 +149,17 @@ def test_a_prompt_can_be_standard_input(checkpoint: Path) -> None:
     assert json.loads(piped.stdout)["prompt_tokens"] == len("Hello")
     assert "the prompt is not UTF-8" in asked("-", b"a\xff").stderr
     assert "the prompt has no tokens" in asked("-", b"\n").stderr
+
+
+def test_an_empty_prompt_is_what_the_tokenizer_begins_with(checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert encode(tokenizer, "", raw=True) == [1]
+    with pytest.raises(ArgumentError, match="the prompt is empty"):
+        encode(tokenizer, "", raw=False)  # a template would ask nothing
+    tokenizer.chat_template = None
+    assert encode(tokenizer, "", raw=False) == [1]
 
 
 def test_generate_loads_the_tokenizer_once(
@@ -293,6 +307,7 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
         (["generate", "{tmp}", "Hello"], "no model.safetensors"),
         (["generate", "{checkpoint}", "Hello", "--device-memory", "much"], "'much' is not a size"),
         (["generate", "{checkpoint}", "", "--raw"], "the prompt has no tokens"),
+        (["generate", "{checkpoint}", ""], "the prompt is empty; write something, or give --raw"),
         (["generate", "{checkpoint}", "a\udcff"], "the prompt is not UTF-8 (character 2"),
         (["generate", "{checkpoint}", "Hello", "--max-memory", "1GiB"], "like 0=12GiB,cpu=32GiB"),
         (["generate", "", "Hello"], "'': no such file or directory"),
@@ -385,6 +400,26 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_version_is_the_packages() -> None:
     assert succeed("--version") == f"qoff {qoff.__version__}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("line", ["--version", "env --help", "bench --suite list"])
+def test_output_that_cannot_be_written_is_one_line(line: str, unbuffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "qoff", *line.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("qoff: ")
+    assert said.endswith("No space left on device")
+    assert done.returncode == 1
 
 
 def test_completion_can_be_installed() -> None:

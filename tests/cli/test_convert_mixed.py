@@ -148,14 +148,65 @@ def test_options_that_a_quantized_model_does_not_heed_are_named(
     assert "--bits, --solver changed only what was not" in said
 
 
-@pytest.mark.parametrize("place", ["taken", "taken/out"])
+@pytest.mark.parametrize("options", [(), ("--target-bits", 5)], ids=["plain", "target"])
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("taken", "taken: exists already; choose another place"),
+        ("taken/out", "taken is no folder that you may write to"),
+        ("full", "full: exists already; choose another place"),
+        ("full --overwrite", "full: is not a qoff checkpoint, so it is not overwritten"),
+    ],
+)
 def test_a_place_that_cannot_be_is_refused_before_a_text_is_read(
-    place: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    message: str,
+    options: tuple[object, ...],
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("qoff.cli.convert.calibration_ids", None)
     (tmp_path / "taken").touch()
-    said = fail("convert", source, tmp_path / place)
-    assert "exists already" in said or "is no folder that you may write to" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    where, *more = place.split()
+    assert message in fail("convert", source, tmp_path / where, *more, *options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        (96, ("--group-size", 64), "model.embed_tokens: group size 64 does not divide its 96 "),
+        (80, (), "mlp.down_proj: group size 32 does not divide its 80 columns, and no other does"),
+    ],
+)
+def test_columns_that_no_group_divides_are_refused_before_formats_are_measured(
+    columns: int,
+    options: tuple[object, ...],
+    message: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, more = tmp_path / "model", {"max_position_embeddings": 1024, "head_dim": 32}
+    width = 96 if columns == 96 else 64
+    save_model(model, "llama", hidden_size=width, intermediate_size=columns, **more)
+    save_tokenizer(model)
+    monkeypatch.setattr("qoff.eval.mixing.native.Layerwise", None)
+    target = ("--target-bits", 5, "--calibration", text)
+    assert message in fail("convert", model, tmp_path / "out", *target, *options)
+
+
+def test_wider_rows_than_groups_of_64_divide_have_groups_of_32(text: Path, tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_model(model, "llama", intermediate_size=96, max_position_embeddings=1024)
+    save_tokenizer(model)
+    target = ("--target-bits", 5, "--calibration", text, "--no-measure")
+    succeed("convert", model, out, *FAST, *target)
+    entries = [entry for file in Checkpoint.open(out).layers for entry in file.weights.values()]
+    groups = {e.group_size for e in entries if isinstance(e, QuantEntry) and e.shape[1] == 96}
+    assert groups == {32}
 
 
 def test_a_size_below_all_formats_is_refused_before_they_are_measured(
@@ -214,6 +265,19 @@ def test_much_loss_is_told_with_what_is_much() -> None:
     assert "which is much (more than 0.05); --bits 8, --max-kl 0.05 lose less" in said
 
 
+def test_a_conversion_that_loses_much_names_what_loses_less(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.cli.convert._MUCH", 1e-6)
+    printed = succeed("convert", source, tmp_path / "four", *FAST)
+    assert (
+        ", which is much (more than 1e-06); --solver gptq, --bits 8, --max-kl 1e-06 lose less"
+        in printed
+    )
+    printed = succeed("convert", source, tmp_path / "eight", *FAST, "--bits", 8)
+    assert "--solver gptq, --max-kl 1e-06 lose less" in printed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -228,7 +292,7 @@ def test_much_loss_is_told_with_what_is_much() -> None:
         (["--max-kl", "0"], "--max-kl is 0; use a number above 0"),
         (["--max-kl", "1e-9", "--calibration", "TEXT"], "cannot be reached"),
         (["--max-kl", "1", "--calibration", "SHORT"], "has 5 tokens"),
-        (["--max-kl", "1", "--calibration", "BINARY"], "is not UTF-8 text"),
+        (["--max-kl", "1", "--calibration", "BINARY"], "not a text in UTF-8"),
     ],
 )
 def test_one_line_for_each_thing_that_can_go_wrong(

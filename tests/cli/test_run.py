@@ -62,6 +62,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
+def test_an_error_of_the_system_in_a_program_is_told_as_python_does(folder: Path) -> None:
+    """It is the program's, and not one of writing qoff's own output."""
+    (folder / "program.py").write_text("print('begun')\nopen('gone.txt')\n")
+    command = [sys.executable, "-m", "qoff", "run", "program.py"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, capture_output=True, env=env, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "begun\n")
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith(
+        "FileNotFoundError: [Errno 2] No such file or directory: 'gone.txt'\n"
+    )
+
+
 def test_a_script_loads_a_checkpoint_and_gets_its_arguments(checkpoint: Path, folder: Path) -> None:
     (folder / "script.py").write_text(LOADING)
     found = qoff_run("script.py", checkpoint, "--help", "-m", "x", "--", "y")

@@ -30,3 +30,12 @@ def test_prompts_are_read_in_as_few_rounds_as_there_is_room_for(
     with LLM(checkpoint, plan) as llm:
         llm.generate([[5] * length for length in lengths], ONE)
         assert [one.read for one in llm.rounds] == reads
+
+
+def test_a_prompt_that_is_scored_holds_up_others_for_every_other_round(checkpoint: Path) -> None:
+    """It is read 4 tokens at a time, as there are 4 places; those behind it come in between."""
+    plan = Plan(batch_size=4, context=120, prefill_tokens=64, kv=KV)
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(checkpoint, plan) as llm:
+        llm.generate([[5] * 100, [6] * 100, [7] * 10], [scored, ONE, ONE])
+        assert [one.read for one in llm.rounds] == [4, 64, 4, 48, *[4] * 22, 2]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff.errors import ArgumentError, QuantizationError
 from qoff.eval.mixing.by_modules import ModuleSensitivities
@@ -139,3 +140,13 @@ def test_products_of_what_has_no_gradient_tell_nothing() -> None:
         assert not seen
         multiply(x.requires_grad_(), matrix, None)
     assert len(seen) == 1
+
+
+def test_a_model_without_a_matrix_that_a_group_divides_has_no_formats(tmp_path: Path) -> None:
+    sizes = {"n_embd": 80, "n_inner": 80, "n_layer": 2, "n_head": 4, "vocab_size": 100}
+    config = AutoConfig.for_model("gpt2", **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    source = modules_source(open_source(tmp_path))
+    assert source is not None
+    with pytest.raises(QuantizationError, match=r"no group size divides .*; leave the target out"):
+        ModuleSensitivities(source, torch.randint(0, 100, (1, 8)))

@@ -86,6 +86,12 @@ def test_what_is_no_text_is_refused(content: bytes, tmp_path: Path) -> None:
         read_text(path)
 
 
+def test_the_mark_that_windows_begins_a_file_with_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"\xef\xbb\xbfA text.")
+    assert read_text(path) == "A text."
+
+
 def test_a_dataset_is_its_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(path: str, config: str, split: str) -> dict[str, list[str]]:
         assert (path, config, split) == ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")

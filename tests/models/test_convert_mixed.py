@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -171,6 +172,26 @@ def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None
     quant = QuantConfig(group_size=32, weights={"*.1.mlp.down_proj": Format(4, 64)})
     with pytest.raises(QuantizationError, match=r"layers\.1\.mlp\.down_proj: group size 64 .* 96"):
         convert(tmp_path / "model", tmp_path / "out", quant=quant)
+
+
+@pytest.mark.parametrize("wide", [Format(8, 32), Format(4, 32)], ids=str)
+def test_calibration_is_left_out_where_8_bits_are_given_to_what_was_quantized(
+    wide: Format, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a file of Q4_K_M, whose Q6_K cannot keep its codes; 4 bits of it are calibrated."""
+    model = GGUFModel("llama-wide", {"down_proj": Kind.Q6_K, "_proj": Kind.Q4_K})
+    file, ids = model.write(tmp_path / "m.gguf"), torch.randint(3, 40, (4, 32))
+    chosen = {"*.down_proj": wide}
+    quant = QuantConfig(solver="gptq", weights=chosen)
+    plain = convert(file, tmp_path / "hqq", quant=QuantConfig(solver="hqq", weights=chosen))
+    assert not caplog.messages
+    out = convert(file, tmp_path / "gptq", quant=quant, calibration=ids)
+    same = [a.sha256 for a in Checkpoint.open(out).layers] == [
+        b.sha256 for b in Checkpoint.open(plain).layers
+    ]
+    assert same == (wide.bits == 8)
+    said = [one for one in caplog.messages if "converted without calibration" in one]
+    assert len(said) == (1 if wide.bits == 8 else 0)
 
 
 def test_codes_that_are_taken_over_only_become_wider(tmp_path: Path) -> None:

@@ -124,6 +124,20 @@ def test_files_of_another_architecture(
         assert all(map(torch.equal, parts, same[name])), name
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3-tied", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")]
+)
+def test_text_models_of_vision_models(family: str, kind: str, base: Path, tmp_path: Path) -> None:
+    """For text, the three positions of a token are one, and no layer adds what is seen."""
+    model = GGUFModel.of(source_of(base, family))
+    wanted = model.write(tmp_path / "wanted.gguf")
+    more = {"rope.dimension_sections": [24, 20, 20, 0], "n_deepstack_layers": 3}
+    seeing = GGUFModel(kind, model.metadata | more, model.tensors)
+    found = seeing.write(tmp_path / "m.gguf")
+    assert open_source(found).config() == open_source(wanted).config()
+    assert_same(found, wanted)
+
+
 def floats(path: Path) -> dict[str, Tensor]:
     """The values of all weights, as a conversion reads them."""
     model = Unconverted.of(open_source(path))

@@ -19,11 +19,11 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 import qoff
-from qoff.errors import UnsupportedModelError
+from qoff.errors import FormatError, UnsupportedModelError
 from qoff.models.convert.convert import convert
 from qoff.models.sources import GGUFModulesSource, open_source
 from qoff.models.sources.gguf_modules import BY_TRANSFORMERS
-from qoff.quant import QuantConfig
+from qoff.quant import GGUFFile, QuantConfig
 from tests.gguf_models import GGUFModel
 from tests.tolerances import relative_rms
 
@@ -32,6 +32,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 ROTARY = SMALL | {"num_key_value_heads": 2, "intermediate_size": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "falcon": SMALL,
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     "lfm2": ROTARY | {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]},
     "mamba": {
@@ -48,15 +49,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def written(kind: str, path: Path, **changes: Any) -> Path:
-    """A file of random values, with the names and shapes that llama.cpp's converter gives them."""
+def written(kind: str, path: Path, head: bool = False, **changes: Any) -> Path:
+    """A file of random values, with the names and shapes that llama.cpp's converter gives them.
+
+    head: apart from the embedding, where it may also be tied. changes: of keys; None leaves it out.
+    """
     config = CONFIG_MAPPING[kind](**CONFIGS[kind])
-    config.tie_word_embeddings = kind != "stablelm"
+    config.tie_word_embeddings = kind != "stablelm" and not head
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     known = {key: name for key, name in GGUF_CONFIG_MAPPING[kind].items() if name}
     metadata = {key: getattr(config, name) for key, name in known.items() if hasattr(config, name)}
     metadata.setdefault("context_length", 64)
+    if kind == "falcon":  # as the 7B, whose file says no more than this
+        metadata = {"embedding_length": 64, "feed_forward_length": 256, "block_count": 2}
+        metadata |= {"attention.head_count": 4, "attention.head_count_kv": 1}
+        metadata |= {"attention.layer_norm_epsilon": 1e-5, "tensor_data_layout": "jploski"}
+        metadata["context_length"] = 2048
     if kind == "lfm2":
         metadata |= {"attention.head_count_kv": [0, 2], "rope.freq_base": 1e6}
         metadata["attention.layer_norm_rms_epsilon"] = 1e-5
@@ -71,7 +80,8 @@ def written(kind: str, path: Path, **changes: Any) -> Path:
             shape = shape[::-1]
         values = random.standard_normal(shape).astype(np.float32) / 8
         tensors[name] = -np.exp(values) if name.endswith("ssm_a") else values
-    found = GGUFModel(kind, metadata | changes, tensors)
+    said = {key: value for key, value in (metadata | changes).items() if value is not None}
+    found = GGUFModel(kind, said, tensors)
     found.kinds = {"blk.": Kind.F16}
     return found.write(path)
 
@@ -106,6 +116,28 @@ def test_what_transformers_leaves_out_is_refused(tmp_path: Path) -> None:
         assert isinstance(source, GGUFModulesSource)
         with pytest.raises(UnsupportedModelError, match=words):
             source.names()
+
+
+def test_a_falcon_whose_rows_are_in_another_order_is_refused(tmp_path: Path) -> None:
+    """transformers leaves them as they are: those of several KV heads would be mixed up."""
+    for changes, kind, words in (
+        ({"attention.head_count_kv": 2}, UnsupportedModelError, r"kv is 2; supported: 1$"),
+        ({"attention.head_count_kv": None}, FormatError, r"head_count_kv is missing; expected"),
+        ({"tensor_data_layout": "x"}, UnsupportedModelError, r"layout is 'x'; supported: jploski$"),
+    ):
+        source = open_source(written("falcon", tmp_path / "m.gguf", **changes))
+        with pytest.raises(kind, match=words):
+            source.names()
+
+
+def test_a_falcons_head_is_the_files(tmp_path: Path) -> None:
+    """transformers ties it to the embedding whether the file has one or not."""
+    path = written("falcon", tmp_path / "m.gguf", head=True)
+    source = open_source(path)
+    assert source.config()["tie_word_embeddings"] is False
+    stored = GGUFFile(path).load("output.weight")
+    assert isinstance(stored, torch.Tensor)
+    assert torch.equal(source.whole("lm_head.weight"), stored.float())
 
 
 def test_an_architecture_that_nobody_reads_is_named(tmp_path: Path) -> None:

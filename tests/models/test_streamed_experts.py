@@ -45,7 +45,7 @@ from tests.models.test_triton_decoder import KV8, greedy, interpreted, triton_op
 from tests.tiny_families import EXPERTS, KINDS_OF_EXPERTS
 from tests.tiny_models import QUANT, budgets, save_model, tiny_checkpoint
 
-PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [list(range(5, 45)), [99], list(range(60, 40, -1)), [7, 8, 9]]
 
 

@@ -228,6 +228,50 @@ def test_a_first_token_comes_within_the_rounds_of_the_bound(
     ended(client, made.id, "cancelled")
 
 
+def test_several_answers_of_a_prompt_come_within_the_bound(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """They need places in one of two batches, and a long answer has one of three in each."""
+    plan, prompt = replace(PLAN, batch_size=3, batches=2), "a" * 150
+    with (
+        running(checkpoint, OPTIONS, plan, tmp_path) as served,
+        served.client() as client,
+        served.held() as rounds,
+    ):
+        engine, llm = served.engine, served.engine.llm
+        assert llm is not None
+        assert engine.batches is not None
+        places, jobs = llm._rounds._places, engine.batches
+
+        def asked(n: int, tokens: int) -> Any:
+            options: Any = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "n": n}
+            return client.completions.create(extra_body={"ignore_eos": True}, **options)
+
+        def given_up(requests: int) -> bool:
+            """The batch has given up all that it is to."""
+            room = engine._room_for_batches(jobs.in_flight)
+            return engine.in_flight == requests and (room >= 0 or not jobs.in_flight)
+
+        made = batch_of(client, *(line(i, 150) for i in range(12)))
+        wait_for(lambda: len(places.calls) == 12)
+        while places.batches[1].free or not places.batches[1].sequences()[2].answer:
+            rounds.end()
+            rounds.under_way()
+        (one,) = in_threads(lambda: asked(1, 45))
+        wait_for(lambda: given_up(1))
+        bound = 1 + ceil(len(llm.encode(prompt)) / plan.prefill_tokens)
+        rounds.end(bound)
+        rounds.under_way()
+        (three,) = in_threads(lambda: asked(3, 1))
+        wait_for(lambda: given_up(4))
+        rounds.end(bound)
+        assert len(three.result(20).choices) == 3
+        client.batches.cancel(made.id)
+        rounds.free()
+        assert len(one.result(20).choices) == 1
+        ended(client, made.id, "cancelled")
+
+
 def test_a_batch_goes_on_after_a_restart(checkpoint: Path, tmp_path: Path) -> None:
     options = replace(OPTIONS, shutdown_timeout_s=0.2)
     with running(checkpoint, options, files=tmp_path) as served, served.client() as client:
@@ -239,8 +283,10 @@ def test_a_batch_goes_on_after_a_restart(checkpoint: Path, tmp_path: Path) -> No
         answers = read(client, found.output_file_id)
         assert sorted(answers) == sorted(f"id {i}" for i in range(12))
         assert len(client.files.content(found.output_file_id).text.splitlines()) == 12
-        with pytest.raises(ArgumentError, match="another server"):
+        with pytest.raises(ArgumentError) as raised:
             open_batches(tmp_path, MODEL, 1, 1)
+        kept = "another server keeps its files there; give another --files folder"
+        assert str(raised.value) == f"{tmp_path}: {kept}"
         assert [path.name for path in (tmp_path / "batches").iterdir()] == [f"{made.id}.json"]
 
 

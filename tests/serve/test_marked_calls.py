@@ -1,4 +1,4 @@
-"""Calls of functions between special tokens: gpt-oss's and Gemma's forms."""
+"""Calls of functions between special tokens: gpt-oss's, Gemma's, DeepSeek's and Kimi's forms."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ ARGUMENTS = {"place": "Köln, {x}", "days": [1, 2.5], "deep": {"yes": True, "no"
 SAID = json.dumps(ARGUMENTS, ensure_ascii=False)
 GEMMA = 'place:"Köln, {x}",days:[1,2.5],deep:{yes:true,no:null}'.replace('"', "<escape>")
 GEMMA_4 = GEMMA.replace("<escape>", '<|"|>')
+WIDE = re.compile(r"<\|(tool▁[a-z▁]+)\|>")
 THINKS = "<|channel|>analysis<|message|>Let me see<|end|><|start|>assistant"
-SPECIAL = re.compile(r'<\|[a-z_]+\|?>|<[a-z_]+\|>|<escape>|<\|"\|>|<(?:start|end)_function_call>')
+SPECIAL = re.compile(
+    r'<[|\uff5c][a-z_▁]+\|?>|<[a-z_]+\|>|<escape>|<\|"\|>|<(?:start|end)_function_call>'
+)
+
+
+def wide(text: str) -> str:
+    """DeepSeek's marks have bars that are not ASCII."""
+    return WIDE.sub("<\uff5c\\1\uff5c>", text)
 
 
 def calls(form: str) -> Calls:
@@ -43,6 +51,15 @@ def calls(form: str) -> Calls:
                   f"<|tool_call>call:look_up{{{GEMMA_4}}}", "call:other{} and "),
         ("harmony", f"<|channel|>commentary to=functions.look_up<|message|>{SAID}<|call|><|start|>"
                     "assistant<|channel|>final<|message|>Seen.<|return|>", "assistantfinalSeen."),
+        ("deepseek", "I look.<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>look_up\n"
+                     f"```json\n{SAID}\n```<|tool▁call▁end|><|tool▁calls▁end|>", "I look."),
+        ("deepseek", "<|tool▁calls▁begin|><|tool▁call▁begin|>look_up<|tool▁sep|>"
+                     f"{SAID}<|tool▁call▁end|><|tool▁calls▁end|>", ""),
+        ("kimi", "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0"
+                 f"<|tool_call_argument_begin|>{SAID}<|tool_call_end|><|tool_calls_section_end|>",
+         "I look."),
+        ("kimi", "<|tool_calls_section_begin|> <|tool_call_begin|> look_up:0 "
+                 f"<|tool_call_argument_begin|> {SAID} <|tool_call_end|>", "  "),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("shown", [False, True])
@@ -50,6 +67,7 @@ def test_calls_are_found_and_what_is_before_them(
     form: str, text: str, before: str, shown: bool
 ) -> None:
     """shown: the tokenizer knows no special tokens, as a text has them."""
+    text = wide(text)
     plain = text if shown else SPECIAL.sub("", text)
     content, found = split(calls(form), plain, lambda: text)
     assert [one["function"]["name"] for one in found] == ["look_up"]
@@ -72,8 +90,42 @@ def test_several_calls_and_one_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "text", "found"),
+    [
+        ("deepseek", "<|tool▁calls▁begin|><|tool▁call▁begin|>function<|tool▁sep|>look\n```json\n"
+                     '{"city": "Köln"}\n```<|tool▁call▁end|>\n<|tool▁call▁begin|>function'
+                     '<|tool▁sep|>look_up\n```json\n{}\n```<|tool▁call▁end|><|tool▁calls▁end|>',
+         [("call_", "look", '{"city": "Köln"}'), ("call_", "look_up", "{}")]),
+        ("deepseek", '<|tool▁calls▁begin|><|tool▁call▁begin|>look<|tool▁sep|>{"city": "Köln"}'
+                     "<|tool▁call▁end|><|tool▁call▁begin|>look_up<|tool▁sep|>{}"
+                     "<|tool▁call▁end|><|tool▁calls▁end|>",
+         [("call_", "look", '{"city": "Köln"}'), ("call_", "look_up", "{}")]),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+                 '<|tool_call_argument_begin|>{"city": "Köln"}<|tool_call_end|><|tool_call_begin|>'
+                 "functions.look_up:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+                 "<|tool_calls_section_end|>",
+         [("functions.look:0", "look", '{"city": "Köln"}'),
+          ("functions.look_up:1", "look_up", "{}")]),
+    ],
+)  # fmt: skip
+def test_calls_in_a_row(form: str, text: str, found: list[tuple[str, str, str]]) -> None:
+    """As vLLM's tool parsers deepseek_v3, deepseek_v31 and kimi_k2 read them."""
+    content, read = split(calls(form), wide(text))
+    assert content == ""
+    functions = [(one["function"]["name"], one["function"]["arguments"]) for one in read]
+    assert functions == [one[1:] for one in found]
+    for one, (number, *_) in zip(read, found, strict=True):
+        assert one["id"].startswith(number)
+
+
+@pytest.mark.parametrize(
     ("form", "text"),
     [
+        ("deepseek", "<|tool▁call▁begin|>other<|tool▁sep|>{}<|tool▁call▁end|>"),
+        ("deepseek", '<|tool▁call▁begin|>look<|tool▁sep|>{"a": 1<|tool▁call▁end|>'),
+        ("deepseek", "<|tool▁calls▁begin|>" + " " * 100_000),
+        ("kimi", "<|tool_call_begin|>functions.look<|tool_call_argument_begin|>{}"),
+        ("kimi", "<|tool_call_begin|>functions.look:" + "0" * 100_000),
         ("harmony", "<|channel|>final<|message|>to=functions.other {}"),
         ("harmony", f"<|channel|>commentary to=functions.look<|message|>{SAID[:-5]}"),
         ("harmony", "<|channel|>final<|message|>No."),
@@ -90,6 +142,7 @@ def test_several_calls_and_one_alone() -> None:
     ],
 )
 def test_what_is_no_call_stays_text(form: str, text: str) -> None:
+    text = wide(text)
     assert split(calls(form), text) == (text, [])
 
 

@@ -340,6 +340,12 @@ WHOLE = replace(AUTO, whole=True)
         (LLAMA, 1),
         (f" <|python_tag|>{LLAMA}; {LLAMA}\n", 2),
         (f"[TOOL_CALLS] {MISTRAL[:-1]}, {MISTRAL[1:]}", 2),
+        (f"<|tool_call|>{MISTRAL}", 1),  # Granite's
+        (f"<tool_call>{MISTRAL}</tool_call>\n", 1),
+        (f"<|tool_call|>{MISTRAL}<|/tool_call|>", 1),
+        (f"functools{MISTRAL}", 1),  # Phi-4-mini's
+        (f"functools {LLAMA}", 1),
+        (f"functools is a module of Python, {MISTRAL}", 0),
         (f"Let me see. {LLAMA}", 0),
         (LLAMA.replace("look", "other"), 0),
         (f"{LLAMA} I said", 0),
@@ -386,6 +392,11 @@ def test_templates_say_how_calls_are_written() -> None:
         ("tools <|channel|>", replace(plain, marked="harmony")),
         ("tools <start_function_call>", replace(plain, marked="gemma")),
         ("tools <|tool_call>", replace(plain, marked="gemma")),
+        ("tools <\uff5ctool▁calls▁begin\uff5c>", replace(plain, marked="deepseek")),
+        ("tools <|tool_calls_section_begin|>", replace(plain, marked="kimi")),
+        ("tools <|tool_call|>", replace(plain, whole=True)),
+        (f"tools <|tool_call|> {OPEN}", replace(plain, whole=True)),
+        ("tools functools[", replace(plain, whole=True)),
     ):
         assert written(plain, template) == form
     for other in ("{{ tools }}", OPEN, None):
@@ -396,7 +407,8 @@ def test_templates_say_how_calls_are_written() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        LLAMA, f"[TOOL_CALLS]{MISTRAL}", "Let me {see}", " [TOO", "", "lo", f"look{NEWER}",
+        LLAMA, f"<|tool_call|>{MISTRAL}", f"functools{MISTRAL}",
+        f"[TOOL_CALLS]{MISTRAL}", "Let me {see}", " [TOO", "", "lo", f"look{NEWER}",
         f"look[ARGS]{NEWER}", f"lookaB3456789 {NEWER}", "look[ARGS", "Let[ARGS]",
         "looks as I said", "looking_for", "look at",
     ],

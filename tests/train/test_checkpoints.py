@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
@@ -26,7 +25,7 @@ from tests.io_faults import SHORT, each_call
 from tests.tiny_models import tiny_checkpoint
 
 from .test_lora import batches as lora_batches
-from .test_lora import lora
+from .test_lora import training_of as training_of_adapters
 from .test_training import LR, PLACES, batch, model_of, offloaded
 
 
@@ -88,17 +87,12 @@ def test_a_resumed_run_of_adapters_is_the_same(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-
-    def made() -> train.Training:
-        model = lora(AutoModelForCausalLM.from_pretrained(path, device_map="disk"))
-        options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path}
-        return train.offload(model, train.AdamW(lr=LR), tokens=10, micro_batches=2, **options)
-
-    whole, first = made(), made()
+    options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path}
+    whole, first = (training_of_adapters(path, **options) for _ in range(2))
     wanted = [whole.step(lora_batches(i)) for i in range(4)]
     found = [first.step(lora_batches(i)) for i in range(2)]
     first.save(tmp_path / "run")
-    second = made()
+    second = training_of_adapters(path, **options)
     assert second.resume(tmp_path / "run") is None
     assert found + [second.step(lora_batches(i)) for i in (2, 3)] == wanted
     assert_same(second, whole)

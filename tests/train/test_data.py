@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,58 @@ def test_broken_lines_are_told(tmp_path: Path, encoder: Encoder) -> None:
     assert "a line is {" in told[3]
     half = r"text has '\ud800', half of a character (a surrogate)"
     assert [told[number] for number in (9, 10, 11)] == [half] * 3
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "assistant"}, "message 1, of the assistant, has no content"),
+        ({"role": "assistant", "content": 5}, "content of message 1, of the assistant, must be"),
+        ({"role": "user", "content": [{"type": "image"}]}, "of the user, must be text, or parts"),
+        ({"role": "system", "content": ["a"]}, "of the system, must be text, or parts of text"),
+    ],
+)
+def test_messages_that_are_no_text_are_refused(
+    message: dict[str, Any], said: str, encoder: Encoder
+) -> None:
+    with pytest.raises(FormatError, match=said):
+        encoder.encode({"messages": [message, SAID]})
+
+
+def test_messages_of_parts_calls_and_tools_are_examples(encoder: Encoder) -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}], "content": None}
+    result = {"role": "tool", "content": {"sum": 3}}
+    found = encoder.encode({"messages": [parts, call, result, SAID]})
+    assert any(label != IGNORED for label in found.labels)
+
+
+def test_the_place_of_a_fault_is_in_its_line(tmp_path: Path, encoder: Encoder) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "a"\n')
+    told: dict[int, str] = {}
+    assert len(list(examples(path, encoder, told.__setitem__))) == 1
+    assert told == {2: "is not a JSON object (not JSON: Expecting ',' delimiter at column 13)"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16; save it as UTF-8"),
+        (gzip.compress(b'{"text": "a"}\n'), "is compressed by gzip; unpack it"),
+        (b"PAR1\x15\x04\n", "is a Parquet file; write its rows as lines"),
+        (b'[\n{"text": "a"}\n]\n', "begins with a JSON array; write each example as a line"),
+    ],
+)
+def test_a_file_of_another_format_is_refused_at_once(
+    content: bytes, said: str, tmp_path: Path, encoder: Encoder
+) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    told: dict[int, str] = {}
+    with pytest.raises(FormatError, match=f"{path}: {said}"):
+        list(examples(path, encoder, told.__setitem__))
+    assert told == {}
 
 
 def test_the_mark_of_an_encoding_is_no_fault(tmp_path: Path, encoder: Encoder) -> None:

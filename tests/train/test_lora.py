@@ -33,6 +33,16 @@ def lora(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+def training_of(
+    path: Path, optimizer: train.Optimizer | None = None, streams: bool = True, **options: Any
+) -> train.Training:
+    """Of adapters beside a packed model, with two micro-batches of 10 tokens a step."""
+    places = {"device_map": "disk"} if streams else {}
+    model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
+    optimizer = optimizer or train.AdamW(lr=LR)
+    return train.offload(model, optimizer, tokens=IDS.shape[1], micro_batches=2, **options)
+
+
 def batches(step: int) -> list[dict[str, Tensor]]:
     ids = IDS + step % 2
     return [{"input_ids": ids[i : i + 1], "labels": ids[i : i + 1]} for i in range(2)]
@@ -43,11 +53,8 @@ def test_losses_are_those_of_peft_on_dequantized_weights(
     family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
-    model = lora(AutoModelForCausalLM.from_pretrained(path, device_map="disk"))
     reference = lora(reference_model(path)).train()
-    training = train.offload(
-        model, train.AdamW(lr=LR, eps=EPS), tokens=IDS.shape[1], micro_batches=2
-    )
+    training = training_of(path, train.AdamW(lr=LR, eps=EPS))
     optimizer = torch.optim.AdamW(
         [p for p in reference.parameters() if p.requires_grad], lr=LR, eps=EPS
     )
@@ -72,7 +79,7 @@ def test_losses_are_those_of_peft_on_dequantized_weights(
 
     training.save_adapter(tmp_path / "adapter")
     again = peft.PeftModel.from_pretrained(reference_model(path), tmp_path / "adapter").eval()
-    model.eval()
+    model = training.model.eval()
     with torch.no_grad():
         assert_close(model(IDS).logits, again(IDS).logits, tolerance=5 * DECODER_LOGITS)
 
@@ -84,11 +91,9 @@ def test_streamed_adapters_learn_as_in_memory(
     """Where packed weights and adapters come from changes no bit."""
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
     found = []
-    for places in ({}, {"device_map": "disk"}):
-        model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
-        options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path} if places else {}
-        optimizer = train.AdamW(lr=LR, bits=8)
-        training = train.offload(model, optimizer, tokens=10, micro_batches=2, **options)
+    for streams in (False, True):
+        options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path} if streams else {}
+        training = training_of(path, train.AdamW(lr=LR, bits=8), streams, **options)
         losses = [training.step(batches(step)) for step in range(3)]
         found.append((losses, training.state_dict()))
     assert found[0][0] == found[1][0]
@@ -100,15 +105,7 @@ def test_adapters_beside_streamed_experts_learn_as_with_torch(
     family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
-    streamed = lora(AutoModelForCausalLM.from_pretrained(path, device_map="disk"))
-    training = train.offload(
-        streamed,
-        train.AdamW(lr=LR, eps=EPS),
-        tokens=IDS.shape[1],
-        micro_batches=2,
-        host_memory=0,
-        disk=tmp_path,
-    )
+    training = training_of(path, train.AdamW(lr=LR, eps=EPS), host_memory=0, disk=tmp_path)
     reference = lora(AutoModelForCausalLM.from_pretrained(path)).train()
     assert any(isinstance(module, QoffExperts) for module in reference.modules())
     learned = {name: p for name, p in reference.named_parameters() if p.requires_grad}

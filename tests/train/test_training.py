@@ -98,8 +98,11 @@ def after_50_steps(name: str) -> tuple[list[float], Any]:
     return [torch_step(reference, optimizer, batches_of(i), None) for i in range(50)], reference
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["llama", "tied"])
+# Places change no bit of llama's steps, and tied embeddings in all places but this are clipped as
+# torch clips: tests below.
+@pytest.mark.parametrize(
+    ("name", "place"), [("llama", PLACES[0]), ("llama", PLACES[2]), ("tied", PLACES[1])]
+)
 def test_50_steps_are_those_of_torch(name: str, place: str, tmp_path: Path) -> None:
     wanted, reference = after_50_steps(name)
     training = offloaded(model_of(name), place, tmp_path, optimizer=train.AdamW(lr=LR, eps=EPS))
@@ -257,7 +260,7 @@ def test_a_loss_of_nan_changes_nothing(tmp_path: Path) -> None:
     head = training.model.lm_head.weight
     kept = head.data[5, 0].item()
     head.data[5, 0] = float("nan")
-    with pytest.raises(TrainingError, match="step 0: the loss is nan; weights are as before"):
+    with pytest.raises(TrainingError, match="step 1: the loss is nan; weights are as before"):
         training.step([batch(0)])
     head.data[5, 0] = kept
     assert all(torch.equal(x, before[n]) for n, x in training.state_dict().items())

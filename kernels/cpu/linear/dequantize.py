@@ -79,16 +79,24 @@ def _by_rows(b, quads):
         yield b.uitofp(b.zext(own, V_I32), V_F32)
 
 
-def _emit(b, bits, narrow, codes, scratch, out, stride):
-    """32 columns of a row block. scratch: scales [16] and minima [16], float32."""
+def rows_32(b, bits, codes, scales):
+    """The rows of a row block, each 32 columns as two vectors of 16 numbers float32.
+
+    scales: the address of scales [16] and minima [16], float32, as `store_scales` writes them.
+    """
     parts = dict(codes_32(b, codes, bits))
     quads = [parts[k] for k in sorted(parts)]
     halves = [_by_rows(b, quads[:4]), _by_rows(b, quads[4:])]
     for row, pair in enumerate(zip(*halves, strict=True)):
         scale, minimum = (
-            splat(b, load(b, scratch, 4 * row + offset, F32), V_F32) for offset in (0, 64)
+            splat(b, load(b, scales, 4 * row + offset, F32), V_F32) for offset in (0, 64)
         )
-        values = [b.fadd(b.fmul(x, scale), minimum) for x in pair]
+        yield [b.fadd(b.fmul(x, scale), minimum) for x in pair]
+
+
+def _emit(b, bits, narrow, codes, scratch, out, stride):
+    """32 columns of a row block, written."""
+    for row, values in enumerate(rows_32(b, bits, codes, scratch)):
         to = b.add(out, b.mul(stride, const_i64(row)))
         if narrow:
             store(b, rounded_bf16(b, *values), to, 0)

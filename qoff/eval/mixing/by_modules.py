@@ -54,9 +54,14 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         self._model = UnconvertedModules(source, config, self._quant, trust_remote_code, _GROUP)
         self._texts = ids.split(1)
         self.layers = self._model.units - 1
+        shapes = [matrix.shape for i in range(self.layers) for matrix in self._matrices(i)]
+        if not shapes:
+            raise QuantizationError(
+                f"{source.path}: no group size divides the columns of a matrix in its layers, so "
+                "there is no format to choose; leave the target out"
+            )
         if bits is not None:
-            layers = map(self._matrices, range(self.layers))
-            check_size(bits, [matrix.shape for layer in layers for matrix in layer])
+            check_size(bits, shapes)
         self._called: dict[int, str] = {}
         self._products: dict[str, Products] = {}
         self._run = self._model.run(self._texts, self._seen)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError, UnsupportedModelError
+from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.calibration import Calibration
 from qoff.models.convert.layerwise import Layerwise
@@ -26,10 +27,11 @@ class NativeSensitivities(Sensitivities[Tensor]):
     quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
     calibration: texts, with which a solver that calibrates quantizes where the loss of a whole mix
     is measured; single formats are compared without it. bits: a size to check before that.
+    requantize: see `convert`.
 
-    Raises as `Layerwise` and `check_size` do, QuantizationError for weights that are quantized
-    already, and UnsupportedModelError for models whose layers share keys or have embeddings of
-    their own.
+    Raises as `Layerwise`, `check_size` and `Builder.check` do, QuantizationError for weights that
+    are quantized already, and UnsupportedModelError for models whose layers share keys or have
+    embeddings of their own.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class NativeSensitivities(Sensitivities[Tensor]):
         seed: int = 0,
         calibration: Tensor | None = None,
         bits: float | None = None,
+        requantize: bool = False,
     ) -> None:
         if model.spec.shared_kv or model.spec.per_layer is not None:
             raise UnsupportedModelError(
@@ -50,7 +53,7 @@ class NativeSensitivities(Sensitivities[Tensor]):
         self._source, self._units = model.source, model.units
         self._quant = replace(quant or QuantConfig(), weights={})
         self._floats = Builder(model.source, self._quant, requantize=True)
-        self._check_floats()
+        self._check_floats(requantize)
         if bits is not None:
             layers = [w for _, weights in self._units[:-1] for w in weights if not w.sensitive]
             check_size(bits, [(w.rows, w.columns) for w in layers if w.columns is not None])
@@ -60,10 +63,15 @@ class NativeSensitivities(Sensitivities[Tensor]):
         self._outer = {w.name: self._floats.floats(w) for w in self._units[-1][1]}
         self._forward()
 
-    def _check_floats(self) -> None:
-        for prefix, weights in self._units[:-1]:
+    def _check_floats(self, requantize: bool) -> None:
+        """Raise for what a conversion would refuse when all is measured."""
+        whole = Builder(self._source, self._quant, requantize)
+        narrow = replace(self._quant, group_size=min(GROUP_SIZES))
+        chosen = Builder(self._source, narrow, requantize)  # what is given a format that fits it
+        for prefix, weights in self._units:
             for weight in weights:
-                if weight.columns is not None and self._floats.format(prefix, weight)[1]:
+                (whole if weight.sensitive else chosen).check(prefix, [weight])
+                if prefix and weight.columns is not None and whole.format(prefix, weight)[1]:
                     raise QuantizationError(
                         f"{self._source.path}: {prefix}{weight.name} is quantized already, "
                         "and its codes are taken over; choose formats for the model of which it "

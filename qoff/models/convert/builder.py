@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import FormatError, QuantizationError
-from qoff.kernels.layout.packing import GROUP_SIZES, packed_shapes
+from qoff.kernels.layout.packing import BITS, GROUP_SIZES, packed_shapes
 from qoff.kernels.layout.scales import COMPACT, common
 from qoff.memory.plan import is_expert
 from qoff.models.names import Part, Weight
@@ -72,6 +72,11 @@ class Builder:
         if weight.columns is None or weight.sensitive or self.quant.solver not in CALIBRATED:
             return False
         return not self.format(prefix, weight)[1]
+
+    def gains(self, prefix: str, weight: Weight) -> bool:
+        """Whether what `calibrates` can lose less: not where 8 bits hold values of few levels."""
+        stored = any(self._info(part.source).quantized for part in weight.parts)
+        return not stored or self.format(prefix, weight)[0].bits < max(BITS)
 
     def floats(self, weight: Weight) -> Tensor:
         """Return the values of a weight as the source has them, float32 [rows, columns] or [rows].
@@ -138,7 +143,11 @@ class Builder:
             fits = [str(g) for g in GROUP_SIZES if weight.columns % g == 0]
             raise QuantizationError(
                 f"{prefix}{weight.name}: group size {group} does not divide its {weight.columns} "
-                f"columns; group sizes that do: {', '.join(fits) or 'none'}"
+                + (
+                    f"columns; group sizes that do: {', '.join(fits)}"
+                    if fits
+                    else "columns, and no other does; this model cannot be converted"
+                )
             )
         shapes = packed_shapes((weight.rows, weight.columns), form.bits, group, self.quant.packing)
         codes, scale_min = (torch.Size(shape).numel() for shape in shapes)

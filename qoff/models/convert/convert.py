@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from .loss import LossProbe
 from .modules import ModulesJob
 from .unconverted import Unconverted
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
 
 
@@ -59,7 +61,8 @@ def convert(
     quantize the values of others again. For transformers' modules those of a GGUF file become 8-bit
     codes, or with requantize those that `quant` says. overwrite: replace a checkpoint at `out`.
     progress: called with units done and units in all. calibration: token ids, int64 [texts,
-    tokens], for solver "gptq" only; not read where all codes are taken over.
+    tokens], for solver "gptq" only; not read where all codes are taken over, or the others get 8
+    bits of values that were quantized before.
     probe: measures what is lost, for one layer more in float32 and some seconds.
     trust_remote_code: run code that comes with the model or its tokenizer, and keep it with the
     checkpoint.
@@ -137,15 +140,31 @@ class _NativeJob:
         self._model.check_patterns(quant.weights)
         self.units = len(self._model.units)
         self.expected = sum(self._builder.check(*unit) for unit in self._model.units)
-        self._calibration = None
-        layers = self._model.units[:-1]
-        if calibration is not None and any(
-            self._builder.calibrates(prefix, w) for prefix, unit in layers for w in unit
-        ):
-            self._calibration = Calibration(self._model, self._builder, calibration)
+        self._calibration = self._calibrated(calibration)
         self._probe = probe
         if probe is not None:
             probe.begin(self._model, self._builder)
+
+    def _calibrated(self, ids: Tensor | None) -> Calibration | None:
+        """What solves matrices on these texts; None, where nothing would be better for it."""
+        builder = self._builder
+        matrices = [
+            (prefix, weight)
+            for prefix, unit in self._model.units[:-1]
+            for weight in unit
+            if builder.calibrates(prefix, weight)
+        ]
+        if ids is None or not matrices:
+            return None
+        if any(builder.gains(prefix, weight) for prefix, weight in matrices):
+            return Calibration(self._model, builder, ids)
+        builder.quant = replace(builder.quant, solver=builder.quant.data_free)
+        logger.warning(
+            "%s: converted without calibration, which would gain next to nothing: its weights are "
+            "quantized already, and those whose codes are not kept get 8 bits",
+            builder.source.path,
+        )
+        return None
 
     def build(self, unit: int) -> dict[str, QTensor | Tensor]:
         """Return the weights of a unit by their full names, in the order of its file."""

@@ -141,6 +141,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),  # pictures are in other files
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", dense.llama, rope_pairs=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", dense.phi3, partial=True, fused_gate_up=True),
     "granite": Architecture("granite", "GraniteForCausalLM", dense.granite, rope_pairs=True),
@@ -178,6 +179,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", dense.starcoder2),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", experts.qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "qwen3vlmoe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts.qwen3_moe),
     "qwen3next": Architecture(
         "qwen3_next",
         "Qwen3NextForCausalLM",

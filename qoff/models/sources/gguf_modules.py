@@ -26,7 +26,7 @@ from .gguf_architectures import ARCHITECTURES
 from .gguf_metadata import HEAD, Metadata
 
 # Those that it reads, that are compared with what it reads by a test, and that run.
-BY_TRANSFORMERS = ("bloom", "gpt2", "lfm2", "mamba", "nemotron", "stablelm")
+BY_TRANSFORMERS = ("bloom", "falcon", "gpt2", "lfm2", "mamba", "nemotron", "stablelm")
 _TIED = ("bloom",)  # whose head is the embedding whatever the file has
 # Keys that say nothing of what is computed, or nothing that the tensors do not say.
 _WITHOUT_EFFECT = ("context_length", "vocab_size", "use_parallel_residual")
@@ -92,6 +92,8 @@ class GGUFModulesSource:
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
         architecture = self._metadata.architecture
+        if architecture == "falcon":  # without it, as many as there are heads
+            self._metadata.need("attention.head_count_kv")
         own, taken = type(full)(), _taken(full)  # the first with what any config of it has
         fields: Any = GGUF_CONFIG_MAPPING[architecture]
         read = {key for key, name in fields.items() if name in dir(own)}
@@ -139,15 +141,18 @@ def _taken(full: Any) -> dict[str, object]:
     heads = getattr(full, "num_attention_heads", 0)
     rope = getattr(full, "rope_parameters", None)
     eps = next(getattr(full, name) for name in _EPS if hasattr(full, name))
+    falcon = full.model_type == "falcon"
     found: dict[str, object] = {
         "attention.head_count": heads,
-        "attention.head_count_kv": getattr(full, "num_key_value_heads", heads),
+        "attention.head_count_kv": 1 if falcon else getattr(full, "num_key_value_heads", heads),
         "attention.layer_norm_epsilon": eps,
         "attention.layer_norm_rms_epsilon": eps,
         "feed_forward_length": 4 * full.hidden_size if heads else 0,
         "rope.scaling.type": "none",
         "ssm.dt_b_c_rms": False,
     }
+    if falcon:
+        found["tensor_data_layout"] = "jploski"  # of one KV head, the rows of transformers
     if rope:
         turned = full.hidden_size // heads * rope.get("partial_rotary_factor", 1.0)
         found |= {"rope.freq_base": rope["rope_theta"], "rope.dimension_count": int(turned)}

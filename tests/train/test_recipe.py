@@ -1,0 +1,45 @@
+"""What a run of fine-tuning notes of itself, and what it says of a step that failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from qoff.cli.main import app
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture
+def options(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"the number {i}"}) + "\n" for i in range(9)))
+    model = tiny_model(tmp_path_factory.getbasetemp(), "llama")
+    sizes = ["--sequence", 24, "--micro-batches", 2]
+    return ["finetune", model, data, "--full", "-o", tmp_path / "out", *sizes]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def test_a_run_whose_norm_is_only_measured_goes_on(options: list[object], tmp_path: Path) -> None:
+    for steps in (1, 2):
+        result = run(*options, "--max-norm", "inf", "--steps", steps)
+        assert result.exit_code == 0, result.output
+    position = json.loads((tmp_path / "out" / "checkpoint" / "run.json").read_text())["position"]
+    assert position["max_norm"] == "inf"
+    other = run(*options, "--max-norm", 1, "--steps", 3)
+    assert "its max_norm is inf, here 1.0" in other.output
+
+
+def test_a_step_that_failed_is_counted_behind_the_last_one(options: list[object]) -> None:
+    result = run(*options, "--lr", 1e30, "--max-norm", 1, "--steps", 4)
+    assert result.exit_code == 1
+    said = result.output.splitlines()[-1]
+    assert "step 2: the norm of the gradients is nan; weights are as before" in said
+    assert "lower the learning rate" in said
+    assert said.endswith("of step 1")
