@@ -1,16 +1,16 @@
 """One shape of every family of the native decoder on the CPU, random weights, beside Llama's.
 
 Decode: time of a token over the bytes it reads (weights, the chosen experts alone, and K and V).
-Prefill: time of a token over its multiply-adds. Both relative to Llama's in the same run: what is
-above 1 is time that a family spends on more than its matrices. All have Llama's sizes, or others of
-as many bytes where a family has no gates or has experts.
+Prefill: time of a token over its multiply-adds. Both relative to Llama's, measured in turn with
+each: what is above 1 is time that a family spends on more than its matrices. All have Llama's
+sizes, or others of about as many bytes where a family has no gates or has experts.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -149,6 +149,10 @@ class Subject:
         self.size = size(self.runtime.checkpoint, self.runtime.spec, lengths)
         self._lengths = lengths
 
+    def close(self) -> None:
+        """Give its memory back."""
+        self.runtime.close()
+
     def decode(self) -> float:
         """Seconds of a token, the median of one sample's, for each byte."""
         count = self._lengths.decode
@@ -175,10 +179,23 @@ def chosen(only: str) -> list[str]:
     return [BASE, *(name for name in wanted if name != BASE)]
 
 
+KINDS = ("decode", "prefill")
+
+
+def beside(subject: Subject, base: Subject, rounds: int) -> dict[str, Samples]:
+    """Samples of each kind, and of the base in turn with them as "base, decode"."""
+    calls: dict[str, Callable[[], float]] = {}
+    for kind in KINDS:
+        calls |= {f"base, {kind}": getattr(base, kind), kind: getattr(subject, kind)}
+    for call in calls.values():
+        call()  # compiles and allocates
+    return interleaved(calls, rounds)
+
+
 def report(
-    sizes: Mapping[str, Size], found: Mapping[str, Samples], settings: dict[str, Any]
+    sizes: Mapping[str, Size], found: Mapping[str, Mapping[str, Samples]], settings: dict[str, Any]
 ) -> Report:
-    """Return table, ratios and bar. found: seconds by "decode, <family>" and "prefill, ..."."""
+    """Return table, ratios and bar. found: what `beside` has, of each family."""
     result = Report(
         "families",
         settings,
@@ -190,9 +207,9 @@ def report(
     )  # fmt: skip
     for name, one in sizes.items():
         cells: list[str] = []
-        for kind, each in (("decode", one.read_bytes), ("prefill", one.macs)):
-            samples = found[f"{kind}, {name}"]
-            ratio = samples.median / found[f"{kind}, {BASE}"].median
+        for kind, each in zip(KINDS, (one.read_bytes, one.macs), strict=True):
+            samples = found[name][kind]
+            ratio = samples.median / found[name][f"base, {kind}"].median
             result.ratios[f"{kind}, {name}"] = ratio
             result.measured[f"{kind}, {name}"] = samples.summary()
             cells += [f"{each / 1e6:.1f}", f"{1e3 * each * samples.median:.2f}"]
@@ -212,21 +229,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         activation_bits=(int, 16, "16 or 8"),
     )  # fmt: skip
     lengths = Lengths(2, 8) if args.quick else Lengths(16, 128)
-    subjects: dict[str, Subject] = {}
-    calls: dict[str, Callable[[], float]] = {}
-    with ExitStack() as stack:
-        stack.enter_context(torch_threads(1))
+    sizes: dict[str, Size] = {}
+    found: dict[str, dict[str, Samples]] = {}
+
+    def subject(name: str) -> Subject:
+        return Subject(config_of(name, args.quick), lengths, args.activation_bits)
+
+    with torch_threads(1), closing(subject(BASE)) as base:
         for name in chosen(args.only):
-            one = Subject(config_of(name, args.quick), lengths, args.activation_bits)
-            subjects[name] = one
-            stack.callback(one.runtime.close)
-            calls |= {f"decode, {name}": one.decode, f"prefill, {name}": one.prefill}
-        for call in calls.values():
-            call()  # compiles and allocates
-        found = interleaved(calls, 2 if args.quick else 5)
+            with closing(subject(name)) as one:
+                sizes[name] = one.size
+                found[name] = beside(one, base, 2 if args.quick else 5)
     settings = {"threads": torch.get_num_threads(), "bits": args.activation_bits,
                 "lengths": vars(lengths), "quick": args.quick}  # fmt: skip
-    report({name: one.size for name, one in subjects.items()}, found, settings).publish(args.out)
+    report(sizes, found, settings).publish(args.out)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ import torch
 from bench import families
 from bench.random_model import GROUP
 from qoff.errors import ArgumentError
+from qoff.measure.samples import Samples
 from qoff.models.families import FAMILIES
 from qoff.models.spec import DecoderSpec
 
+SAMPLED = ("decode", "base, decode", "prefill", "base, prefill")
 LENGTHS = families.Lengths(decode=2, prompt=8)
 
 
@@ -56,9 +58,20 @@ def test_families_are_measured_beside_llama(
     assert written["ratios"].keys() == {
         f"{kind}, {name}" for kind in ("decode", "prefill") for name in ("llama", "gemma2")
     }
-    assert written["ratios"]["decode, llama"] == 1.0
     assert len(written["bars"]) == 1
     assert "gemma2" in capsys.readouterr().out
+
+
+def test_ratios_are_to_what_was_measured_in_turn() -> None:
+    size, settings = families.Size(1e6, 2e6), {"threads": 2, "bits": 16}
+    found = {
+        "llama": {kind: Samples((3.0,)) for kind in SAMPLED},
+        "opt": dict(zip(SAMPLED, map(Samples, ((6.0,), (4.0,), (4.0,), (2.0,))), strict=True)),
+    }
+    made = families.report(dict.fromkeys(found, size), found, settings)
+    assert made.ratios["decode, llama"] == made.ratios["prefill, llama"] == 1
+    assert (made.ratios["decode, opt"], made.ratios["prefill, opt"]) == (1.5, 2.0)
+    assert made.bars[0].measured == 1 / 1.5
 
 
 def test_an_unknown_family_is_refused() -> None:
