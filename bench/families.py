@@ -9,10 +9,9 @@ sizes, or others of about as many bytes where a family has no gates or has exper
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,7 +22,7 @@ import torch
 from bench.greedy import Greedy
 from bench.harness import Bar, Report, arguments
 from bench.random_model import write_random_checkpoint
-from bench.sampling import interleaved, torch_threads
+from bench.sampling import torch_threads
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
 from qoff.errors import ArgumentError
@@ -153,22 +152,20 @@ class Subject:
         """Give its memory back."""
         self.runtime.close()
 
-    def decode(self) -> float:
-        """Seconds of a token, the median of one sample's, for each byte."""
-        count = self._lengths.decode
-        greedy = Greedy(self.runtime, tokens(self.runtime, 1, START), count + 1)
-        stamps = [perf_counter()]
-        for _ in range(count):
+    def decode(self) -> Iterator[float]:
+        """Seconds of each token for each byte; what is left of them is not decoded."""
+        greedy = Greedy(self.runtime, tokens(self.runtime, 1, START), self._lengths.decode + 1)
+        for _ in range(self._lengths.decode):
+            start = perf_counter()
             greedy.step()
-            stamps.append(perf_counter())
-        return median(b - a for a, b in pairwise(stamps)) / self.size.read_bytes
+            yield (perf_counter() - start) / self.size.read_bytes
 
-    def prefill(self) -> float:
-        """Seconds of a token of a prompt for each multiply-add."""
+    def prefill(self) -> Iterator[float]:
+        """Seconds of a token of a prompt for each multiply-add, once."""
         prompt = tokens(self.runtime, 1, self._lengths.prompt)
         start = perf_counter()
         Greedy(self.runtime, prompt, 1)
-        return (perf_counter() - start) / self._lengths.prompt / self.size.macs
+        yield (perf_counter() - start) / self._lengths.prompt / self.size.macs
 
 
 def chosen(only: str) -> list[str]:
@@ -180,20 +177,45 @@ def chosen(only: str) -> list[str]:
 
 
 KINDS = ("decode", "prefill")
+Call = Callable[[], Iterator[float]]
 
 
-def beside(subject: Subject, base: Subject, rounds: int) -> dict[str, Samples]:
-    """Samples of each kind, and of the base in turn with them as "base, decode"."""
-    calls: dict[str, Callable[[], float]] = {}
+@dataclass(frozen=True)
+class Compared:
+    """Samples of a kind, each the median of what was measured in turn with the base.
+
+    ratios: to the base's median beside each.
+    """
+
+    own: Samples
+    ratios: Samples
+
+
+def in_turn(own: Call, base: Call, rounds: int) -> Compared:
+    """Measure own and base, base and own, and so on, a token or a prompt each.
+
+    Turns are as short as they can be: what a machine can do may change within a second.
+    """
+    medians: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        turns = list(zip(own(), base(), strict=True))
+        medians.append((median(a for a, _ in turns), median(b for _, b in turns)))
+    ratios = tuple(a / b for a, b in medians)
+    return Compared(Samples(tuple(a for a, _ in medians)), Samples(ratios))
+
+
+def beside(subject: Subject, base: Subject, rounds: int) -> dict[str, Compared]:
+    """Both kinds, by name."""
+    found: dict[str, Compared] = {}
     for kind in KINDS:
-        calls |= {f"base, {kind}": getattr(base, kind), kind: getattr(subject, kind)}
-    for call in calls.values():
-        call()  # compiles and allocates
-    return interleaved(calls, rounds)
+        own, other = getattr(subject, kind), getattr(base, kind)
+        in_turn(own, other, 1)  # compiles and allocates
+        found[kind] = in_turn(own, other, rounds)
+    return found
 
 
 def report(
-    sizes: Mapping[str, Size], found: Mapping[str, Mapping[str, Samples]], settings: dict[str, Any]
+    sizes: Mapping[str, Size], found: Mapping[str, Mapping[str, Compared]], settings: dict[str, Any]
 ) -> Report:
     """Return table, ratios and bar. found: what `beside` has, of each family."""
     result = Report(
@@ -201,19 +223,18 @@ def report(
         settings,
         f"random weights in one shape, {settings['threads']} threads, {settings['bits']}-bit "
         "activations; / llama: time of a byte (decode) or of a multiply-add (prefill) over Llama's",
-        ("family", "MB / token", "ms / token", "spread", "/ llama",
-         "prefill M macs / token", "ms / token", "spread", "/ llama"),
+        ("family", "MB / token", "ms / token", "/ llama", "spread",
+         "prefill M macs / token", "ms / token", "/ llama", "spread"),
         unit="seconds",  # for each byte, for each multiply-add
     )  # fmt: skip
     for name, one in sizes.items():
         cells: list[str] = []
         for kind, each in zip(KINDS, (one.read_bytes, one.macs), strict=True):
-            samples = found[name][kind]
-            ratio = samples.median / found[name][f"base, {kind}"].median
-            result.ratios[f"{kind}, {name}"] = ratio
-            result.measured[f"{kind}, {name}"] = samples.summary()
-            cells += [f"{each / 1e6:.1f}", f"{1e3 * each * samples.median:.2f}"]
-            cells += [f"{samples.spread:.0%}", f"{ratio:.2f}"]
+            of = found[name][kind]
+            result.ratios[f"{kind}, {name}"] = of.ratios.median
+            result.measured[f"{kind}, {name}"] = of.own.summary()
+            cells += [f"{each / 1e6:.1f}", f"{1e3 * each * of.own.median:.2f}"]
+            cells += [f"{of.ratios.median:.2f}", f"{of.ratios.spread:.0%}"]
         result.rows.append((name, *cells))
     worst = max(sizes, key=lambda name: result.ratios[f"decode, {name}"])
     what = f"time of a byte at decode, {BASE} / {worst}, the slowest"
@@ -228,9 +249,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, argv, only=(str, "", "families, with commas between"),
         activation_bits=(int, 16, "16 or 8"),
     )  # fmt: skip
-    lengths = Lengths(2, 8) if args.quick else Lengths(16, 128)
+    lengths = Lengths(2, 8) if args.quick else Lengths(32, 128)
     sizes: dict[str, Size] = {}
-    found: dict[str, dict[str, Samples]] = {}
+    found: dict[str, dict[str, Compared]] = {}
 
     def subject(name: str) -> Subject:
         return Subject(config_of(name, args.quick), lengths, args.activation_bits)
@@ -239,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in chosen(args.only):
             with closing(subject(name)) as one:
                 sizes[name] = one.size
-                found[name] = beside(one, base, 2 if args.quick else 5)
+                found[name] = beside(one, base, 2 if args.quick else 9)
     settings = {"threads": torch.get_num_threads(), "bits": args.activation_bits,
                 "lengths": vars(lengths), "quick": args.quick}  # fmt: skip
     report(sizes, found, settings).publish(args.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,9 @@ import torch
 from bench import families
 from bench.random_model import GROUP
 from qoff.errors import ArgumentError
-from qoff.measure.samples import Samples
 from qoff.models.families import FAMILIES
 from qoff.models.spec import DecoderSpec
 
-SAMPLED = ("decode", "base, decode", "prefill", "base, prefill")
 LENGTHS = families.Lengths(decode=2, prompt=8)
 
 
@@ -63,15 +62,20 @@ def test_families_are_measured_beside_llama(
 
 
 def test_ratios_are_to_what_was_measured_in_turn() -> None:
+    turns: list[str] = []
+
+    def once(name: str, *each: float) -> Iterator[float]:
+        for value in each:
+            turns.append(name)
+            yield value
+
+    found = families.in_turn(lambda: once("own", 6, 8, 7), lambda: once("base", 2, 1, 7), 1)
+    assert turns == ["own", "base"] * 3
+    assert (found.own.median, found.ratios.median) == (7, 3.5)
     size, settings = families.Size(1e6, 2e6), {"threads": 2, "bits": 16}
-    found = {
-        "llama": {kind: Samples((3.0,)) for kind in SAMPLED},
-        "opt": dict(zip(SAMPLED, map(Samples, ((6.0,), (4.0,), (4.0,), (2.0,))), strict=True)),
-    }
-    made = families.report(dict.fromkeys(found, size), found, settings)
-    assert made.ratios["decode, llama"] == made.ratios["prefill, llama"] == 1
-    assert (made.ratios["decode, opt"], made.ratios["prefill, opt"]) == (1.5, 2.0)
-    assert made.bars[0].measured == 1 / 1.5
+    made = families.report({"opt": size}, {"opt": dict.fromkeys(families.KINDS, found)}, settings)
+    assert made.ratios == {"decode, opt": 3.5, "prefill, opt": 3.5}
+    assert made.bars[0].measured == 1 / 3.5
 
 
 def test_an_unknown_family_is_refused() -> None:
