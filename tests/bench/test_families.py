@@ -42,10 +42,8 @@ def test_only_what_a_token_touches_counts(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("quick", [True, False])
-def test_there_is_a_shape_of_every_family(family: str, quick: bool) -> None:
-    spec = DecoderSpec.from_config(families.config_of(family, quick))
-    assert spec.num_layers == (4 if quick else 16)
+def test_there_is_a_shape_of_every_family(family: str) -> None:
+    assert DecoderSpec.from_config(families.config_of(family)).num_layers == 16
 
 
 @torch.inference_mode()

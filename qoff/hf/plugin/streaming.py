@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Streaming:
         self._checkpoint = Checkpoint.open(folder)
         self._units = stored_weights(DecoderSpec.from_config(self._checkpoint.config), model)
         self._paths = [_path_of(i, unit) for i, unit in enumerate(self._units[:-1])]
-        self._hidden: dict[str, nn.Parameter] = {}
+        self._hidden: dict[str, Tensor | None] = {}
         self._places: Mapping[int, str] = {}
 
     def within(self, budget: int, host: int) -> dict[int, str]:
@@ -101,14 +101,17 @@ class Streaming:
         return places
 
     def leave_out(self, places: Mapping[int, str]) -> None:
-        """Hide these layers' parameters and files from transformers' loading."""
+        """Hide these layers' parameters, stored buffers and files from transformers' loading."""
         self._places = places
         for i in places:
             for name in {target for stored in self._units[i] for target in stored.targets}:
                 module, own = self._owner(name)
-                self._hidden[name] = cast(nn.Parameter, module._parameters[own])
-                module._parameters[own] = None
+                self._hidden[name] = _table(module, own)[own]
+                _table(module, own)[own] = None
                 module.__dict__["_is_hf_initialized"] = True  # transformers shall not fill it
+            for module in self._model.get_submodule(self._paths[i]).modules():
+                if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                    module.__dict__["_is_hf_initialized"] = True  # nor what is within, from it
         left_out = {self._checkpoint.layers[i].path.name for i in places}
         self._files[:] = [x for x in self._files if x.rpartition("/")[2] not in left_out]
 
@@ -118,9 +121,9 @@ class Streaming:
         Raises what `WeightStore` does.
         """
         model, numbers, files = self._model, list(self._places), self._checkpoint.layers
-        for name, parameter in self._hidden.items():
+        for name, tensor in self._hidden.items():
             module, own = self._owner(name)
-            module._parameters[own] = parameter
+            _table(module, own)[own] = tensor
         for i in numbers:
             self._read_kept(i)
         model.requires_grad_(False)
@@ -163,7 +166,9 @@ class Streaming:
             found = {str(n): x.to(self.device) for n, x in enumerate(tensors)}
             for name, x in Unfuse(stored, []).load(found, Into(self._model)).items():
                 module, own = self._owner(name)
-                module._parameters[own] = nn.Parameter(x, requires_grad=False)
+                buffer = own in module._buffers
+                kept = x if buffer else nn.Parameter(x, requires_grad=False)
+                _table(module, own)[own] = kept
 
     def _part(self, numbers: Sequence[int]) -> Checkpoint:
         """The checkpoint with these layers alone; files stream whole, so they are verified."""
@@ -222,6 +227,11 @@ def streamed_residency(
     units = frozenset[Unit](host)
     nbytes = sum(plan.streamed[unit] for unit in units)
     return replace(plan, host=units, host_weight_bytes=nbytes)
+
+
+def _table(module: nn.Module, own: str) -> dict[str, Any]:
+    """Where a module has a tensor of its own: a router's correction is a buffer."""
+    return module._buffers if own in module._buffers else module._parameters
 
 
 def _path_of(i: int, unit: Sequence[Stored]) -> str:
