@@ -192,7 +192,7 @@ class Compared:
 
 
 def in_turn(own: Call, base: Call, rounds: int) -> Compared:
-    """Measure own and base, base and own, and so on, a token or a prompt each.
+    """Measure own, base, own, base and so on, a token or a prompt each.
 
     Turns are as short as they can be: what a machine can do may change within a second.
     """
