@@ -18,7 +18,8 @@ from bench.sampling import timed, torch_threads
 from qoff.checkpoint import Checkpoint
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import JOB
-from qoff.kernels.cpu.jit.pool import default_pool, take
+from qoff.kernels.cpu.jit.pool import default_pool
+from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.measure.samples import Samples
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages

@@ -18,7 +18,8 @@ from qoff.kernels.layout.distribution import Choice
 
 from .jit import simd
 from .jit.compiled import inner, job
-from .jit.pool import JobList, end_list, take
+from .jit.pool import JobList
+from .jit.pool_threads import end_list, take
 from .jit.recorder import JobReplay
 from .operands import address, int64s, offsets
 from .sampling.job import ROW_BYTES, TOKEN, SamplingArguments

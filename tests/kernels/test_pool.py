@@ -12,16 +12,8 @@ import pytest
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import job
-from qoff.kernels.cpu.jit.pool import (
-    _END,
-    JobList,
-    Pool,
-    default_pool,
-    end_list,
-    finish,
-    take,
-    wait,
-)
+from qoff.kernels.cpu.jit.pool import JobList, Pool, default_pool
+from qoff.kernels.cpu.jit.pool_threads import END, end_list, finish, take, wait
 
 _ITEMS = 64
 _Counts = ctypes.c_int64 * (4 * _ITEMS)
@@ -140,7 +132,7 @@ def _until_told(pool, thread, threads, args):
     if take(pool, 0) == 0:
         told = simd.peek_i64(args)
         simd.atomic_store(told, 1)
-        while simd.atomic_load(told + 8) == 0 and simd.atomic_load(pool + _END) > 0:
+        while simd.atomic_load(told + 8) == 0 and simd.atomic_load(pool + END) > 0:
             simd.spin_pause()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 
 from . import fields as f
 

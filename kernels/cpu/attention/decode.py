@@ -11,7 +11,7 @@ import numpy as np
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.layout.layer_cache import RUN_TOKENS
 
 from . import fields as f

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import job
-from qoff.kernels.cpu.jit.pool import Pool, default_pool, take
+from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.linear.activation import sigmoid
 from qoff.kernels.cpu.operands import check_rows, fail, int64s, offsets
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.emit import F32, V_F32, const_i32, fma, load, splat, store, switch
-from qoff.kernels.cpu.jit.pool import Pool, default_pool, take
+from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.linear.dequantize import dequantize_block, rows_32
 from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES, store_scales, width_of
@@ -109,6 +110,16 @@ def _key_32(b, *operands):
     _each_width(b, _emit_key, *operands)
 
 
+@inner
+def _block_of(args, row):
+    """Addresses of the codes and of the scales of the row block that begins at a row."""
+    k, block = simd.peek_i64(args + LATENT), row // ROW_BLOCK
+    codes = simd.peek_i64(args + CODES) + block * 2 * k * simd.peek_i64(args + BITS_OF)
+    groups = k // simd.peek_i64(args + GROUP)
+    group_bytes = ROW_BLOCK_BYTES << simd.peek_i64(args + WIDTH)
+    return codes, simd.peek_i64(args + SCALE_MIN) + block * groups * group_bytes
+
+
 WRITE, KEYS, VALUES = range(3)  # what is done with a block of 16 rows
 
 
@@ -118,11 +129,10 @@ def _block(args, what, row, x, out, scratch):
 
     WRITE: [latent, 16] float32, as columns. KEYS: added to [latent]. VALUES: added to [16].
     """
-    k, block, group = simd.peek_i64(args + LATENT), row // ROW_BLOCK, simd.peek_i64(args + GROUP)
     bits, width = simd.peek_i64(args + BITS_OF), simd.peek_i64(args + WIDTH)
-    codes = simd.peek_i64(args + CODES) + block * 2 * k * bits
-    scale_min = simd.peek_i64(args + SCALE_MIN) + block * (k // group) * (ROW_BLOCK_BYTES << width)
-    for first in range(0, k, group):
+    group = simd.peek_i64(args + GROUP)
+    codes, scale_min = _block_of(args, row)
+    for first in range(0, simd.peek_i64(args + LATENT), group):
         store_scales(bits, width, scale_min, scratch)
         scale_min += ROW_BLOCK_BYTES << width
         for column in range(first, first + group, UNROLL):
@@ -140,16 +150,6 @@ def _zero(address, count):
     """Write zeros, a multiple of 64 bytes."""
     for i in range(0, count, 64):
         simd.store_f32(address + i, simd.splat_f32(np.float32(0.0)))
-
-
-@inner
-def _block_of(args, row):
-    """Addresses of the codes and of the scales of the row block that begins at a row."""
-    k, block = simd.peek_i64(args + LATENT), row // ROW_BLOCK
-    codes = simd.peek_i64(args + CODES) + block * 2 * k * simd.peek_i64(args + BITS_OF)
-    groups = k // simd.peek_i64(args + GROUP)
-    group_bytes = ROW_BLOCK_BYTES << simd.peek_i64(args + WIDTH)
-    return codes, simd.peek_i64(args + SCALE_MIN) + block * groups * group_bytes
 
 
 @inner

@@ -14,7 +14,7 @@ import numpy as np
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, inner, job
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.linear.activation import NUMBERS, activated
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.delta import L2_EPS, SPAN_FIELDS

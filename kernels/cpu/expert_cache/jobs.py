@@ -10,7 +10,7 @@ from __future__ import annotations
 from qoff.kernels.cpu.jit import read_queue, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.futex import clock_ns, sleep_for
-from qoff.kernels.cpu.jit.pool import end_list, place, take
+from qoff.kernels.cpu.jit.pool_threads import end_list, place, take
 
 from .guesses import drop_wrong, judge, write_guesses
 from .room import start

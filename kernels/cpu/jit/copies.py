@@ -12,7 +12,8 @@ from qoff.kernels.cpu.operands import address, int64s, offsets
 from . import simd
 from .compiled import job
 from .futex import clock_ns
-from .pool import default_pool, take
+from .pool import default_pool
+from .pool_threads import take
 
 _i64 = types.int64
 _memmove = types.ExternalFunction("memmove", _i64(_i64, _i64, _i64))

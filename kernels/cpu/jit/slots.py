@@ -20,7 +20,8 @@ from qoff.kernels.cpu.operands import int64s, offsets
 from . import simd
 from .compiled import inner, job
 from .futex import clock_ns, sleep_for, wake
-from .pool import default_pool, end_list, place, take
+from .pool import default_pool
+from .pool_threads import end_list, place, take
 from .recorder import JobReplay
 
 _LINE = 128

@@ -26,7 +26,8 @@ from qoff.kernels.cpu.jit.emit import (
     store,
     switch,
 )
-from qoff.kernels.cpu.jit.pool import Pool, default_pool, take
+from qoff.kernels.cpu.jit.pool import Pool, default_pool
+from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.jit.quads import shuffled
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.operands import fail, int64s, offsets

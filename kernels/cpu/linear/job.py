@@ -9,7 +9,7 @@ import numpy as np
 from qoff.kernels.cpu.attention.soft_cap import capped
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, inner, job
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from .activation import activated, gated, sigmoid

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, inner, job
-from qoff.kernels.cpu.jit.pool import default_pool, finish, take, wait
+from qoff.kernels.cpu.jit.pool import default_pool
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail, int64s, offsets
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.low_rank import BLOCK, DTYPES, LowRank, LowRanks

@@ -8,7 +8,7 @@ import numpy as np
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool import take
+from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.operands import int64s, offsets
 
 

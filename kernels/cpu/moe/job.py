@@ -14,7 +14,7 @@ import numpy as np
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.linear.activation import gated as gated_activation
 from qoff.kernels.cpu.linear.job import later_codes, with_bias
 from qoff.kernels.cpu.linear.multiply import at_a_time, multiply, while_cached, widest

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool import default_pool, take
+from qoff.kernels.cpu.jit.pool import default_pool
+from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, int64s, offsets
 from qoff.kernels.layout.routing import NEVER_ZERO, Routing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined, inner, job
-from qoff.kernels.cpu.jit.pool import take
+from qoff.kernels.cpu.jit.pool_threads import take
 
 from . import lanes
 from .coded import adam_block, adam_numbers, adam_scales, block_of_one, encode

@@ -10,7 +10,7 @@ from qoff.kernels.cpu.attention.hadamard import rotate, rotate_back
 from qoff.kernels.cpu.attention.window import first_seen
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 

@@ -11,7 +11,7 @@ from numba import types
 
 from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool import finish, take, wait
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
 
