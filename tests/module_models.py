@@ -29,6 +29,7 @@ HYBRID_JAMBA: dict[str, Any] = {
     "mamba_d_state": 8,
     "mamba_dt_rank": 32,
 }
+WITHOUT_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODULES: dict[str, dict[str, Any]] = {
     "stablelm": {"model_type": "stablelm", "num_key_value_heads": 2},
     "bloom": {"model_type": "bloom", "n_layer": 3, "n_head": 4, "tie_word_embeddings": True},
@@ -42,7 +43,7 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "jamba": HYBRID_JAMBA,
     "falcon": {"model_type": "falcon", "multi_query": True, "parallel_attn": True, "alibi": False},
-    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": 80},
+    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, **WITHOUT_DROPOUT},
     "vaultgemma": {
         "model_type": "vaultgemma",
         "head_dim": 16,
@@ -103,6 +104,13 @@ PACKABLE: dict[str, dict[str, Any]] = {
     "gemma3n-head64": {**MODULES["gemma3n"], **HEADS_OF_64, "sliding_window": 90},
 }
 
+ARIA: dict[str, Any] = {  # experts whose matrices are transposed
+    "model_type": "aria_text",
+    "moe_num_experts": 4,
+    "moe_topk": 2,
+    "moe_num_shared_experts": 1,
+    "intermediate_size": 64,
+}
 
 REMOTE = """
 from transformers import StableLmConfig, StableLmForCausalLM
@@ -118,7 +126,7 @@ class HalForCausalLM(StableLmForCausalLM):
 def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Save a random model of an architecture without a spec."""
     torch.manual_seed(len(name))
-    own = {**MODULES, **PACKABLE}[name]
+    own = {**MODULES, **PACKABLE, "aria": ARIA}[name]
     config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **own})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

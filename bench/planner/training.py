@@ -44,7 +44,7 @@ class Paper:
     def plan(self) -> TrainingPlan:
         packed = None
         if self.lora is not None:
-            packed = ModelSizes.of(self.config, QuantConfig(packing="split32"))
+            packed = ModelSizes.of(self.config, QuantConfig(packing="split32")).checkpoint
         job = planned(
             self.config,
             AdamW(),

@@ -21,6 +21,7 @@ from .plan_machine import MachineOptions, machine_of, rate_of
 from .plan_train import FinetuneOptions, print_training
 
 if TYPE_CHECKING:
+    from qoff.checkpoint import Checkpoint
     from qoff.plan import Plan
     from qoff.plan.forms import WeightForm
     from qoff.plan.losses import Form
@@ -147,7 +148,9 @@ def plan(
     there = Path(model).absolute()
     machine = machine_of(on, there if there.exists() else Path(), folder)
     if finetuning.train:
-        packed = None if finetuning.lora is None else sizes_of(model, weights, machine.on_gpu)
+        packed = None
+        if finetuning.lora is not None:
+            packed = _checkpoint_of(model) or sizes_of(model, weights, machine.on_gpu).checkpoint
         config = _config_of(model)
         print_training(config, finetuning, training.sequence, machine, packed, as_json)
         return
@@ -358,19 +361,27 @@ def sizes_of(
 
     mixed: other formats of some matrices, by patterns. Raises QoffError for what has none.
     """
-    from qoff.checkpoint import Checkpoint
-    from qoff.hf.load import exists, is_checkpoint
     from qoff.plan.sizes import ModelSizes
     from qoff.quant import QuantConfig
     from qoff.schema import read_object
 
-    path = Path(model)
-    if exists(model) and path.is_dir() and is_checkpoint(path):
-        return ModelSizes.of_checkpoint(Checkpoint.open(path))
+    there = _checkpoint_of(model)
+    if there is not None:
+        return ModelSizes.of_checkpoint(there)
     config = _config_of(model)
     packing = "split32" if on_gpu else "rows16"
     quant = QuantConfig(**vars(weights), packing=packing, weights=mixed or {})
     return ModelSizes.of(read_object(config), quant)
+
+
+def _checkpoint_of(model: str) -> Checkpoint | None:
+    """The qoff checkpoint that a directory is. Raises QoffError for one that is damaged."""
+    from qoff.checkpoint import Checkpoint
+    from qoff.hf.load import exists, is_checkpoint
+
+    path = Path(model)
+    there = exists(model) and path.is_dir() and is_checkpoint(path)
+    return Checkpoint.open(path) if there else None
 
 
 def _config_of(model: str) -> Path:

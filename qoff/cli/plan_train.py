@@ -14,8 +14,8 @@ from qoff.errors import ArgumentError
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
+    from qoff.checkpoint import Checkpoint
     from qoff.plan.profile import MachineProfile
-    from qoff.plan.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ def print_training(
     how: FinetuneOptions,
     sequence: int,
     machine: MachineProfile,
-    packed: ModelSizes | None,
+    packed: Checkpoint | None,
     as_json: bool,
 ) -> None:
-    """Plan a training and print it. packed: of the checkpoint that adapters are beside.
+    """Plan a training and print it. packed: the checkpoint that adapters are beside.
 
     Raises BudgetError where it does not fit.
     """

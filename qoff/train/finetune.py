@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qoff.checkpoint.layout import CONFIG_FILE
 from qoff.errors import (
     ArgumentError,
     DiskWriteError,
@@ -26,8 +25,6 @@ from qoff.errors import (
     raised_as,
 )
 from qoff.hf.load import is_checkpoint
-from qoff.models.modules.configs import LAYOUT as MODULES
-from qoff.schema import read_object
 
 from . import checkpoints, logs
 from .data import Sequences
@@ -40,6 +37,7 @@ from .training import Training
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
 _SEEN = "sequences_seen"  # learned from so far, beside what makes a run what it is
 _UNNAMED = {"optimizer": "adamw", "delayed": False}  # of older runs
+_MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # model types
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
         "adamw": lambda rate: AdamW(lr=rate),
@@ -112,11 +110,6 @@ def check_model(path: Path, lora: Lora | None) -> None:
             f"{path} is a qoff checkpoint, whose packed weights do not learn; use --lora, or the "
             "model that it was made of"
         )
-    if read_object(path / CONFIG_FILE)["quantization_config"].get("layout") == MODULES:
-        raise ArgumentError(
-            f"{path} is a qoff checkpoint of a family that qoff has no decoder for; adapters "
-            "train on the transformers model that it was made of: give that one"
-        )
 
 
 def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | None = None) -> Any:
@@ -152,15 +145,17 @@ def adapted(model: Any, lora: Lora) -> Any:
         raise QoffError(
             f"adapters need {error.name}, which is not installed; pip install 'qoff[train]'"
         ) from error
-    # Linear layers that choose experts return a tuple.
     linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    routers = [name for name, module in linear.items() if hasattr(module, "top_k")]
+    # Linear layers that choose experts return a tuple; PEFT refuses those behind Mamba's states.
+    excluded = [name for name, module in linear.items() if hasattr(module, "top_k")]
+    if model.config.model_type in _MAMBA:
+        excluded += [name for name in linear if name.endswith(".out_proj")]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number
         lora_dropout=lora.dropout,
         target_modules="all-linear",
-        exclude_modules=routers or None,
+        exclude_modules=excluded or None,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():

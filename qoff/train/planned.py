@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError, raised_as
 from qoff.hf.dispatch.units import units_of
 from qoff.hf.plugin.streaming import Frozen, frozen_of
-from qoff.plan.sizes import ModelSizes
 
 from .activations import Activations, Cost
 from .batches import Limits
@@ -83,7 +83,7 @@ def planned(
     optimizer: Optimizer,
     *,
     lora: Lora | None = None,
-    packed: ModelSizes | None = None,
+    packed: Checkpoint | None = None,
     dtype: str = "auto",
     tokens: int,
     micro_batches: int,
@@ -94,9 +94,9 @@ def planned(
 ) -> Planned:
     """The training of the model of a `config.json`; the arguments are those of `offload`.
 
-    lora, packed: adapters beside a qoff checkpoint of these sizes, which streams. dtype: of weights
-    where all learn. Raises UnsupportedModelError, ArgumentError, also for more tokens than learned
-    positions.
+    lora, packed: adapters beside a qoff checkpoint, which streams; its files need not be there.
+    dtype: of weights where all learn. Raises UnsupportedModelError, ArgumentError, also for more
+    tokens than learned positions.
     """
     # Tensors beside parameters are real: masks depend on their values.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -122,7 +122,7 @@ def planned(
     heads = text.num_attention_heads
     frozen = None
     if packed is not None:
-        frozen = frozen_of(packed.checkpoint, torch.device(device))
+        frozen = frozen_of(packed, torch.device(device))
         loaded = 0
     return Planned(
         sizes,
@@ -227,7 +227,7 @@ def _costs(model: Any, tokens: int) -> list[Cost]:
     return found
 
 
-def _work(layer: nn.Module, config: Any, packed: ModelSizes | None) -> Work:
+def _work(layer: nn.Module, config: Any, packed: Checkpoint | None) -> Work:
     """Of a layer; of experts, which are three-dimensional, those that a token is given to."""
     top = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None)
     sums, bits = [0.0, 0.0], 32
@@ -241,7 +241,7 @@ def _work(layer: nn.Module, config: Any, packed: ModelSizes | None) -> Work:
     return Work(sums[0], sums[1], (bits, bits if packed is None else 4))
 
 
-def _head(model: Any, packed: ModelSizes | None) -> Work:
+def _head(model: Any, packed: Checkpoint | None) -> Work:
     weight = model.get_output_embeddings().weight
     count, bits = float(weight.numel()), 8 * weight.itemsize
     if packed is None:

@@ -13,7 +13,6 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.hf.plugin.streaming import frozen_of
 from qoff.memory.arena import PAGE, round_up
-from qoff.plan.sizes import ModelSizes
 from qoff.system_memory import free_memory
 
 from .finetune import OPTIMIZERS, Lora, Recipe
@@ -67,7 +66,7 @@ def room_of(
         checkpoint.config,
         OPTIMIZERS[recipe.optimizer](recipe.rate),
         lora=lora,
-        packed=ModelSizes.of_checkpoint(checkpoint),
+        packed=checkpoint,
         tokens=recipe.sequence,
         micro_batches=recipe.micro_batches,
         clips=recipe.max_norm is not None,

@@ -165,7 +165,10 @@ def test_an_expert_that_is_not_there_is_refused(base: Path) -> None:
     assert experts(x[:0], torch.zeros(0, 1, dtype=torch.int64), share[:0]).shape == (0, 64)
 
 
-def test_experts_of_a_family_without_a_decoder_are_refused(base: Path, tmp_path: Path) -> None:
+def test_experts_of_another_form_are_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qoff.hf.plugin.experts_form.own_form", lambda module: None)
     config = qoff.QoffConfig(**CONFIG)
     with pytest.raises(UnsupportedModelError, match=r"modules_to_not_convert") as refusal:
         load(module_source(base, "jamba"), quantization_config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.hf.packed.experts import QoffExperts
 from qoff.train.finetune import Lora, adapted
 from qoff.train.fused_lora import fuse
+from tests.module_models import module_checkpoint
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
 
@@ -100,14 +102,26 @@ def test_streamed_adapters_learn_as_in_memory(
     assert all(torch.equal(x, found[0][1][name]) for name, x in found[1][1].items())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
-def test_adapters_beside_streamed_experts_learn_as_with_torch(
-    family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "checkpoint"),
+    [
+        ("mixtral", tiny_checkpoint),
+        ("qwen3-moe", tiny_checkpoint),
+        ("gpt2", module_checkpoint),  # transposed linear layers
+        ("jamba", module_checkpoint),  # experts that no kernel knows, beside Mamba
+    ],
+)
+def test_adapters_beside_streamed_layers_learn_as_with_torch(
+    family: str,
+    checkpoint: Callable[[Path, str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
-    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
+    path = checkpoint(tmp_path_factory.getbasetemp(), family)
     training = training_of(path, train.AdamW(lr=LR, eps=EPS), host_memory=0, disk=tmp_path)
     reference = lora(AutoModelForCausalLM.from_pretrained(path)).train()
-    assert any(isinstance(module, QoffExperts) for module in reference.modules())
+    experts = any(isinstance(module, QoffExperts) for module in reference.modules())
+    assert experts == (family != "gpt2")
     learned = {name: p for name, p in reference.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(learned.values(), lr=LR, eps=EPS)
     for step in range(3):
@@ -136,8 +150,14 @@ def test_packed_weights_are_not_saved_as_trained(
 
 def test_what_peft_refuses_is_said_in_a_line() -> None:
     config = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
-    with pytest.raises(UnsupportedModelError, match=r"no adapters for this model: \[PEFT"):
-        adapted(AutoModelForCausalLM.from_config(config), Lora(4, 8.0))
+    model = AutoModelForCausalLM.from_config(config)
+    learned = {n for n, p in adapted(model, Lora(4, 8.0)).named_parameters() if p.requires_grad}
+    assert any(".in_proj." in name for name in learned)
+    assert not any("out_proj" in name for name in learned)  # which PEFT refuses
+    model = AutoModelForCausalLM.from_config(config)
+    model.backbone.layers = torch.nn.ModuleList()
+    with pytest.raises(UnsupportedModelError, match="PEFT has no adapters for this model: "):
+        adapted(model, Lora(4, 8.0))
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_bias": True}, {"lora_dropout": 0.2}])

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.checkpoint import Checkpoint
-from qoff.plan.sizes import ModelSizes
 from qoff.train.choice import training_plan
 from qoff.train.finetune import Lora, adapted
 from qoff.train.planned import planned
@@ -79,7 +78,7 @@ def test_planned_bytes_beside_adapters_are_counted_bytes(
         json.loads((path / "config.json").read_text()),
         train.AdamW(lr=LR),
         lora=lora,
-        packed=ModelSizes.of_checkpoint(Checkpoint.open(path)) if packed else None,
+        packed=Checkpoint.open(path) if packed else None,
         tokens=TOKENS,
         micro_batches=1,
     )

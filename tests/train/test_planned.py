@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,13 @@ from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.train import placement
 from qoff.train.choice import TrainingPlan, _beside, training_plan
 from qoff.train.finetune import Lora, adapted
 from qoff.train.forecast import forecast
 from qoff.train.placement import placed
 from qoff.train.planned import Planned, _head_dim, planned
+from tests.module_models import module_checkpoint
 from tests.plan.machines import MIB, machine
 from tests.tiny_families import TINY
 from tests.tiny_models import tiny_checkpoint
@@ -80,15 +81,20 @@ def test_planned_bytes_are_counted_bytes(
     assert sum(cost.nbytes for cost in job.costs) == training.stats.activations_peak
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "family"), [(tiny_checkpoint, "llama"), (module_checkpoint, "stablelm")]
+)
 def test_planned_adapters_are_counted_adapters(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    checkpoint: Callable[[Path, str], Path],
+    family: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
-    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
-    config = json.loads((path / "config.json").read_text())
-    sizes = ModelSizes.of_checkpoint(Checkpoint.open(path))
+    path = checkpoint(tmp_path_factory.getbasetemp(), family)
+    config, there = json.loads((path / "config.json").read_text()), Checkpoint.open(path)
     lora = Lora(4, 8)
     job = planned(
-        config, train.AdamW(lr=LR), lora=lora, packed=sizes, tokens=TOKENS, micro_batches=2
+        config, train.AdamW(lr=LR), lora=lora, packed=there, tokens=TOKENS, micro_batches=2
     )
     model = AutoModelForCausalLM.from_pretrained(path, device_map="disk")
     with warnings.catch_warnings():

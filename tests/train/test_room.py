@@ -13,7 +13,6 @@ from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory.arena import PAGE
-from qoff.plan.sizes import ModelSizes
 from qoff.train.boundaries import STAGES, STAGES_WITHOUT_COLUMN
 from qoff.train.choice import _beside, training_plan
 from qoff.train.finetune import Lora, Recipe
@@ -86,7 +85,7 @@ def test_where_packed_layers_need_it_hidden_states_have_no_column(
         Checkpoint.open(path).config,
         train.AdamW(),
         lora=LORA,
-        packed=ModelSizes.of_checkpoint(Checkpoint.open(path)),
+        packed=Checkpoint.open(path),
         tokens=TOKENS,
         micro_batches=many,
         device="cuda",

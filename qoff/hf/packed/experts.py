@@ -120,16 +120,18 @@ class QoffExperts(nn.Module):
     Biases stay parameters, under transformers' names and in its order of rows.
     """
 
-    def __init__(self, replaced: nn.Module, activation: str) -> None:
-        """replaced: an experts module of transformers. activation: see `kernels.ops`."""
+    def __init__(self, replaced: nn.Module, form: ExpertsForm) -> None:
+        """replaced: an experts module of transformers."""
         super().__init__()
-        self.activation = activation
         module = self.__dict__["_replaced"] = cast(Any, replaced)  # its weights are on meta
-        form = form_of(replaced)
-        assert form is not None
         self.form = form
-        for name in (f"{GATE_UP}_bias", f"{DOWN}_bias") if form.has_bias else ():
+        for name in (f"{self.first}_bias", f"{DOWN}_bias") if form.has_bias else ():
             self.register_parameter(name, getattr(module, name))
+
+    @property
+    def first(self) -> str:
+        """The parameter whose matrices are multiplied by first."""
+        return GATE_UP
 
     @property
     def replaced(self) -> Any:
@@ -168,9 +170,9 @@ class QoffExperts(nn.Module):
         matrices = self.matrices
         gate_up, down = matrices[GATE_UP].qexperts, matrices[DOWN].qexperts
         if not self.form.has_bias:
-            return ExpertsMlp(gate_up, down, self.activation)
+            return ExpertsMlp(gate_up, down, self.form.activation)
         bias = self._in_blocks(getattr(self, f"{GATE_UP}_bias"))
-        return ExpertsMlp(gate_up, down, self.activation, bias, getattr(self, f"{DOWN}_bias"))
+        return ExpertsMlp(gate_up, down, self.form.activation, bias, getattr(self, f"{DOWN}_bias"))
 
     def dense(self, dtype: torch.dtype) -> nn.Module:
         """The module that it replaced, with dequantized weights."""
@@ -227,25 +229,27 @@ def stacked(matrices: Sequence[QTensor]) -> QExperts:
 
 
 class ExpertsForm(NamedTuple):
-    """How a module of transformers stores its experts."""
+    """How a module of transformers stores its experts. activation: see `kernels.ops`."""
 
     has_bias: bool
     transposed: bool  # [experts, columns, rows]
     halves: bool  # rows of gate before those of up, else in turn
+    activation: str
     kind: type[QoffExperts] = QoffExperts  # what takes its place
 
 
-def form_of(module: nn.Module) -> ExpertsForm | None:
+def form_of(module: nn.Module, activation: str) -> ExpertsForm | None:
     """That of experts of transformers' interface, gated, and nothing more, and of Llama 4's.
 
     None: a module is no such.
     """
     if type(module).__name__ == "Llama4TextExperts":
-        return ExpertsForm(False, True, True, QoffWeighedExperts)
+        return ExpertsForm(False, True, True, activation, QoffWeighedExperts)
     known = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
     own: Any = module
     if not all(hasattr(own, x) for x in known) or not own.has_gate:
         return None
     if getattr(own, "has_post_expert_norm", False):  # which transformers knows since 5.20
         return None
-    return ExpertsForm(bool(own.has_bias), bool(own.is_transposed), bool(own.is_concatenated))
+    flags = bool(own.has_bias), bool(own.is_transposed), bool(own.is_concatenated)
+    return ExpertsForm(*flags, activation)

@@ -96,3 +96,7 @@ class QoffLinear(PackedModule, nn.Linear):
     def extra_repr(self) -> str:
         packed = self.qtensor
         return f"{super().extra_repr()}, bits={packed.bits}, group_size={packed.group_size}"
+
+
+class QoffConv1D(QoffLinear):
+    """In place of transformers' `Conv1D`, the linear layer of GPT-2 with its weight as [K, N]."""

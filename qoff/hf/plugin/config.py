@@ -8,11 +8,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qoff.checkpoint.layout import FORMAT_VERSION, QUANT_METHOD
 from qoff.errors import FormatError, QuantizationError
+from qoff.models.modules.configs import LAYOUT as MODULES
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
 
-# A qoff checkpoint; what save_pretrained writes otherwise.
+# A qoff checkpoint, for its decoder or for modules; what save_pretrained writes otherwise.
 LAYERS, STATE_DICT = "layers", "state_dict"
+LAYER_BY_LAYER = (LAYERS, MODULES)
 IMPORTED = "imported"  # the "solver" of codes that come from a GGUF file
 
 
@@ -23,9 +25,10 @@ class QoffConfig(QuantizationConfigMixin):
 
     bits, group_size, solver: as in `qoff.QuantConfig`; head_bits: of embeddings and the head.
     modules_to_not_convert: names of modules, or ends of them, that stay as they are.
-    layout: where the codes of a checkpoint are, "layers" (a file a layer, rows fused; what
-    `qoff convert` writes) or "state_dict" (under the names of transformers' modules). weights: what
-    a checkpoint says of formats that were chosen for some of its matrices.
+    layout: where the codes of a checkpoint are, "layers" or "modules" (a file a layer; what
+    `qoff convert` writes, with fused rows where qoff has a decoder) or "state_dict" (under the
+    names of transformers' modules). weights: what a checkpoint says of formats that were chosen for
+    some of its matrices.
     Raises QuantizationError naming the key of a value that is not supported, FormatError for a
     checkpoint of another version.
     """
@@ -54,11 +57,10 @@ class QoffConfig(QuantizationConfigMixin):
             raise QuantizationError(
                 f"quantization_config: {min(unknown)} is unknown; leave it out, or use a newer qoff"
             )
-        if layout not in (LAYERS, STATE_DICT):
+        if layout not in (*LAYER_BY_LAYER, STATE_DICT):
             raise QuantizationError(
-                f"layout {layout!r} is none that from_pretrained reads ({LAYERS}, {STATE_DICT}); "
-                "load it with qoff.load, or load the original model with "
-                "quantization_config=qoff.QoffConfig()"
+                f"layout {layout!r} is none that this qoff reads ({LAYERS}, {MODULES}, "
+                f"{STATE_DICT}); use a newer qoff, or convert the model again"
             )
         found = modules_to_not_convert
         if found is not None and not (

@@ -7,6 +7,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from qoff.errors import UnsupportedModelError
 from qoff.hf.packed.derived import (
@@ -16,11 +17,14 @@ from qoff.hf.packed.derived import (
     is_router,
     packed_like,
 )
-from qoff.hf.packed.experts import QoffExperts, form_of
-from qoff.hf.packed.linear import QoffLinear
+from qoff.hf.packed.experts import QoffExperts
+from qoff.hf.packed.linear import QoffConv1D, QoffLinear
 from qoff.hf.packed.module import PackedModule
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.models.modules.structure import is_conv1d
+
+from .experts_form import experts_form
 
 Packed: TypeAlias = QTensor | QExperts
 
@@ -47,7 +51,7 @@ def install(model: PreTrainedModel, name: str, packed: QTensor) -> set[str]:
     return {parameter, *tied}
 
 
-def experts_module(model: PreTrainedModel, path: str, activation: str) -> QoffExperts:
+def experts_module(model: PreTrainedModel, path: str) -> QoffExperts:
     """The experts module at `path`; one for packed matrices takes the place of transformers' own.
 
     Raises UnsupportedModelError for a module that is no experts module, or of another form.
@@ -55,13 +59,13 @@ def experts_module(model: PreTrainedModel, path: str, activation: str) -> QoffEx
     module = model.get_submodule(path)
     if isinstance(module, QoffExperts):
         return module
-    form = form_of(module)
+    form = experts_form(model, module)
     if form is None:
         raise UnsupportedModelError(
-            f"{path}: is a {type(module).__name__}; only gated experts of transformers' own "
-            "interface can be packed; use qoff.load"
+            f"{path}: is a {type(module).__name__}; only experts of transformers' own interface "
+            "can be packed; name them in modules_to_not_convert"
         )
-    made = form.kind(module, activation).train(module.training)
+    made = form.kind(module, form).train(module.training)
     model.set_submodule(path, made)
     return made
 
@@ -103,8 +107,10 @@ def _packed(module: nn.Module, packed: QTensor, name: str) -> PackedModule:
     made: PackedModule
     if isinstance(module, nn.Embedding) or is_router(module):  # which may be a kind of linear
         made = packed_like(module, packed, cast(nn.Parameter, module.weight).dtype)
-    elif isinstance(module, nn.Linear):
-        made = QoffLinear(packed, module.bias, module.weight.dtype)
+    elif isinstance(module, nn.Linear) or is_conv1d(module):
+        kind = QoffConv1D if is_conv1d(module) else QoffLinear
+        weight, bias = (module._parameters[key] for key in ("weight", "bias"))
+        made = kind(packed, bias, cast(nn.Parameter, weight).dtype)
     else:
         raise UnsupportedModelError(
             f"{name}: is a {type(module).__name__}; only linears, embeddings and routers can be "
@@ -117,8 +123,13 @@ def _packed(module: nn.Module, packed: QTensor, name: str) -> PackedModule:
 def _dense(module: PackedModule, weight: nn.Parameter) -> nn.Module:
     if isinstance(module, QoffEmbedding | QoffRouter):
         return dense_like(module, weight).train(module.training)
+    made: nn.Module
     with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        if isinstance(module, QoffConv1D):
+            made = Conv1D(*weight.shape)
+            weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
+        else:
+            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     made.register_parameter("weight", weight)
     made.register_parameter("bias", cast("nn.Parameter | None", module.bias))
     return made.train(module.training)

@@ -22,8 +22,7 @@ from qoff.memory.plan import local_names
 from qoff.quant.rows import reordered
 
 from .install import Packed, experts_module, install
-from .stored import Stored
-from .wanted import activation_of
+from .units import StoredWeight
 
 _Find = Callable[[Weights], Packed]
 
@@ -127,11 +126,11 @@ class OffloadedLayer:
 
 
 def packed_places(
-    model: PreTrainedModel, unit: int, streamed: Sequence[Stored], file: WeightFile
+    model: PreTrainedModel, unit: int, streamed: Sequence[StoredWeight], file: WeightFile
 ) -> Iterator[_Place]:
     """Replace modules by packed ones without codes, and say where theirs come from."""
     names = local_names(unit, [stored.name for stored in streamed])
-    experts: dict[str, list[Stored]] = {}
+    experts: dict[str, list[StoredWeight]] = {}
     for stored in streamed:
         entry = file.weights[stored.name]
         assert isinstance(entry, QuantEntry)
@@ -151,7 +150,7 @@ def packed_places(
         one = _empty(entry.shape, entry)
         codes, scale_min = (x.expand(len(found), *x.shape) for x in (one.codes, one.scale_min))
         none = QExperts(codes, scale_min, one.shape, one.bits, one.group_size, one.packing)
-        experts_module(model, path, activation_of(model)).hold(parameter, none)
+        experts_module(model, path).hold(parameter, none)
         module = cast(CodesModule, model.get_submodule(target))
         yield _Place(module, _all_of([names[stored.name] for stored in found]), none)
 

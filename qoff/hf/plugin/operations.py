@@ -17,13 +17,14 @@ from qoff.errors import FormatError, QoffError
 from qoff.hf.packed.derived import is_router
 from qoff.hf.packed.experts import DOWN, GATE_UP, stacked
 from qoff.hf.packed.module import packing_for, qtensor_of
+from qoff.hf.packed.own_experts import UP
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.models.spec import DecoderSpec
+from qoff.models.modules.structure import is_conv1d
 from qoff.quant import QuantConfig, quantize
 
+from .experts_form import experts_of
 from .install import experts_module, install
-from .stored import Stored, check_stored, stored_weights
-from .wanted import activation_of, experts_of
+from .units import StoredWeight, stored_units
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,20 @@ class Unfuse(Operation):
     """A weight of a qoff checkpoint to the parameters that it was made of."""
 
     def __init__(
-        self, stored: Stored, errors: list[QoffError], file: WeightFile | None = None
+        self, stored: StoredWeight, errors: list[QoffError], file: WeightFile | None = None
     ) -> None:
         """file: has the weight, which transformers before 5.21 may have rounded."""
         super().__init__(errors)
         self._stored, self._file = stored, file
 
     def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
-        stored, weight, tensors = self._stored, self._stored.weight, tuple(found.values())
-        if weight.columns is None:
+        stored, tensors = self._stored, tuple(found.values())
+        if not stored.packed:
             parts = stored.split(self._vector(tensors[0]))
             dtypes = {key: into.model.get_parameter_or_buffer(key).dtype for key in parts}
             return {k: v.to(dtypes[k]) for k, v in parts.items() if isinstance(v, Tensor)}
-        whole = qtensor_of(tensors[0], tensors[1], (weight.rows, weight.columns))
+        rows, columns = stored.shape
+        whole = qtensor_of(tensors[0], tensors[1], (rows, columns))
         for target, part in stored.split(whole).items():
             assert isinstance(part, QTensor)
             into.put(target, part)
@@ -127,7 +129,7 @@ class PlaceExperts(Operation):
 
     def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
         path, _, parameter = into.name.rpartition(".")
-        module = experts_module(into.model, path, activation_of(into.model))
+        module = experts_module(into.model, path)
         shape = module.dense_shape(parameter)
         parts = [list(x) for x in found.values()]
         if len(parts) != 2 or len(parts[0]) != shape[0] or len(parts[1]) != shape[0]:
@@ -146,14 +148,15 @@ class PlaceTensors(Operation):
 
     def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
         module = into.model.get_submodule(into.name.removesuffix(".weight"))
-        fits = isinstance(module, nn.Linear | nn.Embedding) or is_router(module)
+        turned = is_conv1d(module)
+        fits = isinstance(module, nn.Linear | nn.Embedding) or is_router(module) or turned
         if len(found) != 2 or not fits:
             raise FormatError(
                 f"{into.name}: linears, embeddings and routers have {CODES} and {SCALE_MIN}, here "
                 f"is a {type(module).__name__} with {len(found)} of them; save the model again"
             )
         (n, k), (codes, scale_min) = into.model.get_parameter(into.name).shape, found.values()
-        into.put(into.name, qtensor_of(codes, scale_min, (n, k)))
+        into.put(into.name, qtensor_of(codes, scale_min, (k, n) if turned else (n, k)))
         return {}
 
 
@@ -167,7 +170,8 @@ class Quantize(Operation):
     def load(self, found: dict[str, Any], into: Into) -> dict[str, Tensor]:
         for key, weight in found.items():
             if weight.dim() == 2:
-                into.put(key, self._packed(key, weight))
+                turned = is_conv1d(into.model.get_submodule(key.rpartition(".")[0]))
+                into.put(key, self._packed(key, weight.T.contiguous() if turned else weight))
             else:
                 self._experts(key, weight, into)
         return {}
@@ -187,7 +191,7 @@ class Quantize(Operation):
     def _experts(self, name: str, weight: Tensor, into: Into) -> None:
         """weight: [experts, N, K], or [experts, K, N] where the module has them transposed."""
         path, _, parameter = name.rpartition(".")
-        module = experts_module(into.model, path, activation_of(into.model))
+        module = experts_module(into.model, path)
         order = module.packed_rows(parameter).argsort().to(weight.device)
         dense = (x.T if module.form.transposed else x for x in weight)
         module.hold(parameter, stacked([self._packed(name, x[order].contiguous()) for x in dense]))
@@ -200,20 +204,17 @@ def unfusing(model: PreTrainedModel, folder: str, errors: list[QoffError]) -> li
     Raises FormatError, or UnsupportedModelError for one that the model has no place for.
     """
     checkpoint = Checkpoint.open(folder)
-    units = stored_weights(DecoderSpec.from_config(checkpoint.config), model)
-    check_stored(checkpoint, units)
     found, of_experts = [], []
-    of_files = zip(checkpoint.files, units, strict=True)
+    of_files = zip(checkpoint.files, stored_units(checkpoint, model), strict=True)
     for file, stored in ((file, stored) for file, unit in of_files for stored in unit):
-        parts = ("",) if stored.weight.columns is None else (CODES, SCALE_MIN)
+        parts = (CODES, SCALE_MIN) if stored.packed else ("",)
         if stored.expert is None:
             sources = ["^" + _end(stored.name + part) for part in parts]
             found.append(
                 WeightConverter(sources, stored.targets[0], [Unfuse(stored, errors, file)])
             )
         elif stored.expert == 0:  # for the matrices of a layer that are like this one
-            before, after = (re.escape(x) for x in stored.name.split(".experts.0."))
-            sources = [rf"^{before}\.experts\.\d+\.{after}{_end(part)}" for part in parts]
+            sources = [f"^{stored.of_experts}{_end(part)}" for part in parts]
             place: list[ConversionOps] = [PlaceExperts(True, errors)]
             of_experts.append(WeightConverter(sources, stored.targets[0], place))
     return found + of_experts
@@ -224,7 +225,7 @@ def placing(model: PreTrainedModel, errors: list[QoffError]) -> list[WeightConve
     found = [WeightConverter([_end(CODES), _end(SCALE_MIN)], ".weight", [PlaceTensors(errors)])]
     for path in {name.rpartition(".")[2] for name in experts_of(model)}:
         places: list[ConversionOps] = [PlaceExperts(False, errors)]
-        for name in (GATE_UP, DOWN):  # the first converter that fits is taken
+        for name in (UP, GATE_UP, DOWN):  # the first converter that fits is taken
             target = f".{path}.{name}"
             sources = [_end(f"{target}{part}") for part in (CODES, SCALE_MIN)]
             found.insert(0, WeightConverter(sources, target, places))

@@ -13,7 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from qoff.budgets import memory_bounds
 from qoff.errors import ArgumentError, QoffError
 
-from .config import LAYERS, QoffConfig
+from .config import LAYER_BY_LAYER, QoffConfig
 
 if TYPE_CHECKING:  # transformers imports this module on the way to its PreTrainedModel
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ class QoffHfQuantizer(HfQuantizer):
         """
         given = device_map.values() if isinstance(device_map, dict) else [device_map]
         places = {str(place) for place in given}
-        checkpoint = self.pre_quantized and self.quantization_config.layout == LAYERS
+        checkpoint = self.pre_quantized and self.quantization_config.layout in LAYER_BY_LAYER
         if _offloads(places) and (not checkpoint or len(places - set(_OFFLOADED)) > 1):
             raise ArgumentError(
                 "device_map: not all weights fit on the device, and only those of a qoff "
@@ -103,7 +103,7 @@ class QoffHfQuantizer(HfQuantizer):
         config = self.quantization_config
         if not self.pre_quantized:
             self._bits = quantizable(model, config)
-        elif config.layout != LAYERS:
+        elif config.layout not in LAYER_BY_LAYER:
             self._converters = operations.placing(model, self._errors)
         elif checkpoint_files:
             folder = checkpoint_files[0].rpartition("/")[0]

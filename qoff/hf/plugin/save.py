@@ -68,7 +68,7 @@ def _units(model: PreTrainedModel) -> list[list[Stored]] | None:
 
 def _joinable(stored: Stored, parameters: Mapping[str, Packed | Tensor]) -> bool:
     parts = [parameters[target] for target in stored.targets]
-    if stored.weight.columns is None:
+    if not stored.packed:
         return all(isinstance(part, Tensor) for part in parts)
     if stored.expert is not None:
         return isinstance(parts[0], QExperts)

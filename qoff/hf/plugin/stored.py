@@ -1,4 +1,4 @@
-"""Which parameters of a transformers model the weights of a qoff checkpoint are, row by row."""
+"""Which parameters of a transformers model the weights of a checkpoint for qoff's decoder are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from qoff.checkpoint import Checkpoint
-from qoff.checkpoint.layout import QuantEntry, TensorEntry
-from qoff.errors import FormatError, UnsupportedModelError
+from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
@@ -37,6 +35,23 @@ class Stored:
     weight: Weight
     targets: tuple[str, ...]
     expert: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is a matrix, with codes; else a vector."""
+        return self.weight.columns is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the checkpoint has it."""
+        rows, columns = self.weight.rows, self.weight.columns
+        return (rows,) if columns is None else (rows, columns)
+
+    @property
+    def of_experts(self) -> str:
+        """A regular expression for the names of the matrices like this one, of all experts."""
+        before, after = (re.escape(x) for x in self.name.split(f".experts.{self.expert}."))
+        return rf"{before}\.experts\.\d+\.{after}"
 
     @property
     def orders(self) -> list[Tensor]:
@@ -109,23 +124,3 @@ def stored_weights(spec: DecoderSpec, model: PreTrainedModel) -> list[list[Store
     units = [(layer_prefix(i), layer_weights(spec, i)) for i in range(spec.num_layers)]
     units.append(("", outer_weights(spec)))
     return [[stored(prefix, weight) for weight in weights] for prefix, weights in units]
-
-
-def check_stored(checkpoint: Checkpoint, units: list[list[Stored]]) -> None:
-    """Raise FormatError unless a checkpoint holds these weights, of their shapes, and no others."""
-    for file, unit in zip(checkpoint.files, units, strict=True):
-        if {stored.name for stored in unit} != set(file.weights):
-            name = min({stored.name for stored in unit} ^ set(file.weights))
-            where = "is there, but not" if name in file.weights else "is not there, but"
-            raise FormatError(
-                f"{file.path}: {name!r} {where} asked for by config.json; convert the model again"
-            )
-        for stored in unit:
-            entry, weight = file.weights[stored.name], stored.weight
-            wanted = (weight.rows,) if weight.columns is None else (weight.rows, weight.columns)
-            kind = TensorEntry if weight.columns is None else QuantEntry
-            if not isinstance(entry, kind) or entry.shape != wanted:
-                raise FormatError(
-                    f"{file.path}: {stored.name!r} has shape {entry.shape}, but config.json wants "
-                    f"{wanted}; convert the model again"
-                )

@@ -27,13 +27,12 @@ from qoff.memory import Residency, WeightStore, place_in_host, residency_of
 from qoff.memory.plan import Unit, is_expert
 from qoff.memory.plan.placement import spread_evenly
 from qoff.models.runtime import transfers_to
-from qoff.models.spec import DecoderSpec
 from qoff.process import only_here
 
 from .model_methods import StreamedMethods
 from .offloaded import OffloadedLayer, packed_places
 from .operations import Into, Unfuse
-from .stored import Stored, stored_weights
+from .units import StoredWeight, stored_units
 
 
 class Streaming:
@@ -46,7 +45,7 @@ class Streaming:
         self.device = device
         self._model, self._files = model, files
         self._checkpoint = Checkpoint.open(folder)
-        self._units = stored_weights(DecoderSpec.from_config(self._checkpoint.config), model)
+        self._units = stored_units(self._checkpoint, model)
         self._paths = [_path_of(i, unit) for i, unit in enumerate(self._units[:-1])]
         self._hidden: dict[str, Tensor | None] = {}
         self._places: Mapping[int, str] = {}
@@ -150,10 +149,10 @@ class Streaming:
         path, _, own = parameter.rpartition(".")
         return self._model.get_submodule(path), own
 
-    def _streams(self, i: int, stored: Stored) -> bool:
+    def _streams(self, i: int, stored: StoredWeight) -> bool:
         """Whether a weight of a layer's file is a matrix inside of the layer."""
         inside = all(target.startswith(f"{self._paths[i]}.") for target in stored.targets)
-        return stored.weight.columns is not None and inside
+        return stored.packed and inside
 
     def _read_kept(self, i: int) -> None:
         """Read what does not stream, of the file of a layer that does."""
@@ -234,7 +233,7 @@ def _table(module: nn.Module, own: str) -> dict[str, Any]:
     return module._buffers if own in module._buffers else module._parameters
 
 
-def _path_of(i: int, unit: Sequence[Stored]) -> str:
+def _path_of(i: int, unit: Sequence[StoredWeight]) -> str:
     """The module of layer i, from the names of its parameters."""
     found = (re.match(rf"(.+?\.{i})\.", name) for stored in unit for name in stored.targets)
     return next(match[1] for match in found if match is not None)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.hf.packed.derived import is_router
-from qoff.hf.packed.experts import DOWN, GATE_UP, form_of
-from qoff.models.spec import DecoderSpec
+from qoff.models.modules.structure import is_conv1d, is_linear
 from qoff.quant.matrix import ROUTER_BITS
 
 from .config import QoffConfig
+from .experts_form import experts_form, experts_of
 
 # How much the output of a shared expert counts, and what linear attention forgets by.
 _EXACT = (".shared_expert_gate", ".in_proj_ba", ".in_proj_a", ".in_proj_b")
@@ -26,7 +23,7 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
     """Which parameters of a model are quantized as they arrive, with how many bits.
 
     Raises QuantizationError where the group does not divide the columns, UnsupportedModelError for
-    experts of a family that qoff has no decoder for.
+    experts whose form qoff does not know.
     """
     head = model.get_output_embeddings()
     found: dict[str, int] = {}
@@ -35,7 +32,7 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         if not should_convert_module(name, config.modules_to_not_convert):
             experts.pop(name, None)
             continue
-        plain = type(module) is nn.Linear
+        plain = is_linear(module) or is_conv1d(module)
         if isinstance(module, nn.Embedding) or (module is head and plain):
             found[f"{name}.weight"] = config.head_bits
         elif plain and name.endswith(_EXACT):
@@ -45,18 +42,25 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         elif plain:
             found[f"{name}.weight"] = config.bits
         elif name in experts:
-            found.update({f"{name}.{matrices}": config.bits for matrices in (GATE_UP, DOWN)})
+            own = (key for key, p in module.named_parameters(recurse=False) if p.dim() > 2)
+            found.update({f"{name}.{key}": config.bits for key in own})
     if experts:
-        activation_of(model)
         found.update(dict.fromkeys(routers, ROUTER_BITS))
     for target, source in model.all_tied_weights_keys.items():
         if (target in found) != (source in found):  # one of two that share a weight stays as it is
             found.pop(target, None)
             found.pop(source, None)
+    forms = {name: experts_form(model, module) for name, module in experts.items()}
+    for name, form in forms.items():
+        if form is None:
+            raise UnsupportedModelError(
+                f"{name}: qoff cannot pack experts in a {type(experts[name]).__name__}; name them "
+                "in modules_to_not_convert"
+            )
     for name in found:
-        own = experts.get(name.rpartition(".")[0])
-        form = None if own is None else form_of(own)
-        turned = form is not None and form.transposed
+        path = name.rpartition(".")[0]
+        form = forms.get(path)
+        turned = (form is not None and form.transposed) or is_conv1d(model.get_submodule(path))
         columns = model.get_parameter(name).shape[-2 if turned else -1]
         if columns % config.group_size:
             raise QuantizationError(
@@ -64,26 +68,3 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
                 "choose another, or name it in modules_to_not_convert"
             )
     return found
-
-
-def experts_of(model: PreTrainedModel) -> dict[str, Any]:
-    """The modules with experts by their names: those with matrices in three dimensions."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if "expert" in name and any(p.dim() > 2 for p in module.parameters(recurse=False))
-    }
-
-
-def activation_of(model: PreTrainedModel) -> str:
-    """That of a model's experts. Raises UnsupportedModelError for a family without a decoder."""
-    config = json.loads(model.config.to_json_string())
-    try:
-        experts = DecoderSpec.from_config(config).experts
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"experts of {type(model).__name__} cannot be quantized while loading ({error}); use "
-            "qoff convert and qoff.load, or name them in modules_to_not_convert"
-        ) from error
-    assert experts is not None
-    return experts.activation

@@ -95,16 +95,19 @@ class Structure:
                 f"{type(model).__name__} has no embedding and linear head that qoff knows how to "
                 f"run, but {type(embedding).__name__} and {type(head).__name__}"
             )
-        wanted = model.config.get_text_config(decoder=True).num_hidden_layers
-        if len(layers) != wanted:
+        config = model.config.get_text_config(decoder=True)
+        wanted = getattr(config, "num_hidden_layers", None)
+        # LongCat counts two attentions of a layer there, and its layers elsewhere.
+        if len(layers) not in (wanted, getattr(config, "num_layers", None)):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has {len(layers)} decoder layers at {path}, but "
                 f"num_hidden_layers is {wanted}; qoff does not know which they are"
             )
         table = UnitWeight(f"{names[id(embedding)]}.weight", embedding, "weight")
-        tied = head.weight is embedding.weight
-        own = None if tied else UnitWeight(f"{names[id(head)]}.weight", head, "weight")
-        others = [k for k in model.all_tied_weights_keys if k != f"{names[id(head)]}.weight"]
+        of_head, ties = f"{names[id(head)]}.weight", model.all_tied_weights_keys
+        tied = head.weight is embedding.weight or of_head in ties  # it may not be tied yet
+        own = None if tied else UnitWeight(of_head, head, "weight")
+        others = [k for k in ties if k != of_head]
         if others:
             raise UnsupportedModelError(
                 f"{type(model).__name__} shares weights among modules ({others[0]}); supported: a "
@@ -167,6 +170,11 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module) is Conv1D
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes x @ W.T + bias; a router may look like one."""
+    return isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds experts as transformers' interface for their forward pass has them."""
     known = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -180,9 +188,7 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
     """
     module: Any = place.module
     weight, turned = place.tensor, is_conv1d(module)
-    # A router may look like a linear layer.
-    linear = isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
-    whole = place.attribute == "weight" and (linear or turned)
+    whole = place.attribute == "weight" and (is_linear(module) or turned)
     if not whole:
         if place.attribute not in _MATRICES or weight.dim() != 3 or not is_experts(module):
             return []
@@ -221,8 +227,9 @@ def _layer_table(model: Any) -> UnitWeight | None:
 
 def _layers(model: Any) -> tuple[str, nn.ModuleList]:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    within = decoder if isinstance(decoder, nn.Module) else model
-    inner = {id(m) for m in within.modules() if isinstance(m, nn.ModuleList)}
+    inner = _lists(decoder) if isinstance(decoder, nn.Module) else set()
+    if not inner:  # ModernBERT calls its head the decoder
+        inner = _lists(model)
     lists = {name: module for name, module in model.named_modules() if id(module) in inner}
     outermost = {
         name: module
@@ -233,6 +240,10 @@ def _layers(model: Any) -> tuple[str, nn.ModuleList]:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
     path = max(outermost, key=lambda name: len(outermost[name]))
     return path, outermost[path]
+
+
+def _lists(module: nn.Module) -> set[int]:
+    return {id(m) for m in module.modules() if isinstance(m, nn.ModuleList)}
 
 
 def _places(module: nn.Module, prefix: str) -> Iterator[UnitWeight]:

@@ -1,0 +1,58 @@
+"""Packed experts of families that qoff has no decoder for, which compute as their module does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qoff.models.modules.structure import is_experts
+
+from .experts import DOWN, GATE_UP, ExpertsForm, QoffExperts
+from .linear import packed_linear
+
+UP = "up_proj"  # where there is no gate
+
+
+class QoffOwnExperts(QoffExperts):
+    """One expert after another, between whose matrices is what transformers' module has there.
+
+    Matrices have the rows of transformers' parameters, in their order. Differentiable in all but
+    these.
+    """
+
+    @property
+    def first(self) -> str:
+        return GATE_UP if self.replaced.has_gate else UP
+
+    def packed_rows(self, name: str) -> Tensor:
+        return torch.arange(self.dense_shape(name)[1])
+
+    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """hidden_states: [..., H]; topk_ids: int64 [M, T]; topk_weights: [M, T]. Same shape."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out = torch.zeros_like(x)
+        for e in topk_ids.unique().tolist():
+            token, place = (topk_ids == e).nonzero(as_tuple=True)
+            found = self._expert(x[token], e) * topk_weights[token, place, None].to(x.dtype)
+            out = out.index_add(0, token, found.to(out.dtype))
+        return out.view(hidden_states.shape)
+
+    def _expert(self, x: Tensor, e: int) -> Tensor:
+        module: Any = self.replaced
+        z = self._times(self.first, x, e)
+        z = module._apply_gate(z) if module.has_gate else module.act_fn(z)
+        return self._times(DOWN, z, e)
+
+    def _times(self, name: str, x: Tensor, e: int) -> Tensor:
+        bias = getattr(self, f"{name}_bias")[e] if self.form.has_bias else None
+        return packed_linear(x, self.matrices[name].qexperts.expert(e), bias)
+
+
+def own_form(module: nn.Module) -> ExpertsForm | None:
+    """That of experts of transformers' interface, without norms. None: a module is no such."""
+    if not is_experts(module) or getattr(module, "has_post_expert_norm", False):
+        return None
+    own: Any = module
+    return ExpertsForm(bool(own.has_bias), bool(own.is_transposed), True, "", QoffOwnExperts)

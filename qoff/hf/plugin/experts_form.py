@@ -1,0 +1,36 @@
+"""How the experts of a transformers model can be packed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from qoff.errors import UnsupportedModelError
+from qoff.hf.packed.experts import ExpertsForm, form_of
+from qoff.hf.packed.own_experts import own_form
+from qoff.models.spec import DecoderSpec
+
+
+def experts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The modules with experts by their names: those with matrices in three dimensions."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "expert" in name and any(p.dim() > 2 for p in module.parameters(recurse=False))
+    }
+
+
+def experts_form(model: PreTrainedModel, module: nn.Module) -> ExpertsForm | None:
+    """The form of a module with experts: for qoff's kernels where these know the family.
+
+    None: they cannot be packed.
+    """
+    try:
+        experts = DecoderSpec.from_config(json.loads(model.config.to_json_string())).experts
+    except UnsupportedModelError:
+        experts = None
+    form = None if experts is None else form_of(module, experts.activation)
+    return form or own_form(module)
