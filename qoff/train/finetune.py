@@ -161,6 +161,8 @@ def adapted(model: Any, lora: Lora) -> Any:
     with warnings.catch_warnings():
         # PEFT asks for what transformers has under another name.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        # It sets what GPT-2's linear layers ask for.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         # It gives experts a rank of their own, and looks for them among modules only.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
         with raised_as(UnsupportedModelError, "PEFT has no adapters for this model"):

@@ -21,6 +21,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError, raised_as
 from qoff.hf.dispatch.units import units_of
 from qoff.hf.plugin.streaming import Frozen, frozen_of
+from qoff.models.families.family import full_config
 
 from .activations import Activations, Cost
 from .batches import Limits
@@ -140,13 +141,13 @@ def planned(
 
 def _model(config: Mapping[str, Any], dtype: str) -> Any:
     """The model without memory, as `from_pretrained` would have it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     given = {k: v for k, v in config.items() if k != "quantization_config"}
     if "model_type" not in given:
         raise ArgumentError("config.json has no model_type; only models of transformers train")
     with raised_as(UnsupportedModelError, "config.json: transformers makes no model of it"):
-        made = AutoConfig.for_model(**given)
+        made = full_config(given)
         chosen = getattr(made, "dtype", None) or torch.float32 if dtype == "auto" else dtype
         model: Any = AutoModelForCausalLM.from_config(
             made, dtype=getattr(torch, chosen) if isinstance(chosen, str) else chosen
