@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from bench.harness import out_file
 from qoff.engine import Completion
 from qoff.jobs.journal import BLOCK, Journal, Places
 from qoff.jobs.lines import overview, read_lines
@@ -96,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, help="where the files are; default: a temporary one")
-    parser.add_argument("--out", type=Path, help="write the numbers there, as JSON")
+    parser.add_argument("--out", type=out_file, help="write the numbers there, as JSON")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = measure(Path(folder), given.lines)

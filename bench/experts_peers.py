@@ -38,7 +38,7 @@ import torch
 
 from bench.control_group import ControlGroup, control_group, forget
 from bench.experts_stream import QWEN3_MOE
-from bench.harness import Bar, Report
+from bench.harness import Bar, Report, out_file
 from bench.peers import native
 from bench.peers.native import PeerNotBuiltError
 from bench.random_gguf import RandomGguf
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of 64 sequences, in llama.cpp")
     parser.add_argument("--samples", type=Path, help="JSON file of samples, to go on from")
     parser.add_argument("--minutes", type=float, default=math.inf, help="that this part may take")
-    parser.add_argument("--out", type=Path, help="JSON file; default in bench/results")
+    parser.add_argument("--out", type=out_file, help="JSON file; default in bench/results")
     given = parser.parse_args()
     if given.quick:
         given.layers, given.limit, given.rounds, given.tokens, given.steps = 3, "1GiB", 1, 4, 2

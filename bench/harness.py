@@ -77,6 +77,28 @@ class Report:
         return path
 
 
+def out_folder(where: str | Path) -> Path:
+    """A folder that --out names, made before anything is measured.
+
+    Raises argparse's error where it cannot be.
+    """
+    path = Path(where)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}; name another") from error
+    return path
+
+
+def out_file(text: str) -> Path:
+    """A file that --out names, its folder made. Raises as `out_folder`, and for a folder."""
+    path = Path(text)
+    out_folder(path.parent)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: is a folder; name a file")
+    return path
+
+
 def arguments(
     description: str | None,
     argv: Sequence[str] | None,
@@ -87,7 +109,7 @@ def arguments(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
-    parser.add_argument("--out", type=Path, help="JSON file; default in bench/results")
+    parser.add_argument("--out", type=out_file, help="JSON file; default in bench/results")
     for name, (kind, default, text) in options.items():
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:

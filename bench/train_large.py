@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from bench.control_group import control_group, forget
-from bench.harness import Bar, Report
+from bench.harness import Bar, Report, out_file
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from bench.train_bound import bound
 from bench.train_steps import adapted, random_model
@@ -246,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
         help="of control groups for DeepSpeed, where it is killed in `--limit`",
     )
     made.add_argument("--peer-minutes", type=float, default=25, help="of DeepSpeed in all; 0: none")
-    made.add_argument("--out", type=Path, help="JSON file; default in bench/results")
+    made.add_argument("--out", type=out_file, help="JSON file; default in bench/results")
     made.add_argument("--part", help=argparse.SUPPRESS)
     made.add_argument("--moved", type=json.loads, help=argparse.SUPPRESS)
     made.add_argument("--in-memory", action="store_true", help=argparse.SUPPRESS)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -51,6 +52,13 @@ def is_number(value: object) -> bool:
     if isinstance(value, int):
         return -(2**1023) < value < 2**1023
     return isinstance(value, float) and math.isfinite(value)
+
+
+def plain_int(value: object) -> object:
+    """A whole number of another type, like NumPy's, as Python's; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return value
+    return int(value)
 
 
 def nothing_or(kind: Kind) -> Kind:

@@ -15,9 +15,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import signature
-from pathlib import Path
 
-from bench.harness import Report
+from bench.harness import Report, out_folder
 
 _OWN = {"turns", "rivals", "plans"}
 MEASURES = (
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, help="of rounds and regret, in each of which all run")
     parser.add_argument("--rivals", type=int, help="of regret: plans drawn at random")
     parser.add_argument("--plans", nargs="+", help="of budgets: words in the names of those to run")
-    parser.add_argument("--out", type=Path, help="folder of the JSON; default bench/results")
+    parser.add_argument("--out", type=out_folder, help="folder of the JSON; default bench/results")
     args = parser.parse_args(argv)
     for name in args.only:
         measure: Callable[..., Report] = import_module(f"bench.planner.{name}").measure

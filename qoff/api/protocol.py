@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from qoff.engine import PoolingParams, SamplingParams, StructuredOutputs
 from qoff.engine.prompts import Chat
 from qoff.errors import ArgumentError, raised_as
 
-from .errors import ApiError
+from .body import Body, First
+from .messages import Messages, NamedTool, Tool, Tools
 from .tools import Calls
 
-_MOST_LOGPROBS, _MOST_FIELDS = 20, 100
-# What there may be in all of a body, and the signs in JSON that each of it has.
-_BOUNDS = (
-    ("objects and lists", (b"[", b"{"), 1 << 16),  # each takes up to 15 us to validate
-    ("fields", (b":",), 1 << 17),  # and each of these 1 us
-)
+_MOST_LOGPROBS = 20
 _SEEDS = 2**63  # as the sampler has them
 _LEAST_HEAT = 0.01  # a temperature below it is 0
 Count = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-# Of a list only the first thing that is wrong is told: there may be a million.
-First = Field(fail_fast=True)
 Prompts = Field(fail_fast=True, max_length=4096)
-Tools = Field(fail_fast=True, max_length=512)
 Input = (
     str
     | Annotated[list[str], Prompts]
@@ -37,41 +29,6 @@ Input = (
     | Annotated[list[Annotated[list[int], First]], Prompts]
 )
 Stop = Annotated[str, Field(max_length=1000)]
-
-
-class Body(BaseModel):
-    """What is not named here is refused, never ignored."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @classmethod
-    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """As pydantic's; one of very many objects, lists or fields is refused before it is read."""
-        data = json_data.encode() if isinstance(json_data, str) else json_data
-        for what, signs, most in _BOUNDS:
-            if _count(data, signs) > most and _count(_outside_texts(data), signs) > most:
-                wrong = PydanticCustomError("too_many", f"more than {most} {what}")
-                raise ValidationError.from_exception_data(
-                    cls.__name__, [{"type": wrong, "input": None}]
-                )
-        return super().model_validate_json(data, **options)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
-            raise ValueError(f"an object with {len(given)} fields")
-        return given
-
-
-def _count(data: bytes | bytearray, signs: tuple[bytes, ...]) -> int:
-    """How often some signs are in JSON, its texts included."""
-    return sum(map(data.count, signs))
-
-
-def _outside_texts(data: bytes | bytearray) -> bytes:
-    """What some JSON has between its texts."""
-    return b"".join(data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
 
 
 class StreamOptions(Body):
@@ -83,7 +40,7 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     name: str = ""
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    schema_: Annotated[dict[str, Any], Field(alias="schema", default_factory=dict)]
     strict: bool | None = None  # always
 
 
@@ -185,81 +142,6 @@ _SERVER_SETS = frozenset(
     {"chat_template", "messages", "tools", "documents", "add_generation_prompt",
      "continue_final_message", "tokenizer", "self"}
 )  # fmt: skip
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None  # in what a client put together of a stream
-
-
-class Message(Body):
-    """One of a conversation. The last four are what OpenAI's client sends back of an answer."""
-
-    role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=4096)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Tools] | None = None
-    tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _texts(cls, given: Any) -> Any:
-        for part in given if isinstance(given, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise ValueError(f"parts of type {kind[:100]!r} are not supported, only text")
-        return given
-
-    def plain(self) -> dict[str, Any]:
-        """As a chat template reads it; parts of a text are its lines."""
-        found = self.model_dump(exclude_none=True, exclude={"annotations"})
-        if isinstance(self.content, list):
-            found["content"] = "\n".join(part.text for part in self.content)
-        for call in found.get("tool_calls", ()):  # templates write them as JSON themselves
-            call.pop("index", None)
-            with raised_as(ArgumentError, "the arguments of a tool call are no JSON"):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        return found
-
-
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=16_384)]
-
-
-class Function(Body):
-    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    function: NamedFunction
 
 
 class ChatRequest(Generation):
@@ -409,18 +291,3 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], First]
-
-
-def wrong_body(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request's JSON; of a list with too many, that."""
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = next((one for one in errors if one["type"] == "too_long"), errors[0])
-    where = [str(part) for part in first["loc"] if not str(part).startswith("function-")]
-    if first["type"] == "extra_forbidden":
-        message = f"{where[-1][:100]!r} is not supported by this server"
-    elif first["type"] == "json_invalid":
-        message = f"the request is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    else:
-        message = first["msg"].removeprefix("Value error, ")
-        message += f" (in {'.'.join(where)[:100]})" if where else ""
-    return ApiError(400, message, param=where[0][:100] if where else None)

@@ -327,16 +327,15 @@ class ReferenceOptions:
     )
 
     def check(self) -> None:
-        """Raise ArgumentError for a bound that is no size, and for a model that is not there."""
+        """Raise ArgumentError for a model that is not there."""
         from qoff.hf.load import local_source
 
         if self.reference is not None:
             local_source(self.reference)
-        _ = self.memory
 
     @property
     def memory(self) -> int | None:
-        """Bytes of --reference-memory. Raises ArgumentError for text that is no size."""
+        """Bytes of --reference-memory. Raises QoffError for text that is no size."""
         return None if self.reference_memory is None else parse_size(self.reference_memory)
 
 

@@ -15,7 +15,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, FormatError
 from qoff.models.forward_pass import NOT_FINITE
 from qoff.models.sources.safetensors import POOLING
-from qoff.schema import read_object, shown
+from qoff.schema import plain_int, read_object, shown
 
 Pooling = Literal["mean", "last", "first"]
 MODULES_FILE = "modules.json"  # of sentence-transformers, as is what POOLING says
@@ -44,9 +44,10 @@ class PoolingParams:
     def __post_init__(self) -> None:
         if self.pooling not in (None, *get_args(Pooling)):
             raise ArgumentError(f"pooling is {shown(self.pooling)}; use mean, last or first")
-        size = self.dimensions
+        size = plain_int(self.dimensions)
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ArgumentError(f"dimensions is {shown(size)}; use a whole number from 1")
+        object.__setattr__(self, "dimensions", size)
         if self.normalize not in (None, True, False):
             raise ArgumentError(f"normalize is {shown(self.normalize)}; use True or False")
 

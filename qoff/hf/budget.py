@@ -135,36 +135,46 @@ class Budget:
         there will be enough without other caches.
         """
         with self._turn:
-            held, others = cache.tokens, self._others(cache)
-            wanted, at_once = held.bytes_for(tokens), max(counts)
             running = self.turns.running()
             beside = 0 if cache in running else max(map(self._step, running), default=0)
-            whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
-            while True:
-                work = max(beside, self._pass(counts, at_once, rows, tokens))
-                if others + wanted + work <= self.free or at_once == 1 or whole:
-                    break
-                at_once = -(-at_once // 2)
-            if others + wanted + work > self.free:
-                kept = f" beside {others:,} of other caches" if others else ""
-                own = wanted + self._pass(counts, at_once, rows, tokens)
-                raise (OtherCachesError if own <= self.free else BudgetError)(
-                    f"device memory: a KV cache of {len(counts)} x {tokens} tokens wants "
-                    f"{wanted:,} bytes{kept} and a pass {work:,}, but {self.free:,} of "
-                    f"{self.memory:,} are there beside the weights; use fewer or shorter "
-                    "sequences, or load the model with more device_memory, or with the context "
-                    "and batch_size that it is to have"
-                )
+            at_once = self._fitting(cache, tokens, counts, rows, beside)
             self._largest = max(self._largest, len(counts))
             self._caches.add(cache)
             if tokens > cache.room:
                 grown = tokens + tokens // 2  # for passes to come
                 work = max(beside, self._pass(counts, at_once, rows, grown))
-                fits = others + held.bytes_for(grown) + work <= self.free
-                cache.room = grown if fits else tokens
-                held.reserve(cache.room)
+                wanted = self._others(cache) + cache.tokens.bytes_for(grown) + work
+                cache.room = grown if wanted <= self.free else tokens
+                cache.tokens.reserve(cache.room)
                 self._steps[cache] = self._pass(counts, 1, len(counts), cache.room)
             return at_once
+
+    def _fitting(
+        self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int, beside: int
+    ) -> int:
+        """How many new tokens of each sequence fit into one pass; see `admit`.
+
+        beside: bytes of the largest step of those that run.
+        """
+        held, others = cache.tokens, self._others(cache)
+        wanted, at_once = held.bytes_for(tokens), max(counts)
+        whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
+        while True:
+            own = self._pass(counts, at_once, rows, tokens)
+            work = max(beside, own)
+            if others + wanted + work <= self.free:
+                return at_once
+            if at_once == 1 or whole:
+                break
+            at_once = -(-at_once // 2)
+        kept = f" beside {others:,} of other caches" if others else ""
+        raise (OtherCachesError if wanted + own <= self.free else BudgetError)(
+            f"device memory: a KV cache of {len(counts)} x {tokens} tokens wants "
+            f"{wanted:,} bytes{kept} and a pass {work:,}, but {self.free:,} of "
+            f"{self.memory:,} are there beside the weights; use fewer or shorter "
+            "sequences, or load the model with more device_memory, or with the context "
+            "and batch_size that it is to have"
+        )
 
     def scored_at_once(self, sequences: int, tokens: int, most: int, predicted: int) -> Room:
         """How many sequences, and tokens of each, are read in a pass, and in how many batches.

@@ -136,8 +136,9 @@ class OpenAILines:
         """A line whose frame is right and whose id is new, or what is wrong with it."""
         from pydantic import ValidationError
 
+        from qoff.api.body import wrong_body
         from qoff.api.errors import ApiError
-        from qoff.api.protocol import BatchLine, wrong_body
+        from qoff.api.protocol import BatchLine
 
         known = Known(line, f"batch_req_{self._job}_{line.number}", None)
         try:
@@ -166,8 +167,9 @@ class OpenAIReader(OpenAILines):
     def read(self, line: Line) -> Request | Bad:
         from pydantic import ValidationError
 
+        from qoff.api.body import wrong_body
         from qoff.api.errors import ApiError, as_api_error
-        from qoff.api.protocol import ChatRequest, CompletionRequest, wrong_body
+        from qoff.api.protocol import ChatRequest, CompletionRequest
         from qoff.api.requests import asked, check_model
 
         found = self.check(line)

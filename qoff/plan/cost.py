@@ -42,6 +42,7 @@ class _Work(NamedTuple):
     last_rows: Array  # of those that go on behind the last layer's attention
     seconds: Array  # of the device without attention to packed blocks
     head: Array  # seconds of them
+    starts: Array  # seconds of them that passes take beside their ops
     queries: Array  # of a KV head
     past: Array  # packed tokens of each sequence
     blocks: Array  # that are attended to
@@ -102,7 +103,7 @@ class CostModel:
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has
         sizes, device, kv = self.sizes, self.machine.device, self.kv_blocks
-        seconds, head = self._passes(rows, rows, passes, c)
+        seconds, head, starts = self._passes(rows, rows, passes, c)
         blocks = active * kv.mean * self.kv.attention_top
         shape, past = sizes.shapes[0], kv.mean * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(each_has * shape.heads / shape.kv_heads)
@@ -129,6 +130,7 @@ class CostModel:
                 rows,
                 seconds,
                 head,
+                starts,
                 queries,
                 past_,
                 blocks,
@@ -156,7 +158,7 @@ class CostModel:
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         ends = np.minimum(prompts, c.batch_size)
-        seconds, head = self._passes(piece, ends, passes, c)
+        seconds, head, starts = self._passes(piece, ends, passes, c)
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
         heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
@@ -178,6 +180,7 @@ class CostModel:
                 ends,
                 seconds,
                 head,
+                starts,
                 queries,
                 past,
                 blocks,
@@ -260,9 +263,8 @@ class CostModel:
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
                 busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
-        starts = passes * pass_s(machine, passes, self.units, spilled)
         base, each = busy[:, :, 0], busy[:, :, 1:]
-        return Phase(rounds, base, each, self.units, passes, moves, starts, work.head)
+        return Phase(rounds, base, each, self.units, passes, moves, work.starts, work.head)
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -277,11 +279,11 @@ class CostModel:
 
     def _passes(
         self, rows: Array, head_rows: Array, passes: Array, c: Choices
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array, Array]:
         """Seconds of a round's passes in matrices, in calling the ops, and between them.
 
         In the block schedule, those behind the first find what fits in the cache. Returned beside:
-        the seconds of them that the head takes.
+        the seconds of them that the head takes, and those that passes take beside ops.
         """
         device, sizes = self.machine.device, self.sizes
         calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)
@@ -315,7 +317,7 @@ class CostModel:
             again = np.where(c.block, near, first)
             last = columns * (first + (passes - 1) * again)
             seconds = seconds + last
-        return seconds, last
+        return seconds, last, passes * between
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:
         """Seconds of linear attention of so many new tokens."""

@@ -29,7 +29,7 @@ from qoff.models.native.pass_bytes import logits_bytes, recorded_bytes
 from qoff.models.native.rope import table_bytes
 from qoff.models.native.scratch import Passes, scratch_bytes
 from qoff.models.spec import DecoderSpec
-from qoff.schema import is_number
+from qoff.schema import is_number, plain_int
 from qoff.units import format_size
 
 
@@ -78,9 +78,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, least in _WHOLE.items():
-            value = getattr(self, name)
+            value = plain_int(getattr(self, name))
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ArgumentError(f"{name} is {value!r}; use a whole number from {least}")
+            object.__setattr__(self, name, value)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(

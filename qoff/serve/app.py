@@ -16,15 +16,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from qoff.api.answers import encoded
+from qoff.api.body import Body, wrong_body
 from qoff.api.errors import ApiError, as_api_error
 from qoff.api.protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
-    wrong_body,
 )
 from qoff.api.requests import Asked, asked, check_model
 from qoff.engine import LLM

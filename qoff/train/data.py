@@ -205,8 +205,8 @@ def examples(path: Path, encoder: Encoder, broken: Callable[[int, str], None]) -
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if number == 1:
-                    _check_format(path, line)
                     line = line.removeprefix(BOM_UTF8)  # which editors of Windows write
+                    _check_format(path, line)
                 if not line.strip():
                     continue
                 try:
@@ -227,7 +227,7 @@ def _check_format(path: Path, first: bytes) -> None:
     for start, what in _OTHERS.items():
         if first.startswith(start):
             raise FormatError(f"{path}: {what}")
-    if first.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+    if first.lstrip().startswith(b"["):
         raise FormatError(
             f"{path}: begins with a JSON array; write each example as a line of its own, as "
             "jq -c '.[]' does"

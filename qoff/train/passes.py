@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,6 +17,7 @@ from .generators import Generators
 
 _HIDDEN = "hidden_states"  # what transformers' layers call their input
 _FEW = 8  # tokens
+_LEAVES = "leaves tensors for others in what it is given"
 
 
 class Stop(NamedTuple):
@@ -73,10 +74,10 @@ class StoppingLayer:
     def compute(self, hidden: Tensor, stop: Stop) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """The layer's hidden states, and what makes its whole result of others like them."""
         given = (stop.args, dict(stop.kwargs))
-        before = [id(x) for x in tree_leaves(given) if isinstance(x, Tensor)]
+        before = [id(x) for x in _tensors(given)]
         result = self.own(hidden, *stop.args, **stop.kwargs)
-        if [id(x) for x in tree_leaves(given) if isinstance(x, Tensor)] != before:
-            _refuse("leaves tensors for others in what it is given")  # without gradients
+        if [id(x) for x in _tensors(given)] != before:
+            _refuse(_LEAVES)  # without gradients
         if isinstance(result, Tensor):
             return result, lambda x: x
         if not isinstance(result, tuple | list) or not isinstance(result[0], Tensor):
@@ -132,9 +133,13 @@ def next_stop(one: TrainingPass, given: Any, hidden: Tensor, index: int) -> Stop
 def check_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Raise UnsupportedModelError for a model that does not go through its layers in order.
 
-    Two tokens go through it, with layers that return what they are given, so that neither these
-    nor the head are computed. What else a model says to such layers is left to the first step.
+    And for one whose layers use keys and values of others, as transformers' modules say of
+    themselves. Two tokens go through it, with layers that return what they are given, so that
+    neither these nor the head are computed. What else a model says to such layers is left to the
+    first step.
     """
+    if any(getattr(x, "is_kv_shared_layer", False) for one in layers for x in one.modules()):
+        _refuse(_LEAVES)
     embedding: Any = getattr(model, "get_input_embeddings", nn.Module)() or nn.Module()
     tensors = chain(embedding.parameters(), embedding.buffers(), model.parameters())
     ids = torch.ones(1, 2, dtype=torch.int64, device=next(tensors).device)
@@ -256,9 +261,21 @@ def _stop(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stop:
         hidden = kwargs.pop(_HIDDEN, None)
     if not isinstance(hidden, Tensor):
         _refuse("is given no hidden states first")
-    if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
+    if any(x.requires_grad for x in _tensors((args, kwargs))):
         _refuse("is given more than hidden states that learns")
     return Stop(index, hidden, args, kwargs)
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """The tensors in what a layer is given, those in mappings that pytree takes whole among them.
+
+    transformers has a `UserDict` for keys and values of earlier layers.
+    """
+    for x in tree_leaves(given):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, Mapping):
+            yield from _tensors(list(x.values()))
 
 
 def _refuse(why: str) -> NoReturn:

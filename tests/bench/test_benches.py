@@ -13,7 +13,7 @@ import torch
 from bench import conversion, cpu_matmul, disk_stream
 from bench.bandwidth import ReadBandwidth, read_all, read_pieces
 from bench.greedy import generate as native_generate
-from bench.harness import Bar, Report
+from bench.harness import Bar, Report, arguments
 from bench.peers import accelerate_offload
 from bench.peers.int4 import DequantizeGemm, TorchInt4
 from bench.random_model import TINYLLAMA, random_matrix, write_random_checkpoint
@@ -51,6 +51,18 @@ def test_a_report_is_printed_and_written(
     assert [bar["met"] for bar in written["bars"]] == [True, False]
     assert written["machine"].keys() == machine().keys()
     assert written["versions"].keys() == versions().keys()
+
+
+@pytest.mark.parametrize("into_a_folder", [False, True])
+def test_an_out_that_cannot_be_written_is_refused_before_measuring(
+    into_a_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out, said = (tmp_path, "is a folder") if into_a_folder else (tmp_path / "file" / "x", "exists")
+    with pytest.raises(SystemExit, match="2"):
+        arguments("", ["--out", str(out)])
+    assert said in capsys.readouterr().err
+    assert arguments("", ["--out", str(tmp_path / "new" / "x")]).out.parent.is_dir()
 
 
 def test_reading_memory_reads_all_of_it() -> None:

@@ -10,13 +10,12 @@ import pytest
 from openai import OpenAI
 from pydantic import ValidationError
 
+from qoff.api.body import Body, wrong_body
 from qoff.api.protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     TokenizeRequest,
-    wrong_body,
 )
 from qoff.engine import SamplingParams
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import UserDict
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,13 @@ from qoff.train.schedules import Schedule
 from .test_training import LR, PLACES, batch, model_of, offloaded
 
 
-def test_layers_that_leave_each_other_keys_are_refused() -> None:
-    given = {"shared": {}, "mask": None}
+@pytest.mark.parametrize("kind", [dict, UserDict])  # transformers' is of the second
+def test_layers_that_leave_each_other_keys_are_refused(kind: type) -> None:
+    given = {"shared": kind(), "mask": None}
     layer = nn.Module()
 
-    def forward(x: torch.Tensor, shared: dict[str, torch.Tensor], mask: None) -> torch.Tensor:
-        shared["keys"] = x
+    def forward(x: torch.Tensor, shared: dict[str, Any], mask: None) -> torch.Tensor:
+        shared["keys"] = x, x
         return x
 
     layer.forward = forward
@@ -58,6 +60,7 @@ def test_layers_that_leave_each_other_keys_are_refused() -> None:
             "is given more than hidden states that learns",
         ),
         ("gemma4_text", {"global_head_dim": 16}, "is given more than hidden states that learns"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "leaves tensors for others in what it is"),
     ],
 )
 def test_models_that_do_not_go_through_their_layers_in_order_are_refused_at_once(
