@@ -20,7 +20,7 @@ from qoff.models import runtime
 from qoff.plan import Plan
 from tests.engine.test_allocations import Peak
 from tests.instruments import POISON
-from tests.module_models import module_checkpoint
+from tests.module_models import MODULES, module_checkpoint
 from tests.tiny_families import VOCAB
 from tests.tiny_models import budgets, refused
 
@@ -177,3 +177,14 @@ def test_states_of_another_kind_are_refused(base: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(DynamicLayer, "indexer_keys", None, raising=False)
     with pytest.raises(UnsupportedModelError, match=r"what Bloom.* remembers.*; use qoff\.load"):
         LLM(module_checkpoint(base, "bloom"), PLAN, device="cpu")
+
+
+def test_positions_that_count_padding_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"model_type": "bart", "d_model": 64, "decoder_layers": 3, "decoder_ffn_dim": 96}
+    own |= {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False}
+    monkeypatch.setitem(MODULES, "bart", own)
+    path = module_checkpoint(tmp_path, "bart")
+    with pytest.raises(UnsupportedModelError, match=r"Bart.* counts padding .*use qoff\.load"):
+        LLM(path, PLAN, device="cpu")

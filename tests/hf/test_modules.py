@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM
 import qoff
 from qoff.errors import ArgumentError, OpError, QoffError
 from qoff.kvcache import KVQuant
-from tests.module_models import MODULES, module_checkpoint, module_reference, module_source
+from tests.module_models import (
+    HEADS_OF_64,
+    MODULES,
+    module_checkpoint,
+    module_reference,
+    module_source,
+)
 from tests.tiny_models import QUANT, load_budgets
 from tests.tolerances import PACKED_8, assert_close
 
@@ -183,3 +189,63 @@ def test_new_tokens_may_be_multiplied_by_the_mask(
         params = qoff.SamplingParams(temperature=0, max_tokens=6, min_tokens=6)
         found = [list(one.token_ids) for one in llm.generate(PROMPTS, params)]
         assert found == wanted[:, -6:].tolist()
+
+
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+# Where layers are, and how wide theirs are, in ways of their own.
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "modernbert-decoder": {"sliding_window": 6, "cls_token_id": 1, "sep_token_id": 2},
+    "longcat_flash": {
+        **LATENT,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "head_dim": 16,
+    },
+    "gemma4_unified_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_layers_are_found_where_they_are_and_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    layers = {} if name == "longcat_flash" else {"num_hidden_layers": 4}
+    monkeypatch.setitem(MODULES, name, {"model_type": name, **layers, **UNUSUAL[name]})
+    path, reference = module_checkpoint(tmp_path, name), module_reference(tmp_path, name)
+    least, _ = load_budgets(path, kv=None)
+    model, _ = qoff.load(path, device_memory=least, kv=None)
+    with model:
+        ids = torch.randint(3, 99, (1, 9))
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+
+
+def test_attention_may_get_its_mask_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"model_type": "afmoe", **HEADS_OF_64, "num_experts": 4, "num_experts_per_tok": 2}
+    own |= {"num_dense_layers": 1, "moe_intermediate_size": 32, "sliding_window": 90}
+    monkeypatch.setitem(MODULES, "afmoe", own)
+    path, reference = module_checkpoint(tmp_path, "afmoe"), module_reference(tmp_path, "afmoe")
+    model, _ = qoff.load(path, kv=KVQuant(16, 16))
+    with model:
+        decoder: Any = model.runtime.decoder
+        assert len(decoder.packed_shapes) == 3
+        ids = torch.randint(3, 99, (1, 100))
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))

@@ -33,8 +33,10 @@ def register() -> None:
         found: Tensor = _current().mask(mask_function, about.get("local_size"), shape)
         return found
 
-    def attend(*operands: Any, **more: Any) -> tuple[Tensor, None]:
-        return _current().attend(*operands, **more), None
+    def attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **more: Any
+    ) -> tuple[Tensor, None]:
+        return _current().attend(module, q, k, v, attention_mask, **more), None
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)

@@ -13,6 +13,8 @@ from qoff.errors import ArgumentError, OpError
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import CachePass, KVCache
 
+from .configs import layer_configs
+
 
 class ModuleCache(KVCache):
     """transformers' cache of a padded batch, whatever its layers hold: K and V, or states.
@@ -226,7 +228,11 @@ def right_aligned(counts: Sequence[int]) -> Tensor:
 
 
 def _kv_width(config: Any) -> int:
-    """Floats of K and V of a token in a layer, by transformers' names."""
+    """Floats of K and V of a token in a layer, the widest, by transformers' names."""
+    return max(map(_layer_kv_width, layer_configs(config)))
+
+
+def _layer_kv_width(config: Any) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     nope, rope, v, plain = (

@@ -108,6 +108,15 @@ def read_config(
     return full
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each layer where they differ, as in Gemma 4; else `config` alone.
+
+    transformers refuses to read from a config as a whole what differs.
+    """
+    differ = getattr(config, "is_heterogeneous", False)
+    return [*config.per_layer_config] if differ else [config]
+
+
 def build(config: Any, trust_remote_code: bool = False, attention: str | None = None) -> Any:
     """transformers' model of a config object, in float32 on the meta device, for inference.
 

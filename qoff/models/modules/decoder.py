@@ -32,7 +32,7 @@ from . import probe
 from .attention import NAME, PackedAttention, register
 from .binding import WeightBinder, bind_embedding
 from .cache import ModuleCache, StatesPass, new_columns
-from .configs import DTYPE, LAYOUT, build, read_config
+from .configs import DTYPE, LAYOUT, build, layer_configs, read_config
 from .current import current
 from .linear import Head, Multiply
 from .structure import (
@@ -200,8 +200,9 @@ class ModuleDecoder:
 
     @property
     def heads(self) -> int:
-        """Query heads of a layer."""
-        return getattr(self.text_config, "num_attention_heads", None) or 1
+        """Query heads of a layer, the most."""
+        layers = layer_configs(self.text_config)
+        return max(getattr(one, "num_attention_heads", None) or 1 for one in layers)
 
     @property
     def position_limit(self) -> int | None:
@@ -220,8 +221,15 @@ class ModuleDecoder:
     def slot_layers(self) -> list[LayerMemory]:
         """What a sequence takes in each layer of a `ModuleSlots`.
 
-        Raises UnsupportedModelError for a model whose cache holds something else.
+        Raises UnsupportedModelError for a model whose cache holds something else, and for one that
+        takes a row of its table of positions for each column of a batch, padding included.
         """
+        if self._ends and "position_ids" not in self._parameters:
+            raise UnsupportedModelError(
+                "qoff.LLM reads prompts of different lengths together, and "
+                f"{type(self.model).__name__} counts padding among their positions; use qoff.load, "
+                "with one prompt at a time"
+            )
         try:
             model = self._built(self._trusted, packed=True)
         except UnpackableError:
