@@ -207,7 +207,7 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     return match.end()
 
 
-FORMS = {
+MARKED = {
     "harmony": MarkedForm(
         ("<|channel|>",), _harmony_begins, _harmony, json.JSONDecoder().raw_decode
     ),
@@ -217,11 +217,3 @@ FORMS = {
         ("<|tool_calls_section_begin|>",), _kimi_begins, _kimi, json.JSONDecoder().raw_decode
     ),
 }
-
-
-def form_of(template: str) -> str:
-    """The form that a chat template has models write, "" for none of these."""
-    for name, form in FORMS.items():
-        if any(mark in template for mark in form.template):
-            return name
-    return ""

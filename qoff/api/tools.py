@@ -6,7 +6,8 @@ Hermes' form, of Qwen, SmolLM3 and many others: `<tool_call>{"name": ..., "argum
 objects with "arguments" behind `[TOOL_CALLS]`, or, newer, `[TOOL_CALLS]name[ARGS]{...}`, one after
 another; its marks are special tokens, which texts of answers leave out. Granite 3's is such a list
 behind `<|tool_call|>` or `<tool_call>`, Phi-4-mini's behind `functools`. Those of gpt-oss, Gemma,
-DeepSeek and Kimi are in `marked_calls`. An answer that must call a function is one object alone.
+DeepSeek and Kimi are in `marked_calls`, Cohere's in `cohere_calls`. An answer that must call a
+function is one object alone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .call_forms import FORMS, form_of
 from .errors import ApiError
-from .marked_calls import FORMS, Found, beside, form_of
+from .marked_calls import Found, beside
 from .tagged_calls import tagged_call
 
 OPEN = "<tool_call>"
@@ -96,7 +98,7 @@ def written(calls: Calls, template: object) -> Calls:
     raise ApiError(
         400,
         f"the model's chat template has tools in none of the forms {OPEN}...</tool_call>, Llama's, "
-        "Mistral's, Granite's, Phi's, Gemma's, gpt-oss's, DeepSeek's and Kimi's",
+        "Mistral's, Granite's, Phi's, Gemma's, gpt-oss's, DeepSeek's, Kimi's and Cohere's",
         param="tools",
     )
 

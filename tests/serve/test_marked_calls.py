@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qoff.api.marked_calls import FORMS
+from qoff.api.call_forms import FORMS
 from qoff.api.tools import Calls, split
 from qoff.serve.text import TextStream
 
