@@ -105,6 +105,30 @@ def test_answers_are_the_peers(batch_size: int, checkpoint: Path, peer: HFLM) ->
     assert all(found)
 
 
+def test_more_sequences_share_a_decode_step_where_weights_stream(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+    least, _ = load_budgets(checkpoint, batch_size=8)
+    lm = opened(checkpoint, batch_size=8, device_memory=least)
+    lm.batch_size_per_gpu = 1
+    requests = instances("generate_until", [(f"{i}?", {"max_gen_toks": 6}) for i in range(12)])
+
+    def answered() -> tuple[list[str], int]:
+        before = lm.model.runtime.store.stats.bytes_read
+        found = lm.generate_until(requests, disable_tqdm=True)
+        return found, lm.model.runtime.store.stats.bytes_read - before
+
+    together, few = answered()
+    assert lm.batch_size == 1
+    monkeypatch.setattr(lm, "_answered_at_once", lambda most, tokens: 1)
+    apart, many = answered()
+    assert together == apart
+    assert 0 < 3 * few <= many
+    resident = opened(checkpoint, batch_size=2)
+    assert resident._answered_at_once(12, 20) == 2  # nothing is read again
+
+
 def test_models_of_transformers_modules_score_too(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     lm = opened(module_checkpoint(base, "stablelm"), batch_size=4, pass_tokens=16)

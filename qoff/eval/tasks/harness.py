@@ -23,6 +23,8 @@ from .continuations import score
 from .once import Size
 
 _LOGITS = 1 << 28  # bytes, of weights that are resident
+_ANSWERS = 64  # sequences that are answered together, at most, beyond `batch_size`
+_PIECE = 16  # tokens of a question that a pass has room for then, at least
 
 
 @register_model("qoff")
@@ -106,7 +108,12 @@ class QoffLM(HFLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers, cut off at the texts that a task stops at."""
+        """Answers, cut off at the texts that a task stops at.
+
+        Where weights stream, as many sequences share each reading of them as the bound of memory
+        has room for, `batch_size` at least.
+        """
+        longest = 0  # tokens of a question and its answer
         for request in requests:
             new = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if new >= self.max_length:
@@ -114,8 +121,28 @@ class QoffLM(HFLM):
                     f"answers of {new} tokens leave no room for a question in {self.max_length}; "
                     "use fewer (max_gen_toks)"
                 )
-        answers: list[str] = super().generate_until(requests, disable_tqdm)
+            asked = len(self.tok_encode(request.args[0]))
+            longest = max(longest, min(asked, self.max_length - new) + new)
+        before = self.batch_size
+        self.batch_size_per_gpu = self._answered_at_once(len(requests), longest)
+        try:
+            answers: list[str] = super().generate_until(requests, disable_tqdm)
+        finally:
+            self.batch_size_per_gpu = before
         return answers
+
+    def _answered_at_once(self, most: int, tokens: int) -> int:
+        """How many of `most` sequences of so many tokens share a decode step."""
+        budget, count = self.model.budget, self.batch_size
+        if budget is None or getattr(self.model.runtime.decoder, "resident", False):
+            return count  # more at once would not be faster
+
+        def fits(sequences: int) -> bool:
+            return budget.scored_at_once(sequences, tokens, _PIECE, 1).sequences == sequences
+
+        while count < min(most, _ANSWERS) and fits(count + 1):
+            count += 1
+        return count
 
 
 def _opened(
