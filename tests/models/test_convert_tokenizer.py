@@ -40,7 +40,9 @@ CASED_LETTERS = (  # of DeepSeek's first tokenizer
     "ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-\uff3a\uff41-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 SPACES = "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 PATTERNS = {  # of the models' own `tokenizer.json`; others split as Llama 3
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),  # llama.cpp's own
     "qwen2": (QWEN2,),
     "qwen35": (QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),),
     "gpt-4o": (GPT4O,),
@@ -128,8 +130,8 @@ def reference(pre: str) -> Tokenizer:
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
     single = pre_tokenizers.Sequence([digits, gpt2])
-    kinds = {"smollm": single, "starcoder": single}
-    kinds |= dict.fromkeys(("default", "gpt-2", "olmo"), gpt2)
+    kinds: dict[str, pre_tokenizers.PreTokenizer] = {"smollm": single, "starcoder": single}
+    kinds |= dict.fromkeys(("gpt-2", "olmo"), gpt2)
     ignore_merges = pre in ("llama-bpe", "llama3", "glm4", "tekken", "youtu", "minicpm5")
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer = kinds.get(pre) or _split(*PATTERNS.get(pre, (LLAMA3,)))

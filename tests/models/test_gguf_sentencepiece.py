@@ -157,6 +157,7 @@ def test_phi3_takes_space_after_its_tokens_away() -> None:
     changes = {"tokens": tokens, "scores": [*SCORES, 0.0], "token_type": [*TYPES, 3]}
     built = build_tokenizer({**metadata(**changes), "general.architecture": "phi3"}, 512)
     assert ids(built, "<|end|>  the") == [len(TOKENS), *by_the_rule("the")]
+    assert ids(built, f"{USER}\nthe") == [IDS[USER], *by_the_rule("the")]
     assert ids(built, f"{BOS} the") == [1, *by_the_rule(" the")]
 
 

@@ -58,6 +58,8 @@ _YOUTU = "|".join(  # Korean, marks, Bopomofo, Chinese and Japanese
     )
 )
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TRIPLE = "[0-9][0-9][0-9]"
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _DIGIT = pre_tokenizers.Digits(individual_digits=True)
@@ -109,7 +111,8 @@ _KIMI = (r"\p{Han}+", *(f"{word}{_CONTRACTIONS}?" for word in _HAN_APART), r"\p{
 _V3 = Kind(_split(*_DEEPSEEK_V3))
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        **dict.fromkeys(("default", "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum"), _PLAIN),
+        "default": Kind(_split(r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", _TRIPLE)),
+        **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum"), _PLAIN),
         **dict.fromkeys(("jais", "trillion", "granite-docling", "exaone4"), _PLAIN),
         **dict.fromkeys(("olmo", "mpt"), Kind(_GPT2, nfc=True)),  # as GPT-NeoX's
         **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), _DIGITS),
@@ -155,7 +158,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 [
                     pre_tokenizers.Punctuation("contiguous"),
                     _GPT2,
-                    pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated"),
+                    pre_tokenizers.Split(Regex(_TRIPLE), behavior="isolated"),
                 ]
             )
         ),

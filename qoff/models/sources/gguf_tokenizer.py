@@ -111,16 +111,16 @@ def _backend(
         backend.post_processor = _around(tokens, begin, end)
     typed = list(zip(tokens, types, strict=True))
     phi3 = sentencepiece and metadata.get("general.architecture") == "phi3"
-    backend.add_special_tokens(
-        [
-            AddedToken(t, normalized=False, special=True, rstrip=phi3 and t not in _STAY)
+
+    def added(wanted: int, special: bool) -> list[AddedToken]:
+        return [
+            AddedToken(t, normalized=False, special=special, rstrip=phi3 and t not in _STAY)
             for t, type_ in typed
-            if type_ == _CONTROL
+            if type_ == wanted
         ]
-    )
-    backend.add_tokens(
-        [AddedToken(t, normalized=False) for t, type_ in typed if type_ == _USER_DEFINED]
-    )
+
+    backend.add_special_tokens(added(_CONTROL, special=True))
+    backend.add_tokens(added(_USER_DEFINED, special=False))
     return backend
 
 
