@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -102,9 +103,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the garbage collector leave alone what was imported: 700,000 objects, 0.9 s a look."""
+    """Have the garbage collector leave alone what was imported: 700,000 objects, 0.9 s a look.
+
+    And have torch's 50 loggers propagate: pytest would attach six handlers to each in every test,
+    which takes 1 ms. Behind the root logger's they hear the same.
+    """
     gc.freeze()
     gc.enable()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)

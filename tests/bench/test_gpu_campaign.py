@@ -242,31 +242,47 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     assert "left out: stages: device to tuning, 8 in all" in (tmp_path / "gpu.txt").read_text()
 
 
-def test_without_a_gpu_there_is_one_message(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 2, run.stderr
-    assert "there is no CUDA device that torch can use" in run.stderr
+# Triton compiles here, as it is imported where nothing says that it interprets. The bench itself,
+# told to run, ends with its message.
+COMPILING = """
+import json, sys, warnings
+warnings.simplefilter('ignore')
+from bench.gpu import compiling, ops
+from bench.gpu.__main__ import main
+from qoff.kernels.triton.launch.gpu import Gpu
+found = compiling.collect(ops.OPS, ['checks'], Gpu(90, 132), 90, True, True)
+print(json.dumps([[r.op, r.kernel] for r in found]))
+one = [r for r in found if r.op == 'gated_silu'][:1]
+compiling.compile_all(one, 90, 1, lambda e: print(json.dumps(e)))
+compiling.compile_all(one, 90, 1, lambda e: print(json.dumps(e)), 0.01)
+print(main(['--out', sys.argv[1]]))
+"""
 
 
-def test_what_the_ops_launch_is_compiled() -> None:
-    """On meta tensors every op launches what it does on a GPU, and these kernels compile."""
-    code = (
-        "import json, warnings\n"
-        "warnings.simplefilter('ignore')\n"
-        "from bench.gpu import compiling, ops\n"
-        "from qoff.kernels.triton.launch.gpu import Gpu\n"
-        "found = compiling.collect(ops.OPS, ['checks'], Gpu(90, 132), 90, True, True)\n"
-        "print(json.dumps([[r.op, r.kernel] for r in found]))\n"
-        "one = [r for r in found if r.op == 'gated_silu'][:1]\n"
-        "compiling.compile_all(one, 90, 1, lambda e: print(json.dumps(e)))\n"
-        "compiling.compile_all(one, 90, 1, lambda e: print(json.dumps(e)), 0.01)\n"
-    )
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """What a process without an interpreter or a GPU says, of `COMPILING`."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True)
+    command = [sys.executable, "-c", COMPILING, str(tmp_path_factory.mktemp("compiling"))]
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**env, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr
-    found, done, late = map(json.loads, run.stdout.splitlines())
+    return run
+
+
+def test_without_a_gpu_there_is_one_message(compiling: subprocess.CompletedProcess[str]) -> None:
+    assert compiling.stdout.splitlines()[-1] == "2"
+    assert "there is no CUDA device that torch can use" in compiling.stderr
+
+
+def test_what_the_ops_launch_is_compiled(compiling: subprocess.CompletedProcess[str]) -> None:
+    """On meta tensors every op launches what it does on a GPU, and these kernels compile."""
+    found, done, late = map(json.loads, compiling.stdout.splitlines()[:3])
     assert {op for op, _ in found} == set(OPS)
     kernels = {kernel for _, kernel in found}
     assert {"gemv_kernel", "gemm_kernel", "merge_kernel", "pack_kernel"} <= kernels
