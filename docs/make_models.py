@@ -80,6 +80,11 @@ of transformers on the dequantized weights. What differs from the families above
   room for the plan's context, and so are hidden states. A prompt of a model with recurrent states
   is read in one pass, of at most `prefill_tokens` tokens. Answers are those of `generate` for each
   prompt alone.
+  Refused there, with a hint at `qoff.load`: models that count padding among their positions (the
+  decoders of BART and its kin), and those that attend by an index of keys (GLM MoE with DSA,
+  DeepSeek V3.2).
+- `AutoModelForCausalLM.from_pretrained` reads their checkpoints too, streams their layers, and
+  `qoff finetune` trains adapters beside these ([transformers.md](transformers.md)).
 - Of GGUF files seven architectures run so ([formats.md](formats.md)).
 
 Tested with tiny random models (`tests/models/test_modules.py`, `tests/hf/test_modules.py`):
