@@ -8,14 +8,13 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.hf.packed.derived import is_router
-from qoff.models.modules.structure import is_conv1d, is_linear
+from qoff.models.modules.structure import ROUTERS, is_conv1d, is_linear
 from qoff.quant.matrix import ROUTER_BITS
 
 from .config import QoffConfig
 from .experts_form import experts_form, experts_of
 
-# How much the output of a shared expert counts, and what linear attention forgets by.
-_EXACT = (".shared_expert_gate", ".in_proj_ba", ".in_proj_a", ".in_proj_b")
+_EXACT = (".in_proj_ba", ".in_proj_a", ".in_proj_b")  # what linear attention forgets by
 _IN_ROUTERS = (".gate.wg", ".router.proj")  # linears, of Hunyuan and Gemma 4
 
 
@@ -35,7 +34,7 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         plain = is_linear(module) or is_conv1d(module)
         if isinstance(module, nn.Embedding) or (module is head and plain):
             found[f"{name}.weight"] = config.head_bits
-        elif plain and name.endswith(_EXACT):
+        elif plain and (name.endswith(_EXACT) or name.split(".")[-1] in ROUTERS):
             found[f"{name}.weight"] = ROUTER_BITS
         elif is_router(module) or (plain and name.endswith(_IN_ROUTERS)):
             routers.append(f"{name}.weight")

@@ -16,7 +16,7 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
+ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
 _BEFORE_FIRST = 8  # rows of a table of positions before that of the first token, at most
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
 
@@ -197,7 +197,7 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
     if columns % group:
         return []
     if whole:
-        routes = place.name.split(".")[-2] in _ROUTERS
+        routes = place.name.split(".")[-2] in ROUTERS
         return [Matrix(place.name, (rows, columns), None, turned, routes)]
     experts = range(len(weight))
     return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
