@@ -86,6 +86,7 @@ class FusedHead:
             return loss * share
         if loss is not here.loss:
             raise UnsupportedModelError("this model has another loss in some steps only")
+        here.loss = None  # else a pass that is over would keep hidden states and their gradients
         self.fused = True
         return loss
 
