@@ -43,7 +43,14 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "jamba": HYBRID_JAMBA,
     "falcon": {"model_type": "falcon", "multi_query": True, "parallel_attn": True, "alibi": False},
-    "gpt2": {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64, **WITHOUT_DROPOUT},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_layer": 3,
+        "n_head": 4,
+        "n_embd": 64,
+        "n_inner": 80,
+        **WITHOUT_DROPOUT,
+    },
     "vaultgemma": {
         "model_type": "vaultgemma",
         "head_dim": 16,

@@ -175,9 +175,4 @@ class PlacedModel(PreTrainedModel):
     @property
     def _in_torch(self) -> str:
         """How transformers loads a model with torch's modules of the same weights."""
-        if isinstance(self.runtime.decoder, ModuleDecoder):  # whose checkpoints it cannot read
-            return (
-                f"AutoModelForCausalLM.from_pretrained('<the original {self.config.model_type}>', "
-                "quantization_config=qoff.QoffConfig())"
-            )
         return f"AutoModelForCausalLM.from_pretrained({str(self.runtime.checkpoint.path)!r})"

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from qoff.checkpoint import Checkpoint
 from qoff.cli.main import app
 from qoff.train import Training
-from tests.module_models import module_checkpoint
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -303,14 +302,13 @@ def test_what_cannot_be_is_refused(
     out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
     base = tmp_path_factory.getbasetemp()
-    checkpoint, modules = tiny_checkpoint(base, "llama"), module_checkpoint(base, "gpt2")
+    checkpoint = tiny_checkpoint(base, "llama")
     full = ["--full", "-o", out]
     for arguments, said in (
         ([model, data, "-o", out], "say what learns: --lora r=16, or --full"),
         ([model, data, "-o", out, "--lora", "16"], "--lora 16: use r=16, or"),
         ([model, data, "--full", "-o", model, "--overwrite"], "is the model itself"),
         ([checkpoint, data, *full], "packed weights do not learn; use --lora"),
-        ([modules, data, "-o", out, "--lora", "r=4"], "adapters train on the transformers model"),
         ([model, bad, *full, "--strict"], "bad.jsonl: line 1: a line is {"),
         ([model, bad, *full], "bad.jsonl has no example that something is learned from"),
         ([model, data, "--full", "-o", model], "is there, and no run of qoff"),

@@ -139,13 +139,9 @@ def test_what_names_another_way_names_one_that_there_is(base: Path, tmp_path: Pa
             lambda: model(torch.tensor([[3]]), output_hidden_states=True),
             model.get_input_embeddings,
         ):
-            with pytest.raises(OpError, match=r"'<the original gpt2>', quantization_config=qoff"):
+            with pytest.raises(OpError, match=rf"from_pretrained\('{path}'\)"):
                 refused()
-    with pytest.raises(QoffError, match=r"original model with quantization_config=qoff\.QoffConf"):
-        AutoModelForCausalLM.from_pretrained(path)
-    found = AutoModelForCausalLM.from_pretrained(
-        module_source(base, "gpt2"), quantization_config=qoff.QoffConfig()
-    )
+    found = AutoModelForCausalLM.from_pretrained(path)
     assert len(found(torch.tensor([[3]]), output_hidden_states=True).hidden_states) == 4
 
 

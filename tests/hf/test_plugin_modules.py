@@ -31,7 +31,7 @@ def test_a_checkpoint_loads_streams_and_is_saved(base: Path, tmp_path: Path, fam
     path = module_checkpoint(base, family)
     model, expected = load(path), logits(module_reference(base, family))
     matrices = packed(model)
-    assert matrices >= len(Checkpoint.open(path).layers) * 4
+    assert matrices > len(Checkpoint.open(path).layers) * 3
     found = logits(model)
     assert_close(found, expected, tolerance=DECODER_LOGITS)
     streamed = load(path, device_map="disk")
@@ -46,7 +46,8 @@ def test_a_checkpoint_loads_streams_and_is_saved(base: Path, tmp_path: Path, fam
 @pytest.mark.parametrize("family", ["gpt2", "aria"])
 def test_quantized_while_loading_and_dequantized(base: Path, tmp_path: Path, family: str) -> None:
     """What is transposed has its rows in columns again."""
-    model = load(module_source(base, family), quantization_config=qoff.QoffConfig(**CONFIG))
+    config = qoff.QoffConfig(**CONFIG, modules_to_not_convert=["mlp.c_proj"])  # of 80 columns
+    model = load(module_source(base, family), quantization_config=config)
     assert any(isinstance(m, QoffOwnExperts) for m in model.modules()) == (family == "aria")
     found = logits(model)
     model.dequantize()
