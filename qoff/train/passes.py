@@ -212,12 +212,15 @@ def storage_of(x: Tensor) -> int:
 def let_go(stop: Stop) -> None:
     """Free the memory of the hidden states of a stop, unless the layer is given it otherwise, too.
 
-    The model's forward still has the tensor: see `reads_embeddings`.
+    The model's forward still has the tensor, and that keeps the one that it is a view of: see
+    `reads_embeddings`.
     """
     x = stop.hidden
     others = [y for y in tree_leaves((stop.args, dict(stop.kwargs))) if isinstance(y, Tensor)]
     if all(storage_of(y) != storage_of(x) for y in others):
-        x.data = x.new_full((), float("nan")).expand(x.shape)
+        for one in (x, x._base):
+            if one is not None:
+                one.data = one.new_full((), float("nan")).expand(one.shape)
 
 
 def reads_embeddings(model: nn.Module, batch: Mapping[str, Tensor], layers: int) -> bool:

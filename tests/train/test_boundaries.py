@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,15 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from qoff import train
+from qoff.train.finetune import Lora, adapted
 from qoff.train.heap import Heap
 from qoff.train.passes import TrainingPass, let_go, reads_embeddings, share, stop_of, storage_of
+from qoff.train.step import Engine
+from qoff.train.walk import Walk
+from tests.tiny_models import tiny_checkpoint
 
 from .test_training import LAYERS, LR, TOKENS, batch, model_of
 
@@ -106,6 +112,35 @@ def test_embeddings_are_let_go(name: str) -> None:
     training = train.offload(model_of(name), train.SGD(lr=0.0), tokens=TOKENS)
     training.step([batch(0)])
     assert training._engine._walk._reads_embeddings is False
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["learns", "packed"])
+def test_passes_keep_no_hidden_states(
+    packed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Those that wait at the first layer, and those that are over, before the layers' backward."""
+    model = model_of("llama")
+    if packed:  # whose embeddings are a view of what was looked up
+        path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
+        model = adapted(AutoModelForCausalLM.from_pretrained(path, device_map="disk"), Lora(4, 8))
+    options: dict[str, Any] = {"host_memory": 0, "disk": tmp_path} if packed else {}
+    training = train.offload(model, train.AdamW(), tokens=TOKENS, micro_batches=COUNT, **options)
+    nbytes, found = 4 * TOKENS * model.config.hidden_size, list[int]()
+
+    def count() -> None:
+        tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and not x.is_meta]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        found.append([*storages.values()].count(nbytes))
+
+    start, backward = Walk.start, Engine._backward
+    monkeypatch.setattr(Walk, "start", lambda *given: (start(*given), count()))
+    monkeypatch.setattr(Engine, "_backward", lambda *given: (count(), backward(*given)))
+    training.step([batch(i) for i in range(COUNT)])
+    assert len(found) == 2
+    assert max(found) < COUNT
 
 
 def test_what_passes_are_given_alike_is_once_in_memory() -> None:
