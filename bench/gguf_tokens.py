@@ -208,13 +208,13 @@ def llama_cpp(values: Mapping[str, Any]) -> Iterator[Ids]:
         raise native.PeerNotBuiltError(
             "llama.cpp is not built: run `python -m bench.peers llama.cpp`"
         )
-    port = servers._free_port()
+    port = servers.free_port()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_model(values, path)
         command = [tool, "--model", path, "--port", port, "--ctx-size", _CONTEXT, "--threads", 1]
         options = ("--parallel", "1", "--no-warmup")
-        with servers._process([*map(str, command), *options], port):
+        with servers.process([*map(str, command), *options], port):
             yield lambda text, around: _asked(port, text, around)
 
 
@@ -236,7 +236,7 @@ def vocabularies() -> Path:
         partial = target.with_suffix(".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            for path in (native._sources(Path(folder)) / "models").glob("ggml-vocab-*"):
+            for path in (native.sources(Path(folder)) / "models").glob("ggml-vocab-*"):
                 shutil.copy2(path, partial)
         partial.rename(target)
     return target

