@@ -143,11 +143,10 @@ def _model(config: Mapping[str, Any], dtype: str) -> Any:
     """The model without memory, as `from_pretrained` would have it."""
     from transformers import AutoModelForCausalLM
 
-    given = {k: v for k, v in config.items() if k != "quantization_config"}
-    if "model_type" not in given:
+    if "model_type" not in config:
         raise ArgumentError("config.json has no model_type; only models of transformers train")
     with raised_as(UnsupportedModelError, "config.json: transformers makes no model of it"):
-        made = full_config(given)
+        made = full_config(config)
         chosen = getattr(made, "dtype", None) or torch.float32 if dtype == "auto" else dtype
         model: Any = AutoModelForCausalLM.from_config(
             made, dtype=getattr(torch, chosen) if isinstance(chosen, str) else chosen

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qoff.models.modules.linear import each_expert, first_of
 from qoff.models.modules.structure import is_experts
 
-from .experts import DOWN, GATE_UP, ExpertsForm, QoffExperts
+from .experts import ExpertsForm, QoffExperts
 from .linear import packed_linear
 
 UP = "up_proj"  # where there is no gate
@@ -24,7 +25,7 @@ class QoffOwnExperts(QoffExperts):
 
     @property
     def first(self) -> str:
-        return GATE_UP if self.replaced.has_gate else UP
+        return first_of(self.replaced)
 
     def packed_rows(self, name: str) -> Tensor:
         return torch.arange(self.dense_shape(name)[1])
@@ -32,18 +33,9 @@ class QoffOwnExperts(QoffExperts):
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """hidden_states: [..., H]; topk_ids: int64 [M, T]; topk_weights: [M, T]. Same shape."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = torch.zeros_like(x)
-        for e in topk_ids.unique().tolist():
-            token, place = (topk_ids == e).nonzero(as_tuple=True)
-            found = self._expert(x[token], e) * topk_weights[token, place, None].to(x.dtype)
-            out = out.index_add(0, token, found.to(out.dtype))
-        return out.view(hidden_states.shape)
-
-    def _expert(self, x: Tensor, e: int) -> Tensor:
-        module: Any = self.replaced
-        z = self._times(self.first, x, e)
-        z = module._apply_gate(z) if module.has_gate else module.act_fn(z)
-        return self._times(DOWN, z, e)
+        chosen = topk_ids.unique().tolist()
+        found = each_expert(self.replaced, x, topk_ids, topk_weights, chosen, self._times)
+        return found.view(hidden_states.shape)
 
     def _times(self, name: str, x: Tensor, e: int) -> Tensor:
         bias = getattr(self, f"{name}_bias")[e] if self.form.has_bias else None

@@ -23,14 +23,19 @@ def experts_of(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def experts_form(model: PreTrainedModel, module: nn.Module) -> ExpertsForm | None:
-    """The form of a module with experts: for qoff's kernels where these know the family.
-
-    None: they cannot be packed.
-    """
+def activation_of(model: PreTrainedModel) -> str | None:
+    """That of a model's experts; None for a family that qoff has no decoder for."""
     try:
         experts = DecoderSpec.from_config(json.loads(model.config.to_json_string())).experts
     except UnsupportedModelError:
-        experts = None
-    form = None if experts is None else form_of(module, experts.activation)
+        return None
+    return None if experts is None else experts.activation
+
+
+def experts_form(module: nn.Module, activation: str | None) -> ExpertsForm | None:
+    """The form of a module with experts: for qoff's kernels where these know the family.
+
+    activation: `activation_of` its model. None: they cannot be packed.
+    """
+    form = None if activation is None else form_of(module, activation)
     return form or own_form(module)

@@ -24,7 +24,7 @@ from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.modules.structure import is_conv1d
 
-from .experts_form import experts_form
+from .experts_form import activation_of, experts_form
 
 Packed: TypeAlias = QTensor | QExperts
 
@@ -59,7 +59,7 @@ def experts_module(model: PreTrainedModel, path: str) -> QoffExperts:
     module = model.get_submodule(path)
     if isinstance(module, QoffExperts):
         return module
-    form = experts_form(model, module)
+    form = experts_form(module, activation_of(model))
     if form is None:
         raise UnsupportedModelError(
             f"{path}: is a {type(module).__name__}; only experts of transformers' own interface "

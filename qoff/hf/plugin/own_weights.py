@@ -17,7 +17,7 @@ from qoff.hf.packed.own_experts import QoffOwnExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 
-from .experts_form import experts_form
+from .experts_form import activation_of, experts_form
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def own_weights(checkpoint: Checkpoint, model: PreTrainedModel) -> list[list[Own
     units.append([weight for found in of_outer for weight in found])
     experts = (weight.target for unit in units for weight in unit if weight.expert is not None)
     if (first := next(experts, None)) is not None:
-        form = experts_form(model, model.get_submodule(first.rpartition(".")[0]))
+        module = model.get_submodule(first.rpartition(".")[0])
+        form = experts_form(module, activation_of(model))
         if form is None or form.kind is not QoffOwnExperts:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: was made before qoff had a decoder for "

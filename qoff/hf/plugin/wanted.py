@@ -12,7 +12,7 @@ from qoff.models.modules.structure import ROUTERS, is_conv1d, is_linear
 from qoff.quant.matrix import ROUTER_BITS
 
 from .config import QoffConfig
-from .experts_form import experts_form, experts_of
+from .experts_form import activation_of, experts_form, experts_of
 
 _EXACT = (".in_proj_ba", ".in_proj_a", ".in_proj_b")  # what linear attention forgets by
 _IN_ROUTERS = (".gate.wg", ".router.proj")  # linears, of Hunyuan and Gemma 4
@@ -49,7 +49,8 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         if (target in found) != (source in found):  # one of two that share a weight stays as it is
             found.pop(target, None)
             found.pop(source, None)
-    forms = {name: experts_form(model, module) for name, module in experts.items()}
+    activation = activation_of(model) if experts else None
+    forms = {name: experts_form(module, activation) for name, module in experts.items()}
     for name, form in forms.items():
         if form is None:
             raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -77,6 +78,38 @@ class QuantizedLinear(nn.Module):
         return self._multiply(x, self.bound, self.bias)
 
 
+def each_expert(
+    module: Any,
+    hidden: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    experts: Iterable[int],
+    times: Callable[[str, Tensor, int], Tensor],
+) -> Tensor:
+    """What an experts module computes, one expert after another, with products from elsewhere.
+
+    module: of transformers, without its matrices. hidden: [T, H]; topk_ids: int64 [T, k];
+    topk_weights: [T, k]. experts: those that are asked for, chosen or not. times: of the name of a
+    parameter, rows and an expert, the product with the matrix, bias included. Returns [T, H].
+    """
+    first, out = first_of(module), torch.zeros_like(hidden)
+    for e in experts:
+        token, place = torch.where(topk_ids == e)
+        inner = times(first, hidden[token], e)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        found = times("down_proj", inner, e)
+        if getattr(module, "has_post_expert_norm", False):  # transformers has it since 5.20
+            found = module.post_expert_norm(found)
+        weighted = found * topk_weights[token, place, None].to(found.dtype)
+        out.index_add_(0, token, weighted.to(out.dtype))
+    return out
+
+
+def first_of(module: Any) -> str:
+    """The parameter of an experts module that is multiplied by first."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
 class QuantizedExperts:
     """The forward pass of an experts module while its matrices are bound.
 
@@ -86,7 +119,6 @@ class QuantizedExperts:
     def __init__(self, module: nn.Module, multiply: Multiply) -> None:
         self.module: Any = module
         self._multiply = multiply
-        self._first = "gate_up_proj" if module.has_gate else "up_proj"
         self.bound: dict[str, list[Bound]] = {}
 
     def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -94,18 +126,16 @@ class QuantizedExperts:
 
         Tiles come whatever was chosen: which units a pass asks for does not depend on its tokens.
         """
-        module, out = self.module, torch.zeros_like(hidden)
-        for e, matrix in enumerate(self.bound[self._first]):
-            token, place = torch.where(topk_ids == e)
-            if not len(token) and not isinstance(matrix, TiledMatrix):
-                continue
-            inner = self._multiply(hidden[token], matrix, self._bias(self._first, e))
-            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-            found = self._multiply(inner, self.bound["down_proj"][e], self._bias("down_proj", e))
-            if getattr(module, "has_post_expert_norm", False):  # transformers has it since 5.20
-                found = module.post_expert_norm(found)
-            out.index_add_(0, token, found * topk_weights[token, place, None].to(found.dtype))
-        return out
+        chosen = set(topk_ids.unique().tolist())
+        experts = (
+            e
+            for e, matrix in enumerate(self.bound[first_of(self.module)])
+            if e in chosen or isinstance(matrix, TiledMatrix)
+        )
+        return each_expert(self.module, hidden, topk_ids, topk_weights, experts, self._times)
+
+    def _times(self, name: str, x: Tensor, expert: int) -> Tensor:
+        return self._multiply(x, self.bound[name][expert], self._bias(name, expert))
 
     def _bias(self, name: str, expert: int) -> Tensor | None:
         if not self.module.has_bias:
