@@ -18,7 +18,7 @@ import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.cli import command as cli_command
 from tests.cli.commands import fail, run, succeed
-from tests.tiny_models import load_budgets
+from tests.tiny_models import load_budgets, tiny_checkpoint, tiny_model
 
 # What `generate` and `eval` do not use with qoff's own decoder, and what it would take: 120 MB.
 UNUSED = {
@@ -33,6 +33,16 @@ UNUSED = {
     "triton",
 }
 FAST = ["--solver", "rtn", "--group-size", "32"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.getbasetemp(), "llama")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
 @pytest.mark.parametrize("packing", ["any", "cpu"])

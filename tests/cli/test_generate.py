@@ -21,7 +21,17 @@ from qoff.cli.main import app
 from qoff.errors import ArgumentError
 from tests.cli.commands import fail, run, succeed
 from tests.tiny_families import EOS
-from tests.tiny_models import QUANT, load_budgets, tiny_checkpoint
+from tests.tiny_models import QUANT, load_budgets, tiny_checkpoint, tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.getbasetemp(), "llama")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
 def test_generate_gives_the_same_answer_from_memory_and_from_disk(checkpoint: Path) -> None:

@@ -13,6 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from qoff.cli.main import app
+from tests.tiny_models import tiny_checkpoint
 
 LOADING = """import sys
 from transformers import AutoModelForCausalLM
@@ -54,6 +55,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def qoff_run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["run", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
 def test_an_error_of_the_system_in_a_program_is_told_as_python_does(folder: Path) -> None:
