@@ -1,13 +1,16 @@
 """The MLP of a mixture of experts on the CPU, beside reading the chosen experts' bytes and a loop.
 
 The loop is over the chosen experts, in torch, on weights dequantized beforehand to float32, as a
-model's own code has it. Every call takes other experts, so that weights come from memory.
+model's own code has it. kt-kernel's backends on 4-bit weights of their own take turns with it where
+`bench.peers kt-kernel` has installed them. Every call takes other experts, so that weights come
+from memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from bench import weight_bound
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.harness import Bar, Report, arguments
+from bench.peers import kt_experts
 from bench.weight_bound import HEADER, QOFF, Case, measure
 from qoff.kernels.cpu.moe.experts import experts
 from qoff.kernels.layout.packing import packed_shapes
@@ -27,6 +31,7 @@ GROUP = 64
 TOKENS = (1, 16, 512)
 QUICK_TOKENS = (1, 16)
 DRAWS = 16  # different choices of experts that calls take in turn
+KT_TOKENS = (1, 16)  # at which qoff has to be as fast as kt-kernel
 BAR = 0.70  # of the read bandwidth, at one token
 _TOLERANCE = 1e-3  # of the result's RMS
 
@@ -62,6 +67,11 @@ class Operands:
             (self.gate_up.expert(e).dequantize().T, self.down.expert(e).dequantize().T)
             for e in range(shape.experts)
         ]
+        split = [(*_gate_and_up(gate_up.T), down.T) for gate_up, down in self.ready]
+        self.peers = {
+            name: kt_experts.KtExperts(split, shape.per_token, max(TOKENS), name, GROUP)
+            for name in kt_experts.methods(shape.inner)
+        }
 
     def draws(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Return top-k ids and weights of the tokens, DRAWS times; in turn all experts occur."""
@@ -84,6 +94,7 @@ class Operands:
         x = torch.randn(tokens, self.shape.hidden, generator=torch.Generator().manual_seed(tokens))
         draws = self.draws(tokens)
         wide, narrow, loop = cycle(draws), cycle(draws), cycle(draws)
+        theirs = {name: cycle(draws) for name in self.peers}
 
         def qoff(draw: tuple[Tensor, Tensor], bits: int) -> Tensor:
             mlp = ExpertsMlp(self.gate_up, self.down, "silu")
@@ -93,6 +104,7 @@ class Operands:
             QOFF: lambda: qoff(next(wide), 16),
             NARROW: lambda: qoff(next(narrow), 8),
             LOOP: lambda: self.loop(x, *next(loop)),
+            **{name: partial(_on_next, peer, x, theirs[name]) for name, peer in self.peers.items()},
         }
 
     def size(self, tokens: int) -> tuple[float, int]:
@@ -111,6 +123,18 @@ class Operands:
             y = (F.silu(gate) * up).reshape(len(token), -1) @ down
             out.index_add_(0, token, y * topk_weights[token, place, None])
         return out
+
+
+def _on_next(
+    peer: kt_experts.KtExperts, x: Tensor, draws: Iterator[tuple[Tensor, Tensor]]
+) -> Tensor:
+    return peer(x, *next(draws))
+
+
+def _gate_and_up(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up [inner, hidden] of their rows in turns of 16 [2 * inner, hidden]."""
+    gate, up = w.reshape(-1, 2, 16, w.shape[1]).unbind(1)
+    return gate.reshape(-1, w.shape[1]), up.reshape(-1, w.shape[1])
 
 
 def random_experts(shape: Shape) -> tuple[QExperts, QExperts]:
@@ -158,14 +182,23 @@ def report(cases: Sequence[Case], settings: dict) -> Report:
         settings,
         f"MLP of a mixture of experts, 4 bits, group {GROUP}; eta: bytes of the chosen experts, of "
         "the read bandwidth of the same minute; / peer: times as fast as it",
-        ("experts", *HEADER, "/ torch loop", "8-bit ms"),
+        ("experts", *HEADER, "/ torch loop", "8-bit ms", *(f"/ {x}" for x in kt_experts.METHODS)),
     )
     for case in cases:
-        ratio, narrow = case.ratio(LOOP), case.seconds[NARROW].median
-        result.rows.append((case.name, *case.row(), f"{ratio:.2f}", f"{narrow * 1e3:.3f}"))
-        case.add_to(result, {LOOP: ratio})
+        ratios = {x: case.ratio(x) for x in (LOOP, *kt_experts.METHODS) if x in case.seconds}
+        shown = [f"{ratios[x]:.2f}" if x in ratios else "" for x in kt_experts.METHODS]
+        narrow = f"{case.seconds[NARROW].median * 1e3:.3f}"
+        result.rows.append((case.name, *case.row(), f"{ratios[LOOP]:.2f}", narrow, *shown))
+        case.add_to(result, ratios)
     result.bars = [
         Bar(f"eta at M=1, {case.name}", BAR, case.eta) for case in cases if case.tokens == 1
+    ]
+    result.bars += [
+        Bar(f"x {name} at M={case.tokens}, {case.name}", 1.0, case.ratio(name))
+        for case in cases
+        if case.tokens in KT_TOKENS
+        for name in kt_experts.METHODS
+        if name in case.seconds
     ]
     worst = min(case.ratio(LOOP) for case in cases)
     result.bars.append(Bar("x torch loop on ready float32 weights, worst case", 1.0, worst))

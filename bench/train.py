@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import Bar, Report, arguments
-from bench.peers import native
+from bench.peers import packages
 from bench.sampling import interleaved, timed
 from qoff.kernels.cpu.optim.scratch import BLOCK
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
@@ -98,7 +98,7 @@ def _factored_step(weights: Tensor, grad: Tensor) -> Callable[[], None]:
 
 def _deepspeed(p: Tensor, first: Tensor, second: Tensor) -> Callable[[], object] | None:
     """A step of DeepSpeed's CPUAdam on a parameter and moments; None where it is not installed."""
-    if not native.use_deepspeed():
+    if not packages.use_deepspeed():
         return None
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 

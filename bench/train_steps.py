@@ -3,7 +3,8 @@
 Weights are random. All take turns on the same batches: full training in float32 of a small model by
 `torch.optim.AdamW(fused=True)`, and by qoff with everything in memory, with activations kept, with
 8-bit moments, and with weights, states and inputs of layers on disk; adapters by PEFT and
-transformers in float32, and by qoff beside packed weights in memory and from disk.
+transformers in float32, and beside bitsandbytes' 4-bit weights where `bench.peers bitsandbytes` has
+installed it, and by qoff beside packed weights in memory and from disk.
 
 The disk's figures are those of the page cache where the files fit into memory.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import Bar, Report, arguments
+from bench.peers import packages
 from bench.random_model import SMALL, TINYLLAMA
 from bench.sampling import timed
 from qoff import train
@@ -34,6 +36,7 @@ _MIDDLE = TINYLLAMA | {
 }
 _FULL, _LORA = "all weights, ", "adapters, "
 _TORCH, _PEFT = f"{_FULL}torch", f"{_LORA}PEFT and transformers, fp32"
+_BITSANDBYTES = f"{_LORA}PEFT and bitsandbytes NF4"
 _MEMORY, _DISK = f"{_LORA}qoff, packed in memory", f"{_LORA}qoff, packed from disk"
 _KEPT = f"{_FULL}qoff, activations kept"
 _MEMORY_KEPT = f"{_MEMORY}, activations kept"
@@ -57,6 +60,19 @@ def adapted(model: Any) -> Any:
 
     wanted = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, wanted)
+
+
+def _nf4_model(path: Path) -> Any:
+    """The float model there with bitsandbytes' 4-bit weights; it computes in float32."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    wanted = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    made = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=wanted, dtype=torch.float32, device_map="cpu"
+    )
+    return made.train()
 
 
 def _theirs(model: Any, batches: list[dict[str, Tensor]]) -> Step:
@@ -94,7 +110,10 @@ def contestants(
     def packed(**places: Any) -> Any:
         return adapted(AutoModelForCausalLM.from_pretrained(path, **places))
 
-    makers: dict[str, Callable[[], Step]] = {
+    theirs: dict[str, Callable[[], Step]] = {}
+    if packages.use("bitsandbytes"):
+        theirs[_BITSANDBYTES] = lambda: _theirs(adapted(_nf4_model(folder / "float")), batches)
+    makers: dict[str, Callable[[], Step]] = theirs | {
         _TORCH: lambda: _theirs(random_model(config), batches),
         f"{_FULL}qoff": lambda: ours(random_model(config)),
         _KEPT: lambda: ours(random_model(config), activation_memory="64GiB"),
@@ -153,8 +172,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("full training with activations kept over torch", 1.0, _KEPT, _TORCH),
         ("adapters from disk over packed in memory", 0.9, _DISK, _MEMORY),
         ("adapters, activations kept, over PEFT and transformers", 1.5, _MEMORY_KEPT, _PEFT),
+        ("the same, over PEFT and bitsandbytes", 1.5, _MEMORY_KEPT, _BITSANDBYTES),
     ):
-        if ours in rates:
+        if ours in rates and theirs in rates:
             report.bars.append(Bar(what, wanted, rates[ours] / rates[theirs]))
     report.publish(args.out)
 

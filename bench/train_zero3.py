@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.control_group import control_group, forget
 from bench.harness import Bar, Report
-from bench.peers import native
+from bench.peers import packages
 from qoff.errors import ArgumentError
 from qoff.units import format_size, parse_size
 
@@ -34,7 +34,7 @@ def zero3(given: argparse.Namespace, batches: list[dict[str, Tensor]], result: R
     given: of `bench.train_large`. Raises ArgumentError where DeepSpeed fails otherwise than by a
     limit of memory or time.
     """
-    if native.deepspeed_packages() is None:
+    if packages.folder("deepspeed") is None:
         result.notes.append(f"no {_NAME}: `python -m bench.peers deepspeed` installs it")
         return
     subprocess.run([*_WORKER, "build"], check=True, stdout=subprocess.DEVNULL)

@@ -79,16 +79,16 @@ def return_freed() -> None:
         trim(0)
 
 
-@cache
-def keep_large_apart() -> None:
-    """Have the C library give memory of 256 KiB and more back to the system once it is freed.
+def keep_large_apart(nbytes: int = 1 << 18) -> None:
+    """Have the C library give memory of so many bytes and more back to the system once it is freed.
 
     By itself glibc serves up to 32 MiB from its heap once such a size has been freed: what is freed
     there lies between what stays, and what is aligned does not fit into the place of what was. A
-    process then takes tens of MiB more than what is in use. Does nothing with other libraries.
+    process then takes much more than what is in use: tens of MiB, or 120 MiB of a layer's backward.
+    Does nothing with other libraries.
     """
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, nbytes)
 
 
 @cache

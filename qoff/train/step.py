@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qoff.system_memory import keep_large_apart
+
 from .activations import Activations
 from .boundaries import Boundaries
 from .generators import Generators, State
 from .gradients import Gradients
 from .head import FusedHead
-from .heap import Heap
 from .held import HeldUnits
 from .homes import Home
 from .optimizers import Optimizer
@@ -26,6 +27,7 @@ from .updates import Updater
 from .walk import Walk
 
 Batch = Mapping[str, Tensor]
+_LARGE = 2 << 20  # bytes of tensors outside the C library's heap; smaller ones' gaps are small
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Engine:
             layer.own = parts.held.frozen.forward_of(i, layer.own)
         self._random: dict[tuple[int, int], State] = {}
         self._state: State | None = None
-        self._heap = Heap()
+        keep_large_apart(_LARGE)
         self._walk = Walk(parts.model, len(layers), parts.boundaries, parts.generators)
 
     def step(
@@ -157,7 +159,6 @@ class Engine:
                 if i < last:
                     self._walk.go_on(one, i, m, y, whole)
                     del y
-                    self._heap.next_batch()
                     continue
                 hidden = y.detach().requires_grad_()
                 del y
@@ -172,8 +173,6 @@ class Engine:
                 assert hidden.grad is not None
                 boundaries.put_gradient(m, hidden.grad)
                 del hidden, loss
-                self._heap.next_batch()
-            self._heap.next_unit()
             if i < last:
                 self.parts.held.release(i)
         return math.fsum(map(float, losses))
@@ -239,9 +238,7 @@ class Engine:
             if i or self._walk.edges:
                 boundaries.put_gradient(m, found)
             del found
-            self._heap.next_batch()
             if m == count - 1:
-                self._heap.next_unit()
                 gradients.close(i)
                 if update is None:
                     self.parts.held.release(i)

@@ -25,7 +25,7 @@ from tests.tiny_models import tiny_checkpoint
 
 
 def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train.native, "deepspeed_packages", lambda: None)  # it would be built
+    monkeypatch.setattr(train.packages, "folder", lambda name: None)  # it would be built
     found = train.contestants(1 << 12)
     monkeypatch.setattr(train, "contestants", lambda n: found)
     train.main(["--quick", "--out", str(tmp_path / "out.json")])

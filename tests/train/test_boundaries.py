@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from qoff import train
 from qoff.train.finetune import Lora, adapted
-from qoff.train.heap import Heap
 from qoff.train.passes import TrainingPass, let_go, reads_embeddings, share, stop_of, storage_of
 from qoff.train.step import Engine
 from qoff.train.walk import Walk
@@ -166,22 +163,3 @@ def test_what_passes_are_given_alike_is_once_in_memory() -> None:
     assert not reads_embeddings(model, {"input_ids": ids}, LAYERS)
     for one, _ in stops:
         one.end()
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="of glibc")
-def test_freed_memory_below_what_is_in_use_is_given_back() -> None:
-    library = ctypes.CDLL(None)
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    library.free.argtypes = [ctypes.c_void_p]
-    heap = Heap()
-    heap.next_unit()
-    heap.next_batch()
-    places = [library.malloc(100_000) for _ in range(1000)]
-    for place in places:
-        ctypes.memset(place, 1, 100_000)
-    full = psutil.Process().memory_info().rss
-    for place in places[:-1]:
-        library.free(place)
-    heap.next_batch()
-    assert psutil.Process().memory_info().rss < full - 50_000_000
-    library.free(places[-1])
