@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from bench.peers import native, packages
 from qoff.errors import QoffError
 
-_PEERS = {
+_PEERS: dict[str, Callable[[], Path]] = {
     "llama.cpp": native.build_llama_cpp,
     "vllm": native.install_vllm,
     "quantizers": native.install_quantizers,

@@ -37,17 +37,18 @@ class KtExperts:
 
     def __init__(
         self, experts: Sequence[tuple[Tensor, Tensor, Tensor]], top_k: int, tokens: int,
-        method: str, group: int,
+        method: str, group: int, threads: int,
     ) -> None:  # fmt: skip
         """Quantize experts, each gate, up [inner, hidden] and down [hidden, inner], in float32.
 
-        tokens: of a call, at most. Raises QoffError if it does not compute what its weights say.
+        tokens: of a call, at most. threads: beside the caller's, which waits without sleeping.
+        Raises QoffError if it does not compute what its weights say.
         """
         self._ext: Any = import_module("kt_kernel").kt_kernel_ext
         inner, hidden = experts[0][0].shape
         pool = self._ext.WorkerPoolConfig()
         pool.subpool_count, pool.subpool_numa_map = 1, [0]
-        pool.subpool_thread_count = [torch.get_num_threads()]
+        pool.subpool_thread_count = [threads]
         self._pool = self._ext.CPUInfer(pool)
         self._group = group
         self._absent = torch.zeros(len(experts), dtype=torch.bool)  # of experts on a GPU
@@ -88,7 +89,7 @@ class KtExperts:
             setattr(config, f"{name}_scales", [[t.data_ptr() for t in scales[name]]])
         config.quant_config.bits, config.quant_config.group_size = 4, self._group
         config.quant_config.zero_point = False
-        self._kept = kept, scales
+        self._kept: object = (kept, scales)  # memory that the kernels read
         return import_module("kt_kernel.utils.amx")._select_rawint4_backend(self._group)(config)
 
     def _llamafile(self, config: Any, experts: Sequence[tuple[Tensor, ...]]) -> Any:
