@@ -32,7 +32,7 @@ from bench.harness import Report, arguments
 from bench.peers import native, servers
 from qoff.errors import FormatError, QoffError, UnsupportedModelError
 from qoff.models.sources.gguf_pre_tokenizers import KINDS
-from qoff.models.sources.gguf_tokenizer import build_tokenizer
+from qoff.models.sources.gguf_tokenizer import ENDS, build_tokenizer
 from qoff.quant import GGUFFile
 
 _BETWEEN = "\n__ggml_vocab_test__\n"  # of the texts of an .inp file
@@ -73,14 +73,7 @@ HARD = (
     *("ℵ∀∃ ∑x²", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𝟘𝟙", "𐍈𐌰"),
 )  # fmt: skip
 # Of `src/llama-vocab.cpp`: what ends a text, and so is special, whatever the file says of it.
-BY_NAME = frozenset(
-    (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
-        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
-        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
-        *("<|tool_response>", "[e~[", "<｜end▁of▁sentence｜>"),
-    )
-)
+BY_NAME = ENDS | {"</s>"}
 
 
 @dataclass(frozen=True)

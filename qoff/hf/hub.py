@@ -11,8 +11,9 @@ from qoff.models.spec import DecoderSpec
 from qoff.quant import read_scheme
 from qoff.schema import read_object
 
-_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-_NOT_FILES = ["*/*", "consolidated*"]  # the same weights once more, in other formats
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# The same weights once more, in other formats, and all folders but 1_Pooling.
+_NOT_FILES = ["consolidated*", "[!1]*/*", "1[!_]*/*", "1_[!P]*/*"]
 
 
 def download_config(hub_id: str, revision: str | None, trust_remote_code: bool = False) -> Path:

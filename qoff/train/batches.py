@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.models.modules.configs import position_limit
 from qoff.models.modules.structure import has_position_table
 
 IGNORED = -100  # as a label: this token has no loss
@@ -27,7 +28,7 @@ class Limits:
         """Those of a model; it has a last position if positions are rows of a table."""
         config = model.config.get_text_config(decoder=True)
         words = model.get_input_embeddings()
-        most = getattr(config, "max_position_embeddings", None)
+        most = position_limit(config)
         ends = has_position_table(model, most, [words])
         vocabulary = max(config.vocab_size, getattr(words, "num_embeddings", 0))
         return cls(tokens, vocabulary, most if ends else None)

@@ -51,6 +51,14 @@ def bits_of(kv: KVQuant, layers: int) -> float:
     return sum(sum(kv.bits(i)) + 1 for i in range(layers)) / (2 * layers)
 
 
+def test_the_text_begins_as_texts_do(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = kv_bits._text(checkpoint, trust_remote_code=False)
+    monkeypatch.setattr(kv_bits, "first_token", lambda tokenizer: 1)
+    found = kv_bits._text(checkpoint, trust_remote_code=False)
+    assert (found[0], len(found)) == (1, len(plain))
+    assert torch.equal(found[1:], plain[1:])
+
+
 @pytest.mark.parametrize("bits", [2.5, 3, 3.5, 4.25, 8.5, 20])
 def test_no_more_bits_than_asked_for_go_where_they_pay(bits: float) -> None:
     keys, values = [9.0, 1, 20, 2], [3, 0.5, 1, 5]

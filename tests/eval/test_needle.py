@@ -125,6 +125,20 @@ def test_the_score_is_the_models(checkpoint: Path, tokenizer: Any, float32: Need
         assert trial.prompt_tokens == len(prompt.tokens)
 
 
+def test_states_that_cannot_go_back_are_read_again(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "qwen3.5", max_position_embeddings=POSITIONS)
+    save_tokenizer(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "made", quant=QUANT, for_cpu=True)
+    settings = replace(SETTINGS, lengths=(420,), depths=(0.5,), repetitions=1)
+    (trial,) = run(tmp_path / "made", settings, {"float32": CacheSetting(None)}).trials
+    (prompt,) = asked(load_tokenizer(tmp_path / "made"), settings)
+    ids = torch.tensor([[*prompt.tokens, *prompt.key_tokens]])
+    with torch.inference_mode():
+        rows = reference_model(tmp_path / "made")(ids).logits[0, len(prompt.tokens) - 1 : -1]
+    wanted = rows.log_softmax(-1).gather(1, ids[0, len(prompt.tokens) :, None]).sum()
+    assert trial.log_probability == pytest.approx(float(wanted), abs=2e-3)
+
+
 def test_a_packed_cache_with_nothing_packed_scores_the_same(
     checkpoint: Path, float32: NeedleResult
 ) -> None:

@@ -147,6 +147,8 @@ class Model:
     def _write_tokenizer(self, writer: gguf.GGUFWriter) -> None:
         tokens = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz0123456789"]
         tokens += [f"<{i}>" for i in range(CONFIG["vocab_size"] - len(tokens) - 1)] + ["ab"]
+        for place, text in self.tokenizer.get("texts", {}).items():
+            tokens[place] = text
         writer.add_tokenizer_model(self.tokenizer["model"])
         writer.add_tokenizer_pre(self.tokenizer["pre"])
         writer.add_token_list(tokens)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qoff.errors import FormatError, QoffError, UnsupportedModelError
+from qoff.hf.load import load_tokenizer
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import COMPACT
 from qoff.models.convert.convert import convert
@@ -90,6 +91,17 @@ def test_config_describes_the_model(family: str, tmp_path: Path) -> None:
     assert found == type(wanted)(**{**vars(wanted), "norm_eps": found.norm_eps})
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.bos_token_id, generation.eos_token_id) == (1, 2)
+
+
+def test_texts_that_end_a_turn_end_answers_without_a_key_or_a_type(tmp_path: Path) -> None:
+    model = Model("qwen2")
+    model.tokenizer["texts"] = {33: "<|end|>", 34: "<|im_end|>"}
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 33, 34]
+    assert load_tokenizer(out).decode([3, 34], skip_special_tokens=True) == "a"
+    model.tokenizer["texts"] |= {35: "<|return|>", 36: "<|call|>"}  # <|end|> ends a message then
+    out = convert(model.write(tmp_path / "n.gguf"), tmp_path / "other")
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, 34, 35, 36]
 
 
 def model_class(model: Model) -> Any:
@@ -214,6 +226,14 @@ def test_rope_scaling_keys(tmp_path: Path) -> None:
     model.metadata["rope.scaling.type"] = "longrope"
     with pytest.raises(UnsupportedModelError, match=r"scaling.type is 'longrope'; supported: none"):
         convert(model.write(tmp_path / "n.gguf"), tmp_path / "other")
+
+
+def test_the_old_key_of_linear_rope_scaling(tmp_path: Path) -> None:
+    model = Model("llama")
+    model.metadata["rope.scale_linear"] = 4.0
+    out = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out")
+    spec = DecoderSpec.from_config(json.loads((out / "config.json").read_text()))
+    assert (spec.rope.kind, dict(spec.rope.scaling)) == ("linear", {"factor": 4.0})
 
 
 def _missing(model: Model) -> None:

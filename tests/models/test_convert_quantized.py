@@ -8,14 +8,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
+from qoff.eval.perplexity.models import opened_original
+from qoff.eval.perplexity.scoring import Sample, evaluate
+from qoff.eval.perplexity.windows import cut
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
@@ -217,6 +222,19 @@ def test_logits_are_those_of_the_model(ops: ModuleType, tmp_path: Path) -> None:
     cache = run.decoder.new_cache(1)
     logits = run.forward(ForwardPass(ids, Ragged.of([21], cache.lengths), cache, torch.arange(21)))
     assert_close(logits, model(ids[None]).logits[0], tolerance=DECODER_LOGITS)
+
+
+@torch.no_grad()
+def test_a_reference_with_packed_weights_is_read_without_their_package(tmp_path: Path) -> None:
+    values = save_model(tmp_path / "model", GPTQ, _matrix(gptq))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    model.load_state_dict(values)
+    ids = torch.randint(100, (40,))
+    text = Sample(ids, cut(len(ids), len(ids)))
+    with opened_original(tmp_path / "model", text) as subject:
+        found = evaluate(subject, text).nll
+    wanted = cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+    np.testing.assert_allclose(np.ravel(found)[-len(wanted) :], wanted.numpy(), atol=1e-4)
 
 
 def test_a_head_may_be_quantized_too(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from qoff.errors import (
 )
 from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
-from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, read_text
+from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, first_token, read_text
 from qoff.hf.load import find_checkpoint, load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
@@ -53,7 +53,7 @@ _FEWEST, _BETWEEN = 2, (3, 4)
 _TOKENS = 512  # of a text, whose second half is scored
 _GROUPS = 16  # of neighbouring layers, at most
 _TOGETHER = 8  # caches that go through a layer together
-_VERSION = 1
+_VERSION = 2
 _REFERENCE = KVQuant(MOST, MOST, window=0)
 _Losses = tuple[Mapping[int, float], ...]  # of each layer, nats a token by bits
 logger = logging.getLogger(__name__)
@@ -287,11 +287,16 @@ def _by_bits(loss: float, total: float, whole: Mapping[int, float]) -> dict[int,
 
 
 def _text(checkpoint: Path, trust_remote_code: bool) -> Tensor:
-    """Tokens from the middle of the text to calibrate on."""
+    """Tokens from the middle of the text to calibrate on, behind what comes before each text."""
     config = Checkpoint.open(checkpoint).config
     limit = (config.get("text_config") or config).get("max_position_embeddings")
-    ids = encode(load_tokenizer(checkpoint, trust_remote_code), read_text(CALIBRATION_TEXT))
-    return ids[len(ids) // 2 :][: min(_TOKENS, limit or _TOKENS)]
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code)
+    ids = encode(tokenizer, read_text(CALIBRATION_TEXT))
+    found = ids[len(ids) // 2 :][: min(_TOKENS, limit or _TOKENS)].clone()
+    first = first_token(tokenizer)
+    if first is not None:
+        found[0] = first
+    return found
 
 
 def _numbers(losses: Mapping[str, float]) -> dict[int, float]:

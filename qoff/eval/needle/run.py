@@ -131,11 +131,13 @@ def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[
         repetition_penalty=1.0,
         pad_token_id=model.generation_config.pad_token_id or 0,
     )
-    # Back to before the prompt's last token, which predicts the key's first.
-    cache.crop(read - 1 - cache.get_seq_length())
     key = torch.tensor(prompt.key_tokens)
-    inputs = torch.cat([ids[0, -1:], key[:-1]])
-    logits = model(inputs[None], past_key_values=cache).logits[0]
+    try:  # back to before the prompt's last token, which predicts the key's first
+        cache.crop(read - 1 - cache.get_seq_length())
+        inputs = torch.cat([ids[0, -1:], key[:-1]])
+    except ArgumentError:  # states cannot go back
+        cache, inputs = QoffCache(model), torch.cat([ids[0], key[:-1]])
+    logits = model(inputs[None], past_key_values=cache, logits_to_keep=len(key)).logits[0]
     chosen = logits.log_softmax(-1).gather(1, key[:, None])
     return out[0, read:].tolist(), float(chosen.sum())
 

@@ -30,7 +30,7 @@ from qoff.hf.load import open_runtime as open_checkpoint
 from qoff.kvcache import KVQuant
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime
-from qoff.models.sources import SafetensorsSource, open_source
+from qoff.models.sources import QuantizedSource, SafetensorsSource, open_source
 from qoff.quant import GGUFFile
 from qoff.quant.gguf_split import parts
 from qoff.system_memory import free_memory
@@ -85,9 +85,10 @@ def opened_original(
 ) -> Iterator[Subject]:
     """A model to compare with: a qoff checkpoint as it is, anything else in float32.
 
-    transformers computes it where its weights take `memory` bytes at most (None: half of what is
-    free); else it is read layer by layer from its files. Raises BudgetError where that takes more,
-    too, UnsupportedModelError for what cannot be read so, and the errors of loading it.
+    transformers computes it where its weights are floats and take `memory` bytes at most (None:
+    half of what is free); else it is read layer by layer from its files. Raises BudgetError where
+    that takes more, too, UnsupportedModelError for what cannot be read so, and the errors of
+    loading it.
     """
     if exists(source) and is_checkpoint(source):
         options: dict[str, Any] = {"batch_size": batch, "device_memory": memory}
@@ -96,15 +97,18 @@ def opened_original(
         return
     free = free_memory()
     bound = memory if memory is not None else None if free is None else free // 2
-    if bound is None or (model := _too_large(source, bound)) is None:
+    if (model := _by_layers(source, math.inf if bound is None else bound)) is None:
         yield TransformersSubject(open_float(source), source.name)
     else:
         model.spec.check_positions(sample.longest - 1)  # the last token is only predicted
         yield LayerwiseSubject(model, source.name)
 
 
-def _too_large(source: Path, bound: int) -> Unconverted | None:
-    """The model, if its weights do not fit but come layer by layer; None if they fit, or may."""
+def _by_layers(source: Path, bound: float) -> Unconverted | None:
+    """The model, if it has to come layer by layer; None if it may come as a whole.
+
+    Packed weights are read by qoff: transformers needs other packages for most of them.
+    """
     try:
         model = Unconverted.of(open_source(source))
     except (UnsupportedModelError, FormatError) as error:  # runs through transformers' modules
@@ -114,7 +118,7 @@ def _too_large(source: Path, bound: int) -> Unconverted | None:
         total, least = LayerwiseSubject.nbytes(model)
         layers = f"layer by layer {least:,}"
         if least <= bound:
-            return model if total > bound else None
+            return model if total > bound or isinstance(model.source, QuantizedSource) else None
     if least <= bound:
         return None
     raise BudgetError(

@@ -16,6 +16,7 @@ from qoff.kernels.ops import exact, ops_for
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD, local_names
 from qoff.models.modules.binding import WeightBinder, bind_embedding
+from qoff.models.modules.configs import position_limit
 from qoff.models.modules.current import current
 from qoff.models.modules.decoder import wait_for_weights
 from qoff.models.modules.linear import Bound, Head, Multiply
@@ -53,7 +54,7 @@ class ModuleRun:
 
         model, self._seen = structure.model, seen
         config = model.config.get_text_config(decoder=True)
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = position_limit(config)
         batches = [ids[:, :limit] for ids in batches]
         buffers_from_config(model)
         for place in structure.outer():

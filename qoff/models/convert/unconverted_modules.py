@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.errors import ConversionError, QuantizationError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
-from qoff.models.modules.configs import build, language_alone, read_config
+from qoff.models.modules.configs import build, language_alone, position_limit, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize
@@ -124,8 +124,7 @@ class UnconvertedModules:
     @property
     def positions(self) -> int | None:
         """Tokens that a text may have."""
-        config = self._structure.model.config.get_text_config(decoder=True)
-        return getattr(config, "max_position_embeddings", None)
+        return position_limit(self._structure.model.config.get_text_config(decoder=True))
 
     def weights_of(self, unit: int) -> int:
         """Numbers in a unit."""

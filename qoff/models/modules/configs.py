@@ -21,6 +21,15 @@ _WANTED = "qoff runs models that continue text, like Llama and Qwen"
 REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
 
 
+def position_limit(config: Any) -> int | None:
+    """Tokens of a sequence that a model was made for, as transformers' config of it says; or None.
+
+    Whisper's config calls them `max_target_positions`.
+    """
+    names = "max_position_embeddings", "max_target_positions"
+    return next((n for name in names if (n := getattr(config, name, None))), None)
+
+
 def is_native(config: Mapping[str, Any]) -> bool:
     """Whether qoff's own decoder runs models of this `config.json`.
 

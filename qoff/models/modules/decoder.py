@@ -32,7 +32,7 @@ from . import probe
 from .attention import NAME, PackedAttention, register
 from .binding import WeightBinder, bind_embedding
 from .cache import ModuleCache, StatesPass, new_columns
-from .configs import DTYPE, LAYOUT, build, layer_configs, read_config
+from .configs import DTYPE, LAYOUT, build, layer_configs, position_limit, read_config
 from .current import current
 from .linear import Head, Multiply
 from .structure import (
@@ -152,7 +152,7 @@ class ModuleDecoder:
     @property
     def max_positions(self) -> int:
         """Tokens of a sequence that the model was made for."""
-        return getattr(self.text_config, "max_position_embeddings", None) or 2048
+        return self.position_limit or 2048
 
     def working_bytes(self, sequences: int, count: int, longest: int) -> int:
         """An estimate of what a pass of `count` tokens of each sequence takes, without logits.
@@ -207,7 +207,7 @@ class ModuleDecoder:
     @property
     def position_limit(self) -> int | None:
         """Tokens that a sequence may have; None: as many as there is memory for."""
-        return getattr(self.text_config, "max_position_embeddings", None)
+        return position_limit(self.text_config)
 
     def check_positions(self, tokens: int) -> None:
         """Raise ArgumentError for a sequence of more tokens than `position_limit`."""

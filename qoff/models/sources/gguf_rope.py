@@ -60,7 +60,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
         )
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return {}
-    found: dict[str, Any] = {"rope_type": kind, "factor": float(metadata.need(_FACTOR))}
+    found: dict[str, Any] = {"rope_type": kind, "factor": float(factor or metadata.need(_FACTOR))}
     if kind == "yarn":
         original = metadata.need("rope.scaling.original_context_length")
         found["original_max_position_embeddings"] = original

@@ -36,6 +36,17 @@ _SPACE = "\u2581"  # what stands for a space
 _INSTEAD = "Convert the model's safetensors checkpoint instead, which has its own tokenizer files"
 _SENTENCEPIECE, _GEMMA4 = "llama", "gemma4"  # values of tokenizer.ggml.model
 _STAY = ("<unk>", "<s>", "<|endoftext|>")  # in Phi-3 the space after these is text
+# Texts of tokens that end an answer, whatever keys and types a file has; as llama.cpp has them.
+ENDS = frozenset(
+    [
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+        *("<end_of_turn>", "<turn|>", "<|tool_response>", "<eos>", "<end_of_utterance>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("[e~[", "<｜end▁of▁sentence｜>"),  # noqa: RUF001 (so it is written)
+    ]
+)
+_MESSAGE_END = "<|end|>"  # where an answer may have several messages, which other tokens end
+_ANSWER_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 _SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -47,6 +58,7 @@ def companions(metadata: Metadata) -> dict[str, bytes]:
     from transformers import GenerationConfig
 
     ends = {i for key in ("eos", "eot", "eom") if (i := metadata.token(key)) is not None}
+    ends |= set(_ends(_required(metadata.values, "tokens")).values())
     generation = GenerationConfig(
         bos_token_id=metadata.token("bos"),
         eos_token_id=sorted(ends) if len(ends) > 1 else next(iter(ends), None),
@@ -109,7 +121,8 @@ def _backend(
     end = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if begin is not None or end is not None:
         backend.post_processor = _around(tokens, begin, end)
-    typed = list(zip(tokens, types, strict=True))
+    ends = _ends(tokens)
+    typed = [(t, _CONTROL if t in ends else x) for t, x in zip(tokens, types, strict=True)]
     phi3 = sentencepiece and metadata.get("general.architecture") == "phi3"
 
     def added(wanted: int, special: bool) -> list[AddedToken]:
@@ -122,6 +135,14 @@ def _backend(
     backend.add_special_tokens(added(_CONTROL, special=True))
     backend.add_tokens(added(_USER_DEFINED, special=False))
     return backend
+
+
+def _ends(tokens: Sequence[str]) -> dict[str, int]:
+    """The tokens that end an answer by their texts, and their ids."""
+    found = {t: i for i, t in enumerate(tokens) if t in ENDS}
+    if any(found.keys() >= others for others in _ANSWER_ENDS):
+        found.pop(_MESSAGE_END, None)
+    return found
 
 
 def _around(tokens: Sequence[str], begin: int | None, end: int | None) -> processors.PostProcessor:

@@ -18,17 +18,13 @@ from qoff.errors import FormatError
 from qoff.quant import TensorInfo
 from qoff.schema import load_object, read_object, shown
 
+TOKENIZER_FILES = (  # of which a tokenizer has one at least
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
 COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "modules.json",
+    *("generation_config.json", *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "merges.txt", "emoji.json", "modules.json"),
 )
 POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.json
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
