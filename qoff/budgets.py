@@ -85,7 +85,8 @@ def resolve_device(device: torch.device | str) -> torch.device:
     """The device of a name like "cuda:1"; "auto": a GPU if torch can use one, else the CPU.
 
     "cuda" is the calling thread's current GPU; other threads may have another one, so the result
-    has its number. Raises ArgumentError where torch knows no such name, or has no such GPU.
+    has its number. Raises ArgumentError where torch knows no such name, or has no such GPU, and for
+    other kinds of devices.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,6 +96,10 @@ def resolve_device(device: torch.device | str) -> torch.device:
         raise ArgumentError(
             f"no device is called {device!r}; use 'auto', 'cpu' or 'cuda'"
         ) from error
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(
+            f"qoff computes on 'cpu' or 'cuda', not on {str(found)!r}; use one of them"
+        )
     if found.type != "cuda" or not torch.cuda.is_available():
         return found
     index = torch.cuda.current_device() if found.index is None else found.index

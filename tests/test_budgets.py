@@ -62,6 +62,8 @@ def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_device("auto") == torch.device(name)
     with pytest.raises(ArgumentError, match="no device is called 'tpu:0'"):
         resolve_device("tpu:0")
+    with pytest.raises(ArgumentError, match="'cpu' or 'cuda', not on 'mps'"):
+        resolve_device("mps")
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError
 
 from .command import command, named, parsed
 from .options import Json, Model, QuantOptions, fraction
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
+from .plan_model import checkpoint_of, config_of, folder_of, sizes_of
 from .plan_train import FinetuneOptions, print_training
 
 if TYPE_CHECKING:
-    from qoff.checkpoint import Checkpoint
     from qoff.plan import Plan
     from qoff.plan.forms import WeightForm
     from qoff.plan.losses import Form
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from qoff.plan.profile import MachineProfile
     from qoff.plan.sizes import ModelSizes
     from qoff.plan.workload import Workload
-    from qoff.quant import Format
 
 _ASSUMED = (
     "losses are those of a model of 135M parameters (docs/accuracy.md); qoff eval MODEL --sweep "
@@ -54,10 +53,11 @@ _INFERENCE = (
     ),
     *("memory", "plot", "brief", "shared", "acceptance", "attention_top", "activation_bits"),
 )
+_OF_WEIGHTS = ("bits", "group_size", "solver")
 # Options that --max-kl stands for, or whose losses it does not know.
-_CHOSEN = ("kv", "bits", "group_size", "solver", "attention_top", "activation_bits")
+_CHOSEN = ("kv", *_OF_WEIGHTS, "attention_top", "activation_bits")
 _OF_FORMULAS = {"batch", "checkpoint_every", "peak", "sequence"}  # --train has the last, too
-_FORMULAS = _OF_FORMULAS | {"model", "memory", "as_json", "link", "bits", "group_size", "solver"}
+_FORMULAS = _OF_FORMULAS | {"model", "memory", "as_json", "link", *_OF_WEIGHTS}
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ def plan(
     _check_bounds(context, work)
     _check_training(context, model, finetuning)
     _check_formulas(context, memory, finetuning.train)
+    _check_weights(context, model, finetuning)
     _check_places({"--save": save, "--plot": plot})
     if memory:
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
@@ -150,8 +151,8 @@ def plan(
     if finetuning.train:
         packed = None
         if finetuning.lora is not None:
-            packed = _checkpoint_of(model) or sizes_of(model, weights, machine.on_gpu).checkpoint
-        config = _config_of(model)
+            packed = checkpoint_of(model) or sizes_of(model, weights, machine.on_gpu).checkpoint
+        config = config_of(model)
         print_training(config, finetuning, training.sequence, machine, packed, as_json)
         return
     _check_bits(template, machine.on_gpu)
@@ -170,7 +171,7 @@ def plan(
         )
 
     def is_beside(sizes: ModelSizes) -> bool:
-        return on.disk is not None and not sizes.checkpoint.outer.path.exists()
+        return on.disk is not None and not sizes.stored
 
     def left(sizes: ModelSizes) -> MachineProfile:
         return beside_checkpoint(machine, sizes) if is_beside(sizes) else machine
@@ -210,7 +211,8 @@ def plan(
         if chosen.weights is not None and chosen.weights.target_bits is not None:
             typer.echo(f"note: {_MIXED}")
         if chosen.weights is not None:
-            typer.echo(f"to have it: qoff convert {model} FOLDER {chosen.weights.options}")
+            place = "" if machine.on_gpu else " --for cpu"
+            typer.echo(f"to have it: qoff convert {model} FOLDER {chosen.weights.options}{place}")
     print_table("what lives where", found.tiers(), ("tier", "what", "bytes"))
     columns = ("resource", "prompts", "decoding")
     print_table("busy in a round, by the model", found.resources(), columns)
@@ -271,14 +273,12 @@ def _check_bounds(context: typer.Context, work: WorkOptions) -> None:
 
 def _check_training(context: typer.Context, model: str, how: FinetuneOptions) -> None:
     """Raise ArgumentError for options of other plans, and for packed weights that shall learn."""
-    from qoff.hf.load import exists, is_checkpoint
-
     for option in named(context, _INFERENCE if how.train else vars(how)).values():
         why = "plans no answers; leave out" if how.train else "is missing, and belongs to"
         raise ArgumentError(f"--train {why} {option}")
     if not how.train:
         return
-    if how.lora is None and exists(model) and is_checkpoint(Path(model)):
+    if how.lora is None and folder_of(model) is not None:
         raise ArgumentError(
             f"{model} is a qoff checkpoint, whose packed weights do not learn; use --lora, or plan "
             "the model that it was made of"
@@ -296,6 +296,18 @@ def _check_formulas(context: typer.Context, memory: bool, train: bool) -> None:
         return
     for option in named(context, _OF_FORMULAS - ({"sequence"} if train else set())).values():
         raise ArgumentError(f"--memory is missing, and belongs to {option}")
+
+
+def _check_weights(context: typer.Context, model: str, how: FinetuneOptions) -> None:
+    """Raise ArgumentError for options of a conversion where none is planned."""
+    if folder_of(model) is not None:
+        why = f"{model} is a qoff checkpoint, whose weights are quantized already"
+    elif how.train and how.lora is None:
+        why = "--train without --lora plans for all weights to learn, as floats"
+    else:
+        return
+    for option in named(context, _OF_WEIGHTS).values():
+        raise ArgumentError(f"{why}; leave out {option}")
 
 
 def _check_places(places: Mapping[str, Path | None]) -> None:
@@ -330,10 +342,9 @@ def _form(
 
     beside: the machine with what disk such a checkpoint leaves.
     """
-    from qoff.hf.load import exists, is_checkpoint
     from qoff.plan.losses import assumed_forms, best_form, measured_forms
 
-    converted = exists(model) and is_checkpoint(Path(model))
+    converted = folder_of(model) is not None
     forms = assumed_forms(converted) if work.losses is None else measured_forms(work.losses)
     fitting = [form for form in forms if (form.weights is None) == converted]
     if not fitting:
@@ -352,52 +363,6 @@ def _form(
     assert work.max_kl is not None
     found = best_form(fitting, work.max_kl, sizes, beside, workload, template)
     return found, sizes(found.weights)
-
-
-def sizes_of(
-    model: str, weights: QuantOptions, on_gpu: bool, mixed: Mapping[str, Format] | None = None
-) -> ModelSizes:
-    """The sizes of a checkpoint, of a directory with config.json, or of a model on the hub.
-
-    mixed: other formats of some matrices, by patterns. Raises QoffError for what has none.
-    """
-    from qoff.plan.sizes import ModelSizes
-    from qoff.quant import QuantConfig
-    from qoff.schema import read_object
-
-    there = _checkpoint_of(model)
-    if there is not None:
-        return ModelSizes.of_checkpoint(there)
-    config = _config_of(model)
-    packing = "split32" if on_gpu else "rows16"
-    quant = QuantConfig(**vars(weights), packing=packing, weights=mixed or {})
-    return ModelSizes.of(read_object(config), quant)
-
-
-def _checkpoint_of(model: str) -> Checkpoint | None:
-    """The qoff checkpoint that a directory is. Raises QoffError for one that is damaged."""
-    from qoff.checkpoint import Checkpoint
-    from qoff.hf.load import exists, is_checkpoint
-
-    path = Path(model)
-    there = exists(model) and path.is_dir() and is_checkpoint(path)
-    return Checkpoint.open(path) if there else None
-
-
-def _config_of(model: str) -> Path:
-    """The file of a model's config. Raises QoffError for what has none."""
-    from qoff.hf.hub import download_config
-    from qoff.hf.load import exists
-
-    if not exists(model):
-        return download_config(model, None)
-    path = Path(model)
-    config = path / "config.json" if path.is_dir() else path
-    if config.suffix != ".json":
-        raise QoffError(
-            f"{model}: has no config.json; convert it first (qoff convert), and plan that"
-        )
-    return config
 
 
 def _draw(path: Path, points: list[Point], on_gpu: bool) -> list[Path]:

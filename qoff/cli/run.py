@@ -24,12 +24,12 @@ class Passing(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the program. An error of the system in it ends it with a traceback, as in Python."""
+        """Run the program. An error that Typer takes for its own ends it with a traceback."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # who reads has seen enough
             raise
-        except OSError as error:
+        except (OSError, EOFError) as error:
             sys.excepthook(type(error), error, error.__traceback__)
             raise SystemExit(1) from None
 

@@ -29,6 +29,7 @@ from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
+from qoff.models.sources.safetensors import TOKENIZER_FILES
 from qoff.plan.default import default_bounds, within_limit
 from qoff.quant import QuantConfig
 from qoff.quant.gguf_split import parts
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from .model import QoffForCausalLM
 
 AUTO = "auto"
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
-)
 
 
 @refusals()
@@ -105,12 +102,7 @@ def load(
         )
     _check_room(context, batch_size)
     where = resolve_device(device)
-    device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
-    if where.type == "cpu" and device_bytes is None and host_bytes is not None:
-        raise ArgumentError(
-            "host_memory holds what device_memory has no room for, and needs that bound, too; on a "
-            "CPU device_memory alone bounds everything"
-        )
+    device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     if kv != AUTO:
         kv = kv_quant(kv)  # what is none is known before anything is converted
     checkpoint = find_checkpoint(
@@ -155,6 +147,22 @@ def _check_room(context: int | None, batch_size: int) -> None:
             raise ArgumentError(f"{name} is {value!r}; use a whole number from 1")
 
 
+def _bounds(
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    device: torch.device,
+) -> tuple[int | None, int | None]:
+    """As `memory_bounds`; ArgumentError, too, for one of a CPU that would bound nothing."""
+    found = memory_bounds(device_memory, host_memory, max_memory, device)
+    if device.type == "cpu" and found[0] is None and found[1] is not None:
+        raise ArgumentError(
+            "host_memory holds what device_memory has no room for, and needs that bound, too; on a "
+            "CPU device_memory alone bounds everything"
+        )
+    return found
+
+
 @refusals()
 def open_runtime(
     checkpoint: Path,
@@ -176,7 +184,7 @@ def open_runtime(
     """What runs a qoff checkpoint; the arguments are those of `load`. scoring: see `Budget`."""
     _check_room(context, batch_size)
     where = resolve_device(device)
-    device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
+    device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
     if device_bytes is None and host_bytes is None:
         device_bytes, host_bytes = default_bounds(Checkpoint.open(checkpoint), where)
@@ -319,7 +327,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def has_tokenizer(checkpoint: Path) -> bool:
     """Whether there are files of a tokenizer."""
-    return any((checkpoint / name).exists() for name in _TOKENIZER_FILES)
+    return any((checkpoint / name).exists() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -98,7 +98,7 @@ class CostModel:
         """Rounds in which each sequence gets a token, and those of `drafted` that are accepted."""
         work, spec, each_has = self.workload, self.sizes.spec, 1 + drafted
         active = self.active(c)
-        gained = (1 - work.acceptance**each_has) / (1 - work.acceptance)
+        gained = work.tokens_of_pass(drafted)
         rounds = work.at_once * work.answer.mean / (active * gained)
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has

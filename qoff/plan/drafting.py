@@ -14,15 +14,6 @@ _TRIED = (1, 2, 3, 4, 6, 8, 12, 16)
 PassSeconds = Callable[[int], Sequence[float]]
 
 
-def tokens_of_pass(drafted: int, acceptance: float) -> float:
-    """Tokens that a sequence gets of a pass, on average; acceptance: the chance of each, below 1.
-
-    That of a token whose place the draft has come to: the first one that is not accepted ends it,
-    and the model's own token comes in its place (arXiv 2211.17192, section 3.1).
-    """
-    return (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
-
-
 def pass_seconds(plan: RunningPlan, drafts: RunningPlan | None = None) -> PassSeconds:
     """Seconds of a round by the sequences of a batch: where each has 0, 1, ... drafted tokens.
 
@@ -64,5 +55,5 @@ def with_drafts(certifier: Certifier, best: Certified) -> Certified:
             found = one
     if found is best:
         return best
-    fewer = tokens_of_pass(max(_TRIED), work.acceptance)  # passes, at most so many times
+    fewer = work.tokens_of_pass(max(_TRIED))  # passes, at most so many times
     return replace(found, bound=min(found.seconds, best.bound / fewer))

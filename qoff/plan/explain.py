@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qoff.errors import BudgetError, QoffError
-from qoff.kvcache import KVQuant
 from qoff.kvcache.groups import layer_groups
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.units import format_size
@@ -119,9 +118,9 @@ class Explained:
                 f"and {self.found.decode.seconds:.3f} s, and {self.found.decode.tokens_per_s:.1f} "
                 "new tokens/s"
             )
-        file, free = self.sizes.checkpoint.outer.path, self.machine.usable[DISK]
+        free = self.machine.usable[DISK]
         spilled = sum(self.found.bytes_by_tier()[DISK].values())
-        if self.sizes.nbytes + spilled > free and not self.beside and not file.exists():
+        if self.sizes.nbytes + spilled > free and not self.beside and not self.sizes.stored:
             more = f" and the plan {format_size(spilled)} more" if spilled else ""
             yield (
                 f"the checkpoint takes {format_size(self.sizes.nbytes)}{more}, and "
@@ -186,7 +185,7 @@ class Explained:
                 faster = replace(machine, disk_read=_twice(machine.disk_read))
                 yield "a disk twice as fast", faster, plan
         bits = 4 if plan.kv.k_bits == 8 else 8
-        other = KVQuant(bits, bits, plan.kv.window)
+        other = replace(plan.kv, k_bits=bits, v_bits=bits, layers={})
         yield f"{bits}-bit KV cache", machine, replace(plan, kv=other)
 
     def values(self) -> dict[str, Any]:

@@ -96,10 +96,6 @@ class Phase:
             found[:, _KV_NEAR] = away - found[:, _KV_FAR]
         return found
 
-    def seconds(self, placed: Array) -> Array:
-        """Seconds of a round."""
-        return round_seconds(self.busy(placed), self.units)
-
 
 def round_seconds(busy: Array, units: int) -> Array:
     """From what each resource is busy, [..., RESOURCES], to seconds of a round of so many units."""

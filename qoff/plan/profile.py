@@ -46,10 +46,6 @@ class Link:
         check("cpu_s_per_request", self.cpu_s_per_request, zero=True)
         check("alone_s", self.alone_s, zero=True)
 
-    def seconds(self, nbytes: float, requests: float) -> float:
-        """Seconds that the link is busy."""
-        return nbytes / self.bytes_per_s + requests * self.request_s
-
     @property
     def small_s(self) -> float:
         """Seconds of a small request while no other is under way."""

@@ -38,11 +38,12 @@ class ModelSizes:
     """A model as a checkpoint would have it: where each weight lies in its file, and its bytes.
 
     checkpoint: without files where only the config is known; what plans placements reads headers
-    alone, so it takes this as it takes a real one.
+    alone, so it takes this as it takes a real one. stored: whether there are files.
     """
 
     checkpoint: Checkpoint
     spec: DecoderSpec
+    stored: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], quant: QuantConfig | None = None) -> Self:
@@ -84,7 +85,7 @@ class ModelSizes:
         """The same of a checkpoint that is there. Raises UnsupportedModelError as `of` does."""
         if not is_native(checkpoint.config):
             return cls.of(checkpoint.config)  # refuses it
-        return cls(checkpoint, DecoderSpec.from_config(checkpoint.config))
+        return cls(checkpoint, DecoderSpec.from_config(checkpoint.config), stored=True)
 
     @cached_property
     def shapes(self) -> tuple[HeadShape, ...]:

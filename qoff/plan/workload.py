@@ -90,3 +90,11 @@ class Workload:
     def at_once(self) -> int:
         """Requests that are there together: one where it is a single one's latency that counts."""
         return 1 if self.objective == "latency" else self.requests
+
+    def tokens_of_pass(self, drafted: int) -> float:
+        """Tokens that a sequence gets of a pass with so many drafted ones, on average.
+
+        The first one that is not accepted ends the draft, and the model's own token comes in its
+        place (arXiv 2211.17192, section 3.1).
+        """
+        return (1 - self.acceptance ** (drafted + 1)) / (1 - self.acceptance)

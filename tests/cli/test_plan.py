@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from qoff.checkpoint.layout import OUTER_FILE
 from qoff.errors import DiskReadError
 from qoff.kernels.cpu import ops
 from qoff.kernels.cpu.jit.recorder import JobReplay
@@ -20,7 +21,7 @@ from qoff.memory import DiskReader
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.saved import read_plan, read_weights
 from qoff.units import parse_size
-from tests.cli.commands import run
+from tests.cli.commands import fail, run, succeed
 from tests.plan.machines import MIB, MIXTURE, SMALL, machine
 from tests.tiny_models import save_model, tiny_checkpoint
 
@@ -231,6 +232,60 @@ def test_the_disk_of_a_checkpoint_that_is_there_is_all_free(
     assert json.loads(found.stdout)["usable"]["disk"] == 64 << 10
 
 
+def test_a_checkpoint_at_the_place_of_none_is_another_model(
+    config: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose config alone is known has no folder, whatever the working directory has."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / OUTER_FILE).touch()
+    monkeypatch.chdir(tmp_path)
+    ask = ("--machine", here, *WORK, "--json", "--disk", "1GiB")
+    found = json.loads(succeed("plan", config, *ask))
+    assert found["usable"]["disk"] == (1 << 30) - found["checkpoint_bytes"]
+
+
+def test_a_checkpoint_is_planned_by_its_config_too(here: Path, checkpoint: Path) -> None:
+    ask = ("--machine", here, *WORK, "--json")
+    folder, file = (
+        json.loads(succeed("plan", one, *ask)) for one in (checkpoint, checkpoint / "config.json")
+    )
+    for same in ("checkpoint_bytes", "tokenizer_bytes", "bound_s"):
+        assert folder[same] == file[same]
+
+
+def test_a_checkpoint_on_the_hub_is_to_be_downloaded(
+    here: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(checkpoint))
+    refused = fail("plan", "someone/packed-model", "--machine", here, *WORK)
+    assert "someone/packed-model: is a qoff checkpoint" in refused
+    assert "download it (hf download), and plan its folder" in refused
+
+
+@pytest.mark.parametrize(
+    ("how", "option"),
+    [
+        ((), ("--bits", 4)),
+        (("--memory",), ("--group-size", 32)),
+        (("--train", "--lora", "r=8"), ("--solver", "hqq")),
+    ],
+)
+def test_the_bits_of_a_checkpoint_are_given(
+    checkpoint: Path, how: tuple[str, ...], option: tuple[object, ...]
+) -> None:
+    refused = fail("plan", checkpoint, *how, *option)
+    assert f"whose weights are quantized already; leave out {option[0]}" in refused
+
+
+def test_a_model_for_a_cpu_is_to_be_converted_for_it(config: Path, here: Path) -> None:
+    """Its plan counts weights that are packed so."""
+    ask, gpu = ("--machine", here, *WORK, "--max-kl", 1), ("--gpu", "1GiB", "--host", "64MiB")
+    for more, packed in ((), True), (gpu, False):
+        lines = succeed("plan", config, *ask, *more).splitlines()
+        (line,) = (line for line in lines if line.startswith("to have it: qoff convert"))
+        assert line.endswith(" --for cpu") == packed
+
+
 def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -> None:
     def form(*options: object) -> dict[str, Any]:
         found = run("plan", config, "--machine", here, *WORK, "--json", *options)
@@ -307,6 +362,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--max-kl", "1", "--gpu", "1MiB"], "weights of 4 bits in groups of 64"),
         (["--train", "--kv", "4"], "--train plans no answers; leave out --kv"),
         (["--train"], "more than the 6.0 MiB there"),
+        (["--train", "--bits", "8"], "--train without --lora plans for all weights to learn"),
         (["--lora", "r=8"], "--train is missing, and belongs to --lora"),
         (["--train", "--lora", "r=8", "--dtype", "float32"], "leave --dtype out"),
         (["--device", "cpu"], "--machine says what computes"),

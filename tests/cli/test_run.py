@@ -75,6 +75,14 @@ def test_an_error_of_the_system_in_a_program_is_told_as_python_does(folder: Path
     )
 
 
+def test_a_program_without_input_is_told_as_python_does(folder: Path) -> None:
+    (folder / "program.py").write_text("input()\n")
+    found = qoff_run("program.py")
+    assert found.exit_code == 1
+    assert "Traceback" in found.stderr
+    assert found.stderr.endswith("EOFError: EOF when reading a line\n")
+
+
 def test_a_script_loads_a_checkpoint_and_gets_its_arguments(checkpoint: Path, folder: Path) -> None:
     (folder / "script.py").write_text(LOADING)
     found = qoff_run("script.py", checkpoint, "--help", "-m", "x", "--", "y")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 import qoff
 from qoff.errors import (
@@ -24,7 +25,9 @@ from qoff.errors import (
     QoffError,
     UnsupportedModelError,
 )
-from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer
+from qoff.hf.hub import download
+from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, open_runtime
+from qoff.models.sources.safetensors import COMPANIONS
 from qoff.quant import QuantConfig
 from tests.tiny_models import QUANT, load_budgets, save_gguf
 
@@ -146,6 +149,26 @@ def test_a_hub_id_is_downloaded_and_converted_once(
     config, weights = (HUB_ID, "main", False), (HUB_ID, "main", True)
     assert asked == [config, weights, config]  # the weights may be deleted after the conversion
     assert conversions == [source]
+
+
+def test_all_that_a_conversion_reads_is_downloaded_and_nothing_else(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns: dict[str, list[str]] = {}
+
+    def snapshot(hub_id: str, **options: Any) -> str:
+        patterns.update(options)
+        return str(source)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    download(HUB_ID, None)
+    allow, ignore = patterns["allow_patterns"], patterns["ignore_patterns"]
+    wanted = [*COMPANIONS, "config.json", "model.safetensors", "1_Pooling/config.json"]
+    others = ["onnx/model.json", "original/tokenizer.model", "consolidated.safetensors"]
+    others += ["2_Dense/model.safetensors", "1_Dense/config.json", "pytorch_model.bin"]
+    files = [*wanted, *others]
+    found = filter_repo_objects(files, allow_patterns=allow, ignore_patterns=ignore)
+    assert list(found) == wanted
 
 
 @pytest.mark.parametrize(
@@ -317,9 +340,10 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
         qoff.load(path)
 
 
-def test_a_bound_without_a_meaning_is_refused(checkpoint: Path) -> None:
+@pytest.mark.parametrize("opening", [qoff.load, open_runtime])
+def test_a_bound_without_a_meaning_is_refused(checkpoint: Path, opening: Any) -> None:
     with pytest.raises(ArgumentError, match="host_memory holds what device_memory has no room for"):
-        qoff.load(checkpoint, device="cpu", host_memory="50MiB")
+        opening(checkpoint, device="cpu", host_memory="50MiB")
 
 
 @pytest.mark.parametrize("options", [{"slots": 1, "device_memory": 10**9}, {"device_memory": -5}])

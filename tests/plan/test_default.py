@@ -173,6 +173,13 @@ def test_a_model_that_fits_is_said_to_need_no_offloading() -> None:
     assert [row[0] for row in found.changes()] == ["8-bit KV cache"]
 
 
+def test_a_change_of_the_bits_of_a_cache_changes_nothing_else() -> None:
+    kv = qoff.KVQuant(window=32, sinks=16, attention_top=0.5)
+    found = explain(sizes(), machine(device=GIB), WORK, Plan(kv=kv))
+    ((_, _, other),) = found._others()
+    assert other.kv == replace(kv, k_bits=8, v_bits=8)
+
+
 def test_the_disk_has_to_have_room_for_the_checkpoint_and_the_plan() -> None:
     found = explain(sizes(), machine(device=6 * MIB), WORK)
     memory = found.found.memory

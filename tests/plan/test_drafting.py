@@ -11,7 +11,7 @@ from qoff.errors import ArgumentError
 from qoff.plan import Memory
 from qoff.plan.adapt import Load, RunningPlan
 from qoff.plan.certify import choices_of
-from qoff.plan.drafting import pass_seconds, tokens_of_pass
+from qoff.plan.drafting import pass_seconds
 from qoff.plan.search import find_plan
 from qoff.plan.workload import Lengths, Workload
 
@@ -21,9 +21,10 @@ WORK = Workload(Lengths.of(256), Lengths.of(64), 1)
 
 
 def test_a_draft_ends_with_the_first_wrong_token() -> None:
-    assert tokens_of_pass(0, 0.5) == 1
-    assert tokens_of_pass(2, 0.5) == pytest.approx(1 + 0.5 + 0.25)
-    assert tokens_of_pass(3, 0) == 1
+    half = replace(WORK, acceptance=0.5)
+    assert half.tokens_of_pass(0) == 1
+    assert half.tokens_of_pass(2) == pytest.approx(1 + 0.5 + 0.25)
+    assert WORK.tokens_of_pass(3) == 1
 
 
 def test_plans_draft_where_weights_stream_and_tokens_are_accepted() -> None:
