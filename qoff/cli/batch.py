@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 # Fields of a saved plan that options may say anew: `qoff plan` takes them as told (--shared,
 # --spill-folder), or leaves them out.
 _FREE = frozenset({"draft_tokens", "draft_model", "share_prefixes", "spill_folder"})
+# What the planner chooses: where an option says one of these, it chooses nothing.
+_CHOSEN = (
+    *("batch_size", "batches", "prefill_tokens", "cpu_attention", "activations", "schedule"),
+    *("kv_device", "kv_host"),
+)
+_BOUNDS = ("device_memory", "host_memory", "max_memory")
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,10 @@ class PlanOptions:
     ) -> tuple[Plan | None, dict[str, Any]]:
         """The plan, None for one that fits what is free, and the options of `qoff.LLM` beside it.
 
-        Of a saved plan, `_FREE` can be given anew. Raises ArgumentError for a KV cache that is not
-        packed, and for others of its fields, FormatError for a saved plan that is none.
+        Without bounds these have `_bind`, and `_plain` for what options say of a plan that is yet
+        to be chosen. Of a saved plan, `_FREE` can be given anew. Raises ArgumentError for a KV
+        cache that is not packed, and for others of its fields, FormatError for a saved plan that
+        is none.
         """
         from qoff.kvcache import KVPlacement, KVQuant
         from qoff.plan import Plan
@@ -96,10 +104,12 @@ class PlanOptions:
             activation_bits=bits,
             **given,
         )
-        plain = Plan(prefill_tokens=_defaults(type(self))["prefill_tokens"])
-        if plan != plain:
+        if any(opening[name] is not None for name in _BOUNDS):
             return plan, opening
-        return None, opening if plain == Plan() else {**opening, "_plain": plain}
+        opening["_bind"] = True
+        if named(called, _CHOSEN):
+            return plan, opening
+        return None, opening if plan == Plan() else {**opening, "_plain": plan}
 
 
 def _adapters(given: list[str] | None) -> dict[str, str]:
@@ -193,6 +203,10 @@ def batch(
     if sampling.n > 1 and sampling.temperature == 0:
         raise ArgumentError(f"--n {sampling.n}: answers of temperature 0 are all the same; "
                             "give --temperature, too")  # fmt: skip
+    if output is None and not resume:
+        raise ArgumentError("--overwrite begins a file of answers anew; give it, -o FILE")
+    if ray_workers is not None and ray is None:
+        raise ArgumentError("--ray-workers needs a Ray cluster, too: --ray auto")
     if ray is not None and (trace is not None or stats):
         raise ArgumentError("--trace and --stats are of one process; leave them out with --ray")
     plan, opening = planned.plan(called, model, how, cache)
@@ -202,17 +216,18 @@ def batch(
         errors,
         served_model_name or model_name(model),
         SamplingParams(**vars(sampling)),
-        plain=SamplingParams(**vars(sampling)) == SamplingParams(**_defaults(SamplingOptions)),
+        plain=not named(called, vars(sampling)),
         raw=raw,
         keep_order=keep_order,
         adapters=opening["adapters"],
     )
     path = how.checkpoint(model)
-    with FileJob(asked, path, plan, overwrite=not resume) as job:
+    wanted = plan or opening.get("_plain")
+    with FileJob(asked, path, wanted, overwrite=not resume) as job:
         if job.left == 0:
             typer.echo(job.nothing_left, err=True)
         elif ray is not None:
-            opening["plan"] = plan
+            opening["plan"] = wanted
             with job_progress(job.total, quiet=output is None) as noticed:
                 _run_on_ray(job, ray, ray_workers, str(path), opening, noticed)
         else:
@@ -234,6 +249,7 @@ def _run_on_ray(
     options: dict[str, Any],
     noticed: Callable[[Counts], None],
 ) -> None:
+    from qoff.hf.load import exists
     from qoff.jobs.file import adapters_say, fingerprint
     from qoff.ray import ProcessorConfig
     from qoff.ray.job import cluster, run
@@ -241,17 +257,21 @@ def _run_on_ray(
 
     model = str(Path(model).resolve())  # workers run in other folders
     adapters = {name: str(Path(x).resolve()) for name, x in options["adapters"].items()}
+    plan: Plan | None = options["plan"]
+    if plan is not None:
+        spill, draft = plan.spill_folder, plan.draft_model
+        spill = None if spill is None else spill.resolve()
+        draft = str(Path(draft).resolve()) if draft is not None and exists(draft) else draft
+        plan = replace(plan, spill_folder=spill, draft_model=draft)
     config = ProcessorConfig(model, concurrency=workers)
     opening = Opening(
-        model, options | {"adapters": adapters}, fingerprint(Path(model)), adapters_say(adapters)
+        model,
+        options | {"adapters": adapters, "plan": plan},
+        fingerprint(Path(model)),
+        adapters_say(adapters),
     )
     with cluster(address):
         run(job, config, opening, noticed)
-
-
-def _defaults(options: type) -> dict[str, Any]:
-    """What a dataclass of options has where nothing is given."""
-    return {one.name: one.default.default for one in fields(options)}  # type: ignore[union-attr]
 
 
 def _print_stats(llm: LLM) -> None:

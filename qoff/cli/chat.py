@@ -58,8 +58,9 @@ class Conversation:
         if not tokenizer.chat_template:
             raise QoffError("the model has no chat template; use qoff generate --raw")
         self._opened, self._tokenizer, self._renderer = opened, tokenizer, renderer
-        limit = limits_of(opened.runtime).position_limit or context
-        self._params, self._context, self._longest = params, min(context, limit), limit <= context
+        limit = limits_of(opened.runtime).position_limit
+        self._params, self._context = params, min(context, limit or context)
+        self._longest = limit is not None and limit <= context
         self.messages: list[dict[str, str]] = []
         self._cache: Sequences | None = None
         self._read: list[int] = []  # tokens in the cache

@@ -28,7 +28,7 @@ from qoff.models.modules.decoder import is_modules
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
-from qoff.plan.default import default_plan, plan_within_limit
+from qoff.plan.default import default_bounds, default_plan, plan_within_limit
 from qoff.plan.saved import read_plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
@@ -84,6 +84,7 @@ class LLM:
         trace: str | PathLike[str] | None = None,
         _instrumentation: Instrumentation = PLAIN,
         _plain: Plan | None = None,  # in place of `Plan()`, where nothing is given and it fits
+        _bind: bool = False,  # to what is free, where the plan has no bounds and does not fit
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ArgumentError(f"path is {shown(path)}; give a folder or a hub id")
@@ -125,6 +126,9 @@ class LLM:
             self._reader.warm()
         if chosen:  # of what is free beside the tokenizer
             plan = default_plan(checkpoint, where, hidden, plain=_plain)
+        elif _bind and plan.device_memory is None:
+            device_bytes, host_bytes = default_bounds(checkpoint, where)
+            plan = replace(plan, device_memory=device_bytes, host_memory=host_bytes)
         plan = plan_within_limit(plan, checkpoint, where)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}

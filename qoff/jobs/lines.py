@@ -34,7 +34,6 @@ class Line:
 class Overview:
     """What a file of requests is, found by reading it once."""
 
-    nbytes: int
     sha256: str
     lines: int  # that are not empty
     openai: bool  # OpenAI's batch lines; otherwise prompts
@@ -66,7 +65,7 @@ def overview(file: BinaryIO) -> Overview:
     for line in read_lines(file, digest):
         count += 1
         openai = openai or (count <= _LOOKED_AT and is_openai(line))
-    return Overview(file.tell(), digest.hexdigest(), count, openai)
+    return Overview(digest.hexdigest(), count, openai)
 
 
 def is_openai(line: Line) -> bool:

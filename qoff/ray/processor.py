@@ -14,7 +14,7 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 
 from qoff.engine import Completion, SamplingParams
-from qoff.engine.prompts import Chat
+from qoff.engine.prompts import Chat, prompt_list
 from qoff.errors import ArgumentError, QoffError
 from qoff.jobs.lines import Line
 from qoff.jobs.requests import Bad
@@ -272,7 +272,9 @@ class RowReader:
             messages, prompt = row.get("messages"), row.get("prompt")
             if (messages is None) == (prompt is None):
                 raise ArgumentError("a row needs messages or a prompt, and not both")
-            wanted = prompt if messages is None else Chat([_plain(one) for one in messages])
+            wanted: Any = prompt if messages is None else Chat([_plain(one) for one in messages])
+            if len(prompt_list(wanted)) != 1:
+                raise ArgumentError("a row has one prompt: a text or token ids")
             return RowRequest(line, wanted, params)
         except (ArgumentError, TypeError, AttributeError, ValueError) as error:
             return Bad(line, _error(line, error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -98,10 +99,11 @@ class UploadForm:
                 if self._refused is None:
                     try:
                         keep(len(piece))
+                        self._parser.write(piece)
                     except ApiError as error:
                         self.refuse(error)
-                if self._refused is None:
-                    self._parser.write(piece)
+                    except OSError as error:
+                        self.refuse(_disk_full(error))
                 elif total > DISCARDED * self._most:
                     break
             if self._refused is not None:
@@ -109,11 +111,13 @@ class UploadForm:
             self._parser.finalize()
             if not self._whole:
                 raise FormParserError("it ends before its last boundary")
+            self._file.close()
         except FormParserError as error:
             raise ApiError(400, f"the form is wrong: {error}") from error
         except TimeoutError as error:
             raise too_slow() from error
-        self._file.close()
+        except OSError as error:
+            raise _disk_full(error) from error
         nbytes = self._path.stat().st_size
         if self._name is None or not nbytes:
             raise ApiError(400, "the form has to have a file that is not empty", param="file")
@@ -147,6 +151,9 @@ class UploadForm:
         name = options.get(b"name", b"").decode(errors="replace")
         file_name = options.get(b"filename")
         if file_name is None:
+            if name != "purpose":
+                self.refuse(ApiError(400, f"{name[:100]!r} is not supported by this server",
+                                     param=name[:100]))  # fmt: skip
             self._field = self._fields.setdefault(name, bytearray())
         elif name != "file" or self._name is not None:
             raise FormParserError("it has more than one file, or one that is not called file")
@@ -163,6 +170,14 @@ class UploadForm:
 
     def close(self) -> None:
         """Remove what was not taken over."""
-        self._file.close()
+        with suppress(OSError):  # of a full disk, which has no room for the rest either
+            self._file.close()
         with suppress(FileNotFoundError):
             self._path.unlink()
+
+
+def _disk_full(error: OSError) -> ApiError:
+    """What a client is told where the disk is full. Raises any other error of the system."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    return ApiError(507, "the disk of this server is full", code="disk_full")

@@ -13,6 +13,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from qoff.api.protocol import Count
+from qoff.jobs.file import FileJob
+from qoff.plan import Plan, default
 from tests.cli.test_cli import fail, run, succeed
 from tests.module_models import module_checkpoint
 from tests.tiny_models import tiny_checkpoint
@@ -132,6 +134,34 @@ def test_batch_goes_on_with_its_file(packable: Path, prompts: Path, tmp_path: Pa
     assert "give one file" in fail("batch", packable, *BATCH)
     assert "are all the same" in fail("batch", packable, prompts, *BATCH, "--n", 2)
     assert "--keep-order needs a file" in fail("batch", packable, prompts, *BATCH, "--keep-order")
+
+
+def test_options_of_a_plan_leave_the_rest_to_what_is_free(
+    packable: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that says what the planner would choose leaves it nothing but the bounds."""
+    plans, out = list[Plan](), tmp_path / "out.jsonl"
+    free = {"device": 24 << 20, "host": 0, "disk": 1 << 30}
+    monkeypatch.setattr(FileJob, "run", lambda job, llm, noticed: plans.append(llm.plan))
+    monkeypatch.setattr(default, "usable_memory", lambda *_: free)
+    searched = ["--context", 1024, "--kv", 8, "-o", out]
+    for options in (searched, ["--batch-size", 8, "--context", 128]):
+        assert run("batch", packable, prompts, *options).exit_code == 0
+    chosen, given = plans
+    assert (chosen.context, chosen.kv.k_bits) == (1024, 8)
+    assert chosen.device_memory is not None
+    assert chosen.device_memory <= free["device"]
+    assert (given.batch_size, given.batches, given.device_memory) == (8, 1, free["device"])
+    refused = fail("batch", packable, prompts, *searched, "--context", 512)
+    assert "context was 1024 and is 512" in refused
+
+
+def test_batch_refuses_options_that_it_would_not_use(packable: Path, prompts: Path) -> None:
+    assert "--ray auto" in fail("batch", packable, prompts, "--ray-workers", 2)
+    assert "-o FILE" in fail("batch", packable, prompts, "--overwrite")
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
+    prompts.write_text(json.dumps(asked) + "\n")
+    assert "leave out --raw and the options" in fail("batch", packable, prompts, "--temperature", 0)
 
 
 def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:

@@ -135,7 +135,9 @@ def test_a_conversation_longer_than_the_context_is_refused(chat: Conversation) -
     with pytest.raises(QoffError, match="use /reset"):
         list(chat.say("x" * 300))
     assert chat.messages == []
-    assert "qoff: the conversation has" in said(chat, "x" * 300, "Hi")
+    found = said(chat, "x" * 300, "Hi")
+    assert "qoff: the conversation has" in found
+    assert "the context 200; use /reset, or a larger --context" in found
     assert len(chat.messages) == 2
 
 

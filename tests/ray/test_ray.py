@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from qoff.cli.main import app
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, QoffError
 from qoff.jobs.file import Asked, FileJob, fingerprint
+from qoff.jobs.lines import Line
+from qoff.jobs.requests import Bad
 from qoff.plan import Plan
 from qoff.ray import ProcessorConfig, build_processor
 from qoff.ray.job import LineWorker, cluster, run
 from qoff.ray.ledger import MOST, Answers, Ledger, groups
-from qoff.ray.processor import Shares, shares
+from qoff.ray.processor import RowReader, Shares, shares
 from qoff.ray.worker import Opening, _Shared, open_llm
 
 
@@ -193,6 +196,33 @@ def test_what_cannot_be_is_said_in_a_line(checkpoint: Path) -> None:
         ProcessorConfig("m", id_column="id")
     with pytest.raises(ArgumentError, match="concurrency is 0"):
         ProcessorConfig("m", concurrency=0)
+
+
+def test_a_row_without_one_prompt_is_an_error_of_its_own() -> None:
+    rows: list[dict[str, Any]] = [{"prompt": one} for one in (7, ["a", "b"], [], "a", [5, 6])]
+    reader = RowReader(rows, PARAMS)
+    found = [reader.read(Line(number, number, None)) for number in range(len(rows))]
+    assert [isinstance(one, Bad) for one in found] == [True, True, True, False, False]
+
+
+def test_workers_find_the_folders_of_a_plan(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are told as they are seen from here."""
+    openings = list[Opening]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qoff.ray.job.cluster", lambda _: nullcontext())
+    monkeypatch.setattr("qoff.ray.job.run", lambda *told: openings.append(told[2]))
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "in.jsonl").write_text(line(0, "text") + "\n")
+    command = ["batch", str(checkpoint), "in.jsonl", "-o", "out.jsonl", "--ray", "auto"]
+    command += ["--spill-folder", ".", "--draft-tokens", "2", "--draft-model"]
+    for draft in ("draft", "owner/name"):
+        done = CliRunner().invoke(app, [*command, draft])
+        assert done.exit_code == 0, done.output
+    plans = [opening.options["plan"] for opening in openings]
+    assert [plan.spill_folder for plan in plans] == [tmp_path] * 2
+    assert [plan.draft_model for plan in plans] == [str(tmp_path / "draft"), "owner/name"]
 
 
 def shares_of(

@@ -73,6 +73,11 @@ FILE, PURPOSE = 'name="file"; filename="f"', 'name="purpose"'
         ([(FILE, b"x"), (PURPOSE, b"x" * 9999)], 400, "form is wrong"),
         ([], 400, "has to have a file"),
         ([(PURPOSE, b"batch")] * 20, 400, "parts"),
+        (
+            [(FILE, b"x"), (PURPOSE, b"batch"), ('name="expires_after[anchor]"', b"created_at")],
+            400,
+            "'expires_after[anchor]' is not supported",
+        ),
     ],
 )
 def test_wrong_forms_are_refused(
@@ -140,3 +145,28 @@ def test_an_upload_has_a_time_limit_as_a_whole(
     monkeypatch.setattr("qoff.serve.forms._LEAST", 1e6)
     with pytest.raises(ApiError, match="in time"):
         asyncio.run(upload())
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is always full")
+@pytest.mark.parametrize("nbytes", [100, 9000])
+def test_a_full_disk_is_told_and_nothing_is_left_there(tmp_path: Path, nbytes: int) -> None:
+    """However much of the file waits to be written."""
+    data, headers = form((FILE, b"x" * nbytes), (PURPOSE, b"batch"))
+
+    async def receive() -> dict[str, Any]:
+        nonlocal data
+        piece, data = data[:1000], data[1000:]
+        return {"type": "http.request", "body": piece, "more_body": bool(data)}
+
+    async def upload() -> None:
+        request = Request({"type": "http", "headers": []}, receive)
+        await coming.read(request, 10, lambda _: None)
+
+    coming = UploadForm(headers["content-type"], tmp_path, 10_000)
+    coming._file.close()
+    with Path("/dev/full").open("wb") as coming._file:
+        with pytest.raises(ApiError, match="disk of this server is full") as refused:
+            asyncio.run(upload())
+        coming.close()
+    assert refused.value.status == 507
+    assert not list(tmp_path.iterdir())

@@ -129,11 +129,19 @@ def test_what_goes_against_it_is_refused(served: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"choice": "yes"}, {"choice": [1]}, {"json": 3}, {"regex": ["a"]}]
+    "wanted", [{"choice": "yes"}, {"choice": [1]}, {"choice": []}, {"json": 3}, {"regex": ["a"]}]
 )
 def test_other_types_are_refused(wanted: Any) -> None:
     with pytest.raises(ArgumentError, match=f"^{next(iter(wanted))} of structured outputs is"):
         StructuredOutputs(**wanted)
+
+
+def test_an_empty_schema_is_one(llm: LLM) -> None:
+    """It allows any JSON."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(json={}), max_tokens=1)
+    assert not llm.generate([[5]], params)[0].error
+    with pytest.raises(ArgumentError, match="have json, regex; give one"):
+        StructuredOutputs(json={}, regex="a")
 
 
 def test_the_engine_matches_beside_others(llm: LLM) -> None:
