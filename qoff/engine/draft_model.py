@@ -146,7 +146,7 @@ class DraftBatch:
             if known is not sequence:
                 self._cache.reset(slot, most)
                 read = []
-            del read[self._cache.lengths[slot] :]  # where a pass was interrupted
+            del read[self._cache.lengths[slot] :]  # where this was interrupted
             tokens = [*sequence.prompt, *sequence.answer[:-1]]
             same = len(read)
             if read != tokens[:same]:
@@ -174,9 +174,16 @@ class DraftBatch:
         last = torch.tensor([span.start + span.count - 1 for span in spans])
         run = ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self._cache, last)
         run.workspace = executor.workspace
-        logits = executor.runtime.forward(run)
-        found = logits[:, : self._vocab_size].argmax(1).tolist()
-        for span in spans:
-            self._read[span.slot][1].extend(pending[span.slot][: span.count])
-            del pending[span.slot][: span.count]
+        try:
+            logits = executor.runtime.forward(run)
+            found = logits[:, : self._vocab_size].argmax(1).tolist()
+            for span in spans:
+                self._read[span.slot][1].extend(pending[span.slot][: span.count])
+                del pending[span.slot][: span.count]
+        except BaseException:  # what the cache has is not known: all is read again
+            self._read.clear()
+            run.abandon()
+            for slot in range(self._cache.sequences):
+                self._cache.reset(slot)
+            raise
         return {span.slot: token for span, token in zip(spans, found, strict=True)}

@@ -47,7 +47,7 @@ class StructuredOutputs:
     json_object: bool = False
 
     def __post_init__(self) -> None:
-        given = [one.name for one in fields(self) if getattr(self, one.name)]
+        given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
         if len(given) != 1:
             raise ArgumentError(
                 f"structured outputs have {', '.join(given) or 'nothing'}; give one of "
@@ -56,7 +56,7 @@ class StructuredOutputs:
         for name, good, wanted in (
             ("json", isinstance(self.json, str | Mapping | None), "a JSON schema, text or parsed"),
             ("regex", isinstance(self.regex, str | None), "text"),
-            ("choice", self.choice is None or _texts(self.choice), "a list of texts"),
+            ("choice", self.choice is None or _texts(self.choice), "a list of texts, not empty"),
             ("grammar", isinstance(self.grammar, str | None), "text"),
             ("json_object", isinstance(self.json_object, bool), "True or False"),
         ):
@@ -68,7 +68,9 @@ class StructuredOutputs:
 
 def _texts(choice: object) -> bool:
     """Whether it is a list of texts; a text is a sequence of its characters, which nobody means."""
-    return isinstance(choice, list | tuple) and all(isinstance(one, str) for one in choice)
+    if not isinstance(choice, list | tuple) or not choice:
+        return False
+    return all(isinstance(one, str) for one in choice)
 
 
 class Matcher:

@@ -170,12 +170,16 @@ class Places:
                     del self.calls[sequence]
 
     def _alike(self, sequence: Sequence) -> Sequence | None:
-        """The sequence that begins with most of the blocks that this one begins with."""
+        """The sequence that begins with most of the blocks that this one begins with.
+
+        A background one is none for others, which do not wait for it.
+        """
         others = [
             other
             for batch in self.batches
             for other in batch.sequences()
             if other.adapter == sequence.adapter
+            if sequence.background or not other.background
         ]
         same = [common_blocks(sequence.prompt[:-1], other.prompt) for other in others]
         best = max(range(len(others)), key=same.__getitem__, default=None)

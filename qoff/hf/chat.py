@@ -12,12 +12,14 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from qoff.errors import ArgumentError, QoffError, raised_as
+from qoff.schema import shown
 
 from .chat_worker import encoded, read, write
 
@@ -31,6 +33,8 @@ _VARIABLES = (
 )
 _END = "\ue000qoff-end-of-message\ue000"  # where a message that is continued stops
 _WRONG = "the chat template does not take this"
+# Names that transformers does not pass on to templates.
+_OPTIONS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 
 
 class ChatRenderer:
@@ -57,9 +61,16 @@ class ChatRenderer:
     ) -> str:
         """The text of a conversation, as the tokenizer's `apply_chat_template` makes it.
 
-        options: further names for the template. Raises ArgumentError, in one line, for what the
-        template refuses, a template that is none, and one that takes too much time or memory.
+        options: further names for the template. Raises ArgumentError, in one line, for other
+        options of `apply_chat_template`, what the template refuses, a template that is none, and
+        one that takes too much time or memory.
         """
+        if wrong := sorted(_OPTIONS & options.keys()):
+            raise ArgumentError(f"chats are not rendered with {', '.join(wrong)}; leave that out")
+        if not isinstance(continue_final_message, bool):
+            raise ArgumentError(
+                f"continue_final_message is {shown(continue_final_message)}; use True or False"
+            )
         sent = [dict(message) for message in messages]
         if continue_final_message:
             sent = _marked(sent)
@@ -151,6 +162,9 @@ class _Worker:
                 answer = read(self._process.stdout)
         except OSError:
             pass  # it has ended
+        except BaseException:  # the next request would get the answer of this one
+            self.close()
+            raise
         if answer:
             found: dict[str, str] = json.loads(answer)
             if "fatal" in found:

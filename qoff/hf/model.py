@@ -90,6 +90,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **unsupported: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """One forward pass over int64 ids [B, T], padded on one side as attention_mask says.
@@ -102,6 +103,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         done (embeddings as input, hidden states or attention weights as output, another kind of
         cache) and BudgetError for what the bound has no room for, before anything is computed;
         QoffError for logits that are not finite, of which `generate` would make token 0 for ever.
+        num_items_in_batch: the loss is a sum, divided by it; None: a mean.
         """
         self._check_open()
         for name in _IN_TORCH:
@@ -139,7 +141,12 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
             logits[places.to(device)] = found
         logits, loss = logits.view(batch, kept, -1), None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1])
+            loss = self.loss_function(
+                logits,
+                labels,
+                vocab_size=logits.shape[-1],
+                num_items_in_batch=num_items_in_batch,
+            )
         output = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache if use_cache is not False else None
         )
@@ -273,4 +280,4 @@ AutoModelForCausalLM.register(QoffModelConfig, QoffForCausalLM)  # pipelines the
 _IN_TORCH = ("output_hidden_states", "output_attentions")  # what its own modules can do
 
 # What transformers passes on to every model, `tokenizer` for stop strings.
-_HARMLESS = {"cache_position", "num_items_in_batch", "tokenizer"}
+_HARMLESS = {"cache_position", "tokenizer"}

@@ -45,10 +45,16 @@ class PaddedBatch:
             raise OpError(f"attention_mask must have ones for {pasts} cached tokens, as before")
         real = real[:, past_columns:]
         counts = real.sum(1)
+        if bool((counts == 0).any()):
+            raise OpError(
+                "attention_mask has a row without a token among the new columns; give each row one "
+                "and, where prompts of a padded batch are read in chunks, leave out "
+                "prefill_chunk_size"
+            )
         first = real.int().argmax(1)
         column = torch.arange(width)
         whole = (column >= first[:, None]) & (column < (first + counts)[:, None])
-        if bool((counts == 0).any()) or not torch.equal(real, whole):
+        if not torch.equal(real, whole):
             raise OpError(
                 "the real tokens of each row must be one run of ones in attention_mask: "
                 "pad on the left (tokenizer.padding_side = 'left') or on the right"

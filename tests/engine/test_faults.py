@@ -232,6 +232,32 @@ def test_an_interrupted_pass_gives_everything_back(
         assert_nothing_held(llm)
 
 
+def test_an_interrupted_pass_of_a_draft_model_is_done_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the beginning of its sequences, some layers of which were written over."""
+    kv = KVQuant(window=16)
+    plan = Plan(batch_size=1, context=220, kv=kv, draft_model=str(checkpoint), draft_tokens=4)
+    with LLM(checkpoint, plan, device="cpu") as llm:
+        wanted = llm.generate(PROMPTS[4:], EACH[4:])
+        drafts = llm._rounds.current.opened.drafts
+        assert drafts is not None
+        forward = drafts.executor.runtime.forward
+
+        def interrupted(run: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patched:
+                Interrupt(patched, Layer, "_mlp", 2)
+                return forward(run)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(drafts.executor.runtime, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS[4:], EACH[4:])
+        before = len(llm.rounds)
+        assert llm.generate(PROMPTS[4:], EACH[4:]) == wanted
+        assert sum(one.accepted for one in llm.rounds[before:]) > 0
+
+
 def test_a_generator_of_a_closed_llm_ends_with_an_error(
     checkpoint: Path, plans: dict[str, Plan]
 ) -> None:

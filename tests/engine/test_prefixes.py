@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from qoff.engine import LLM, SamplingParams
+from qoff.engine.calls import Call
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
@@ -90,6 +91,21 @@ def test_prefixes_that_end_where_pieces_of_prompts_do_change_no_bit(checkpoint: 
             )
     assert found[0] == found[1]
     assert read == [170 + 152, 170 + 24]
+
+
+def test_no_prompt_waits_for_one_in_the_background_that_begins_alike(checkpoint: Path) -> None:
+    plan = Plan(batch_size=2, context=CONTEXT, prefill_tokens=64, share_prefixes=True)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    later, sooner = Call(), Call()
+    later.background = True
+    with LLM(checkpoint, replace(plan, kv=KVQuant(window=0))) as llm:
+        llm.submit([TOKENS], params, later)
+        llm.work(lambda: bool(llm.rounds))
+        llm.submit([[*TOKENS[:90], 7]], params, sooner)
+        llm.work(lambda: bool(sooner.done))
+        assert not later.done
+        assert sum(one.read for one in llm.rounds) == 64 + 91  # of one, and all of the other
+        llm.work(lambda: bool(later.done))
 
 
 def test_after_an_error_nothing_is_known(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,3 +117,36 @@ def test_a_process_that_was_killed_is_replaced(tokenizer: Any, renderer: ChatRen
     renderer._worker._process.kill()
     renderer._worker._process.wait()
     assert renderer.render(tokenizer, CHAT)
+
+
+def test_an_interrupted_request_leaves_no_answer_to_the_next(
+    tokenizer: Any, renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("qoff.hf.chat.read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render(tokenizer, CHAT, chat_template="one")
+    assert renderer.render(tokenizer, CHAT, chat_template="two") == "two"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sanitize_control_tokens", True),
+        ("truncation", True),
+        ("max_length", 5),
+        ("padding", True),
+        ("continue_final_message", "content"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    tokenizer: Any, renderer: ChatRenderer, name: str, value: Any
+) -> None:
+    """Those of transformers that no template is told of."""
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ArgumentError, match=name) as refusal:
+        renderer.render(tokenizer, CHAT, **options)
+    assert "\n" not in str(refusal.value)

@@ -79,6 +79,14 @@ def test_the_loss_is_that_of_transformers(ids: Tensor, model: Any, reference: An
     assert float(found) == pytest.approx(float(wanted), rel=1e-3)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("count", [7, torch.tensor(50)], ids=["number", "tensor"])
+def test_the_loss_of_a_part_of_a_batch(count: Any, ids: Tensor, model: Any, reference: Any) -> None:
+    options = {"labels": ids, "num_items_in_batch": count}
+    found, wanted = model(ids, **options).loss, reference(ids, **options).loss
+    assert float(found) == pytest.approx(float(wanted), rel=1e-3)
+
+
 def test_tuples_and_caches_on_request(ids: Tensor, model: Any) -> None:
     first, cache = model(ids, return_dict=False)
     assert cache.get_seq_length() == WIDTH

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import qoff
-from qoff.errors import QoffError
+from qoff.errors import OpError, QoffError
 from tests.tiny_families import EOS
 from tests.tiny_models import load_budgets
 
@@ -77,6 +77,11 @@ def test_other_ways_to_the_same_tokens(kind: str, model: Any, tokenizer: Any) ->
         options = {"past_key_values": copy.deepcopy(read)}
     wanted = generate(model, tokenizer, prompt)
     assert torch.equal(generate(model, tokenizer, prompt, **options), wanted)
+
+
+def test_chunks_of_padding_alone_are_refused_as_such(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(OpError, match="leave out prefill_chunk_size"):
+        generate(model, tokenizer, PROMPTS, prefill_chunk_size=5)
 
 
 def test_threads_that_generate_leave_torch_as_it_was(model: Any, tokenizer: Any) -> None:
