@@ -24,6 +24,7 @@ from .swaps import LINE, STAGES, Place, Stage, Swaps
 
 _BUCKETS = 2048  # of bytes, in the plan
 Shape: TypeAlias = tuple[torch.Size, torch.dtype]
+_Form: TypeAlias = tuple[Shape | None, ...]  # of what a layer is given beside hidden states
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ class Activations:
     """Chooses, before each step, whose activations stay from forward to backward, and where.
 
     bound: in bytes, of memory; swaps has that of the disk. Costs are measured when a layer is
-    computed again for its backward; what was not measured with a shape is not kept. may_keep:
-    which layers can be.
+    computed again for its backward, and depend on what it is given: what was not measured with
+    tensors of such shapes is not kept. A plan knows those of the first layer; another that is given
+    others than it was with these is computed again. may_keep: which layers can be.
 
     planned, peak: bytes of the last step, as chosen and as counted.
     """
@@ -80,20 +82,26 @@ class Activations:
         self.planned = self.peak = 0
         self._bound, self._may_keep, self._swaps = bound, may_keep, swaps
         self._swapped: set[Place] = set()
-        self._costs: dict[tuple[int, Shape], Cost] = {}
+        self._inputs: list[tuple[Shape, _Form]] = []  # of the first layer, by micro-batch
+        # By layer and input of the first one; with the form that the layer was given itself.
+        self._costs: dict[tuple[int, tuple[Shape, _Form]], tuple[_Form, Cost]] = {}
         self._chosen: set[Place] = set()
         self._kept: dict[Place, _Kept] = {}
         self._used = 0
 
-    def plan(self, layers: int, shapes: Sequence[Shape]) -> None:
-        """Choose for a step. shapes: of the hidden states of each micro-batch."""
+    def plan(self, layers: int, shapes: Sequence[Shape], given: Sequence[Any]) -> None:
+        """Choose for a step.
+
+        shapes: of the hidden states of each micro-batch. given: beside them, to the first layer.
+        """
         self._chosen.clear()
         self._swapped.clear()
         self.planned = self.peak = self._used = 0
         if not self._bound:
             return
+        self._inputs = list(zip(shapes, map(_form_of, given), strict=True))
         places = [(i, m) for i in range(layers) for m in range(len(shapes)) if self._may_keep(i)]
-        found = {(i, m): self._costs.get((i, shapes[m])) for i, m in places}
+        found = {(i, m): self.cost(i, m) for i, m in places}
         costs = {place: cost for place, cost in found.items() if cost is not None}
         swaps = self._swaps
         self._chosen, self._swapped = shared_out(costs, self._bound, swaps.capacity, swaps.rate)
@@ -101,9 +109,14 @@ class Activations:
         self.planned = self._used + sum(costs[place].nbytes for place in self._chosen)
         swaps.begin(_stage_of(costs, self._swapped))
 
-    def keeps(self, i: int, m: int) -> bool:
-        """Whether a layer's activations stay, in memory or on disk."""
-        return (i, m) in self._chosen or (i, m) in self._swapped
+    def keeps(self, i: int, m: int, given: Any) -> bool:
+        """Whether a layer's activations stay, in memory or on disk.
+
+        given: to it beside hidden states.
+        """
+        if (i, m) not in self._chosen and (i, m) not in self._swapped:
+            return False
+        return self._costs[i, self._inputs[m]][0] == _form_of(given)
 
     def has(self, i: int, m: int) -> bool:
         """Whether they are there."""
@@ -124,7 +137,8 @@ class Activations:
         may lie elsewhere at its backward.
         """
         x = hidden.clone().requires_grad_()
-        stage = self._swaps.stage() if place in self._swapped else None
+        cost = self.cost(*place) if place in self._swapped else None
+        stage = None if cost is None else self._swaps.stage(cost.on_stage)
         try:
             counting = self._counting(x, layer, given, flat, place, stage)
             with torch.enable_grad(), counting as tally:
@@ -158,21 +172,26 @@ class Activations:
 
     @contextmanager
     def measuring(
-        self, i: int, x: Tensor, layer: nn.Module, given: Any, flat: Callable[[], Tensor]
+        self, place: Place, x: Tensor, layer: nn.Module, given: Any, flat: Callable[[], Tensor]
     ) -> Iterator[None]:
         """Measure a layer that is computed within, if its costs are wanted and not known."""
-        key = i, (x.shape, x.dtype)
-        if not self._bound or key in self._costs:
+        if not self._bound:
+            yield
+            return
+        i, m = place
+        key, form = (i, self._inputs[m]), _form_of(given)
+        if key in self._costs and self._costs[key][0] == form:
             yield
             return
         start = _now(x)
         with self._counting(x, layer, given, flat) as tally:
             yield
-        self._costs[key] = Cost(tally.nbytes, _now(x) - start, tally.on_stage)
+        self._costs[key] = form, Cost(tally.nbytes, _now(x) - start, tally.on_stage)
 
-    def cost(self, i: int, shape: Shape) -> Cost | None:
-        """What was measured of a layer with inputs of a shape."""
-        return self._costs.get((i, shape))
+    def cost(self, i: int, m: int) -> Cost | None:
+        """What was measured of a layer with such inputs as a micro-batch of this step has."""
+        found = self._costs.get((i, self._inputs[m]))
+        return None if found is None else found[1]
 
     def end(self) -> None:
         """Let go of all."""
@@ -208,7 +227,10 @@ class Activations:
             tally.add(x)
             if stage is None or _of(x) in there or x.device != stage.memory.device:
                 return x.detach
-            taken = stage.take(x.detach())
+            found = x.detach()
+            taken = stage.take(found)
+            if taken is None:
+                return found.detach
             return lambda: self._swaps.read(place).at(*taken)
 
         with saved_tensors_hooks(pack, lambda found: found()):
@@ -281,6 +303,10 @@ def _now(x: Tensor) -> float:
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter()
+
+
+def _form_of(given: Any) -> _Form:
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else None for x in tree_leaves(given))
 
 
 def _of(x: Tensor) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from qoff.checkpoint.staging import sync_directory
 from qoff.errors import DiskWriteError
 
 _INDEX = "model.safetensors.index.json"
+# Names of what a loader finds, with wildcards: of a model, and of an adapter.
+MODEL = ("config.json", _INDEX, "model*.safetensors")
+_ADAPTER = ("adapter_config.json", "adapter_model*")
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path, older: Sequence[str] = ()) -> Iterator[Path]:
     """Give an empty folder to write into, whose files then take the places of those in `folder`.
 
-    Nothing is replaced before all is written; other files stay. Raises DiskWriteError.
+    Nothing is replaced before all is written. older: names, with wildcards, of files of an older
+    result, which go then; others stay. Raises DiskWriteError.
     """
     beside: Path | None = None
     try:
@@ -41,6 +45,10 @@ def replacing(folder: Path) -> Iterator[Path]:
             place = folder / path.relative_to(beside)
             place.parent.mkdir(parents=True, exist_ok=True)
             path.replace(place)
+        written = {path.relative_to(beside) for path in files}
+        for path in [path for name in older for path in folder.glob(name)]:
+            if path.is_file() and path.relative_to(folder) not in written:
+                path.unlink()
         sync_directory(folder)
     except (OSError, SafetensorError) as error:
         raise DiskWriteError(f"{folder}: {getattr(error, 'strerror', None) or error}") from error
@@ -53,11 +61,12 @@ def save_model(model: Any, parts: Iterable[Mapping[str, Tensor]], count: int, fo
     """Save a model of transformers, weights part by part: each is a file, as is in memory alone.
 
     parts: `count` of them, all weights by their names in the model. Files have the names of
-    tensors that the model's checkpoints have. Raises DiskWriteError.
+    tensors that the model's checkpoints have. Weights and adapter of an older result, which would
+    be read, too, go. Raises DiskWriteError.
     """
     places: dict[str, str] = {}
     total = 0
-    with replacing(folder) as beside:
+    with replacing(folder, (*MODEL, *_ADAPTER)) as beside:
         for i, part in enumerate(parts, 1):
             name = f"model-{i:05}-of-{count:05}.safetensors"
             tensors = revert_weight_conversion(model, dict(part))
@@ -72,6 +81,3 @@ def save_model(model: Any, parts: Iterable[Mapping[str, Tensor]], count: int, fo
         model.config.save_pretrained(beside)
         if model.can_generate():
             model.generation_config.save_pretrained(beside)
-    for path in folder.glob("model*.safetensors"):  # of an older one, which would be read instead
-        if path.name not in places.values():
-            path.unlink()

@@ -28,6 +28,7 @@ from qoff.hf.load import is_checkpoint
 
 from . import checkpoints, logs
 from .data import Sequences
+from .exports import MODEL, replacing
 from .logs import Told
 from .needs import GRADIENTS
 from .optimizers import Adafactor, AdamW, Lion, Optimizer
@@ -115,17 +116,15 @@ def check_model(path: Path, lora: Lora | None) -> None:
 def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | None = None) -> Any:
     """The model to train, with adapters if they learn; a qoff checkpoint streams from its files.
 
-    places: other options of `from_pretrained` for a qoff checkpoint, see `room`. Seeds torch's
-    generator, from which adapters begin and dropout goes on.
+    places: other options of `from_pretrained`, for a qoff checkpoint those of `room`, dtype among
+    them. Seeds torch's generator, from which adapters begin and dropout goes on.
     Raises ArgumentError as `check_model` does, UnsupportedModelError.
     """
     from transformers import AutoModelForCausalLM
 
     lora = recipe.lora
     check_model(path, lora)
-    options: Mapping[str, Any] = {"dtype": dtype}
-    if is_checkpoint(path):
-        options = places or {"device_map": "disk"}
+    options: dict[str, Any] = {"dtype": dtype, **(places or {})}
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     torch.manual_seed(recipe.seed)
@@ -244,7 +243,7 @@ class Run:
         updates are not delayed), QoffError without TensorBoard.
         """
         recipe, training = self._recipe, self._training
-        most = self._sequences(epochs) if steps is None else steps * recipe.micro_batches
+        most = steps_of(self._data, epochs, 1) if steps is None else steps * recipe.micro_batches
         last = self.steps_of(epochs) if steps is None else steps
         with logs.opened(self.log, self._board, self.steps) as log:
             while training.steps < last:
@@ -298,6 +297,8 @@ class Run:
         training = self._training
         if self._recipe.lora is not None:
             training.save_adapter(self._out)
+            with replacing(self._out, MODEL):  # which would be taken for the adapter's base
+                pass
         else:
             training.save_model(self._out)
         tokenizer.save_pretrained(self._out)
@@ -316,9 +317,6 @@ class Run:
         if self._held_out is None:
             return None
         return self._training.evaluate(self._held_out.each())
-
-    def _sequences(self, epochs: float) -> int:
-        return math.ceil(epochs * len(self._data.rows))
 
     def _resume(self) -> None:
         found = self._training.resume(self.checkpoint)

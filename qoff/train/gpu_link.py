@@ -16,6 +16,7 @@ from qoff.errors import ArgumentError
 from qoff.memory.io.copy_stream import CopyStream, Event
 from qoff.memory.io.workers import Workers
 
+from .gradients import nothing
 from .homes import Home, Homes
 
 STAGING, BUFFERS = 8 << 20, 4  # bytes of a piece between disk and GPU at most, how many there are
@@ -145,13 +146,9 @@ class GpuLink:
                 copy = self._down.copy(source[at : at + len(piece)], piece, made, timed=False)
                 copy.ended.synchronize()
                 place = replace(home, offset=home.offset + at)
-                self._homes.write(place, piece, _nothing).result()
+                self._homes.write(place, piece, nothing).result()
             finally:
                 self._staging.put((buffer, None))
-
-
-def _nothing() -> None:
-    pass
 
 
 def streams_of(device: torch.device) -> tuple[CopyStream, CopyStream] | None:
@@ -162,11 +159,9 @@ def streams_of(device: torch.device) -> tuple[CopyStream, CopyStream] | None:
 def device_for(name: torch.device | str) -> torch.device:
     """The device that computes a training: "cpu", or a GPU like "cuda".
 
-    Raises ArgumentError for a GPU that is not there, and for any other device.
+    Raises ArgumentError for a GPU that is not there, and as `resolve_device`.
     """
     found = resolve_device(name)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("there is no GPU that torch can use; train with device 'cpu'")
-    if found.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"training computes on 'cpu' or 'cuda', not on {str(found)!r}")
     return found

@@ -96,8 +96,8 @@ def planned(
     """The training of the model of a `config.json`; the arguments are those of `offload`.
 
     lora, packed: adapters beside a qoff checkpoint, which streams; its files need not be there.
-    dtype: of weights where all learn. Raises UnsupportedModelError, ArgumentError, also for more
-    tokens than learned positions.
+    dtype: of weights where all learn, and what a GPU computes in beside packed ones. Raises
+    UnsupportedModelError, ArgumentError, also for more tokens than learned positions.
     """
     # Tensors beside parameters are real: masks depend on their values.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -109,8 +109,10 @@ def planned(
             _to_cpu(measured)
     Limits.of(model, tokens).check_length(tokens)
     costs = _costs(measured, tokens)
+    # Beside packed weights, a GPU computes in this dtype, and a CPU in float32.
+    half = packed is not None and device != "cpu" and _named(config, dtype) == "float16"
     needs = partial(
-        needs_of, model, optimizer, tokens, micro_batches, clips, lora is not None, delayed,
+        needs_of, model, optimizer, tokens, micro_batches, clips or half, lora is not None, delayed,
         gradients=gradients,
     )  # fmt: skip
     layers, _, sizes = needs()
@@ -174,8 +176,13 @@ def _converted(model: Any, config: Mapping[str, Any], dtype: str) -> int:
     Others are mapped: those of another dtype than the files', which `config` has, are not, nor are
     experts, which it puts into one tensor.
     """
-    kept = dtype == "auto" or dtype == str(config.get("dtype") or config.get("torch_dtype"))
+    kept = dtype == "auto" or dtype == _named(config, "auto")
     return sum(p.nbytes for p in model.parameters() if not kept or p.dim() == 3)
+
+
+def _named(config: Mapping[str, Any], dtype: str) -> str:
+    """A dtype by name; "auto": that of the config."""
+    return dtype if dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype"))
 
 
 def _head_dim(text: Any) -> float:
@@ -206,12 +213,13 @@ def _costs(model: Any, tokens: int) -> list[Cost]:
             stop = stop_of(reached, i)
             x = stop.hidden.detach().clone().requires_grad_()
             given = stop.args, stop.kwargs
+            activations.plan(0, [(x.shape, x.dtype)], [given])
             with (
                 torch.enable_grad(),
-                activations.measuring(i, x, layer.module, given, _nothing),
+                activations.measuring((i, 0), x, layer.module, given, _nothing),
             ):
                 y, whole = layer.compute(x, stop)
-            cost = activations.cost(i, (x.shape, x.dtype))
+            cost = activations.cost(i, 0)
             assert cost is not None
             found.append(Cost(cost.nbytes, 0.0, cost.on_stage))
             if i < len(stopping) - 1:

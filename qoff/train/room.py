@@ -48,16 +48,19 @@ def room_of(
     as far as bounds allow beside the training: its arenas, as `offload` counts them, activations
     that are kept, and twice what a layer saves, in float32. Hidden states of all micro-batches are
     on the GPU only where packed layers then still fit, inputs of layers where all of these do.
-    device_memory, host_memory: bytes of all; None: nine tenths of what is free. dtype: that a GPU
-    computes in. activation_disk: as of `offload`, whose copies pass through buffers in host memory.
-    Raises BudgetError where a GPU has not enough for embedding, head and slots.
+    device_memory, host_memory: bytes of all; None: nine tenths of what is free. dtype: what is
+    computed in, see `resolve_dtype`. activation_disk: as of `offload`, whose copies pass through
+    buffers in host memory. Raises BudgetError where a GPU has not enough for embedding, head and
+    slots, ArgumentError for a dtype that the device does not compute in.
     """
     checkpoint = Checkpoint.open(path)
+    computes = resolve_dtype(dtype, checkpoint.config, device)
     if device.type == "cpu":
-        if not torch.cuda.is_available():
-            return Room({"device_map": "disk"})  # which would have a GPU compute
-        stays = frozen_of(checkpoint, device).stays
-        return Room({"device_map": "auto", "max_memory": {"cpu": stays}})
+        options: dict[str, Any] = {"device_map": "disk", "dtype": computes}
+        if torch.cuda.is_available():  # "disk" would have it compute
+            stays = frozen_of(checkpoint, device).stays
+            options |= {"device_map": "auto", "max_memory": {"cpu": stays}}
+        return Room(options)
     if device_memory is None:
         device_memory = int(_SHARE * torch.cuda.mem_get_info(device)[0])
     if host_memory is None:
@@ -67,6 +70,7 @@ def room_of(
         OPTIMIZERS[recipe.optimizer](recipe.rate),
         lora=lora,
         packed=checkpoint,
+        dtype=str(computes).removeprefix("torch."),
         tokens=recipe.sequence,
         micro_batches=recipe.micro_batches,
         clips=recipe.max_norm is not None,
@@ -92,7 +96,6 @@ def room_of(
             "with shorter sequences or fewer micro-batches"
         )
     room = {device.index or 0: device_memory - training, "cpu": max(0, host_memory - in_host)}
-    computes = resolve_dtype(dtype, checkpoint.config, device)
     options = {"device_map": "auto", "max_memory": room, "dtype": computes}
     if most is None:
         left = -missing - sum(job.frozen.layers)  # for inputs of layers

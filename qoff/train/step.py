@@ -148,7 +148,10 @@ class Engine:
         """All layers, and losses with their backward to the last layer; the last one stays held."""
         boundaries, last = self.parts.boundaries, len(self.layers) - 1
         self._walk.start(passes, batches)
-        self.parts.activations.plan(last + 1, boundaries.forms(len(passes)))
+        first = [self._walk.stops[0, m] for m in range(len(passes))]
+        self.parts.activations.plan(
+            last + 1, boundaries.forms(len(passes)), [(x.args, x.kwargs) for x in first]
+        )
         losses: list[Tensor] = []
         for i in range(last + 1):
             self.parts.held.hold(i)
@@ -182,8 +185,8 @@ class Engine:
         boundaries, activations = self.parts.boundaries, self.parts.activations
         layer, stop = self.layers[i], self._walk.stops[i, m]
         x = self._walk.given(i, m, count)
-        if activations.keeps(i, m):
-            given = stop.args, stop.kwargs
+        given = stop.args, stop.kwargs
+        if activations.keeps(i, m, given):
             return activations.keep(
                 (i, m),
                 x,
@@ -213,7 +216,7 @@ class Engine:
         x = given.data.requires_grad_()
         self.parts.generators.restore(self._random.pop((i, m)))
         measuring = self.parts.activations.measuring(
-            i, x, layer.module, (stop.args, stop.kwargs), lambda: self.parts.held.flat(i)
+            (i, m), x, layer.module, (stop.args, stop.kwargs), lambda: self.parts.held.flat(i)
         )
         with torch.enable_grad(), measuring:
             y, _ = layer.compute(x, stop)

@@ -8,7 +8,7 @@ from functools import partial
 from qoff.kernels.cpu.optim.update import Rule
 
 from .delayed import Delayed
-from .gradients import Gradients
+from .gradients import Gradients, nothing
 from .held import HeldUnits
 from .optimizers import FactoredRule, Optimizer
 from .tile_steps import TileSteps
@@ -87,7 +87,7 @@ class Stepping:
             rule,
             lambda: held.outer.stepped,
             self._gradients.take_outer,
-            _nothing,
+            nothing,
         )
         self._done += self._of_tiles.submit(last, rule)
         for update in (*self._done, outer):
@@ -105,7 +105,3 @@ class Stepping:
         if self.delayed is not None and self.delayed.runs:
             self.delayed.finish()
             self.changing = False
-
-
-def _nothing() -> None:
-    pass

@@ -31,16 +31,21 @@ class Stage:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.used = memory, 0
+        self._room = 0
         self._starts: dict[int, int] = {}  # of storages, by address
         self._alive: list[Tensor] = []  # until the layer is done: or addresses would come again
 
-    def take(self, x: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
-        """Copy a tensor, with all that its storage has; returns what `at` finds it by."""
+    def take(self, x: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]] | None:
+        """Copy a tensor, with all that its storage has; returns what `at` finds it by.
+
+        None where it has no room: it has to stay where it is.
+        """
         storage = x.untyped_storage()
         start = self._starts.get(storage.data_ptr())
         if start is None:
             start, nbytes = self.used, storage.nbytes()
-            assert start + nbytes <= len(self.memory)
+            if start + nbytes > self._room:
+                return None
             whole = torch.empty(0, dtype=torch.uint8, device=x.device)
             whole.set_(storage, 0, (nbytes,), (1,))
             self.memory[start : start + nbytes].copy_(whole)
@@ -62,9 +67,9 @@ class Stage:
         """All is copied."""
         self._alive.clear()
 
-    def clear(self) -> None:
-        """Begin with another layer."""
-        self.used = 0
+    def clear(self, room: int = 0) -> None:
+        """Begin with another layer, which has so many bytes."""
+        self.used, self._room = 0, room
         self._starts.clear()
         self._alive.clear()
 
@@ -99,10 +104,13 @@ class Swaps:
             self._each = each
         self._end = 0
 
-    def stage(self) -> Stage:
-        """One to save a layer to; waits for a write."""
+    def stage(self, room: int) -> Stage:
+        """One to save a layer to, up to so many bytes; waits for a write.
+
+        More would have no place on disk: what values decide (routed experts) may take more.
+        """
         found = self._free.get()
-        found.clear()
+        found.clear(room)
         return found
 
     def write(self, place: Place, stage: Stage) -> None:

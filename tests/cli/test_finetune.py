@@ -148,6 +148,18 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
     assert "begin anew with --overwrite" in other.output
 
 
+def test_a_result_of_the_other_kind_goes(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for kind in (["--lora", "r=4"], ["--full"], ["--lora", "r=4"]):
+        succeed(model, data, "-o", out, *QUICK, *kind, "--steps", 1, "--overwrite")
+        names = {path.name for path in out.iterdir()}
+        adapter = {"adapter_config.json", "adapter_model.safetensors"}
+        whole = {"config.json", "model.safetensors.index.json"}
+        assert names & (adapter | whole) == (whole if kind == ["--full"] else adapter)
+        assert bool(list(out.glob("model*.safetensors"))) == (kind == ["--full"])
+        assert {"log.csv", "checkpoint", "tokenizer.json"} <= names
+
+
 def test_more_epochs_say_what_the_last_step_of_fewer_had_no_room_for(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

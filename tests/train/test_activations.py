@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from qoff import train
 from qoff.errors import DiskWriteError
@@ -121,6 +122,48 @@ def test_kept_bytes_are_those_of_the_layers_activations() -> None:
     least = 4 * tokens * (5 * width + 3 * wide + (heads + 2 * kv) * head)
     assert len(seen) == LAYERS
     assert all(least <= nbytes <= 2.5 * least for nbytes in seen)
+
+
+WINDOW: dict[str, Any] = {
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", *(LAYERS - 1) * ["full_attention"]],
+}
+
+
+def padded(seed: int, padding: int) -> dict[str, Tensor]:
+    """A batch of one length, with so many tokens of padding."""
+    found = batch(seed)
+    mask = torch.ones_like(found["input_ids"])
+    mask[0, mask.shape[1] - padding :] = 0
+    return {**found, "attention_mask": mask, "labels": found["labels"].masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("case", ["mask", "window", "small stages"])
+def test_layers_that_are_given_a_mask_save_more(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none without padding, but in layers with a window, here the first."""
+    monkeypatch.setattr("qoff.train.swaps.Swaps._measured", lambda _: 1e12)  # a fast disk
+    if case == "small stages":  # as where more experts are chosen than when they were measured
+        half = property(lambda tally: tally.nbytes // 2)
+        monkeypatch.setattr("qoff.train.activations._Tally.on_stage", half)
+    found, bound = [], 160_000
+    for kept in (0, bound):
+        model = model_of("llama", num_key_value_heads=2, **(WINDOW if case == "window" else {}))
+        options = {"activation_memory": kept, "activation_disk": kept and 1 << 20}
+        training = offloaded(model, PLACES[2], tmp_path, optimizer=train.AdamW(lr=LR), **options)
+        losses, written = [], []
+        for step, padding in enumerate((0, 0, 2, 2, 0)):
+            losses.append(training.step([padded(step, padding), padded(step + 9, padding)]))
+            written.append(training.stats.moved.get("activations written", 0))
+            assert training.stats.activations_peak <= kept
+        found.append((losses, training.state_dict()))
+    assert 0 == written[0] < written[1] <= written[2] < written[3]
+    assert (written[2] == written[1]) == (case != "window")
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(x, found[0][1][name]) for name, x in found[1][1].items())
 
 
 @given(

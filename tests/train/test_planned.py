@@ -267,7 +267,7 @@ def test_on_a_gpu_what_is_in_host_memory_moves() -> None:
     layers = sum(found.placement.host[what] for what in ("weights",))
     one = layers // LAYERS
     to_device = sum(busy["to device"] for busy in found.step.busy.values())
-    requests = found.machine.to_device
-    weights = (2 * LAYERS - 1) * requests.seconds(one, 1)
+    link = found.machine.to_device
+    weights = (2 * LAYERS - 1) * (one / link.bytes_per_s + link.request_s)
     assert to_device >= weights
     assert "training ran on one kind of GPU, an H200" in list(found.warnings())[-1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +13,11 @@ import torch
 
 from qoff import train
 from qoff.checkpoint import Checkpoint
-from qoff.errors import BudgetError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE
 from qoff.train.boundaries import STAGES, STAGES_WITHOUT_COLUMN
 from qoff.train.choice import _beside, training_plan
-from qoff.train.finetune import Lora, Recipe
+from qoff.train.finetune import Lora, Recipe, loaded
 from qoff.train.placement import placed
 from qoff.train.planned import planned
 from qoff.train.room import Room, room_of
@@ -105,3 +107,38 @@ def test_where_packed_layers_need_it_hidden_states_have_no_column(
         assert plan.placement.device["hidden states"] == states
     with pytest.raises(BudgetError, match="device memory: slots of weights"):
         training_plan(job, machine(on_gpu=True, device=whole - column - 1, host=HOST))
+
+
+def test_gradients_of_float16_wait_for_all_in_host_memory(
+    room: Callable[..., Room], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = room(1 << 30).options["max_memory"]["cpu"]
+    monkeypatch.setattr("qoff.train.room.resolve_dtype", lambda *_: torch.float16)
+    checkpoint = Checkpoint.open(path)
+    job = planned(
+        {**checkpoint.config, "dtype": "float16"},
+        train.AdamW(),
+        lora=LORA,
+        packed=checkpoint,
+        tokens=TOKENS,
+        micro_batches=2,
+        device="cuda",
+    )
+    assert job.sizes.clips
+    gradients = sum(4 * unit.count for unit in job.sizes.units)
+    assert wide - room(1 << 30).options["max_memory"]["cpu"] >= gradients > 0
+
+
+def test_a_cpu_computes_in_float32_whatever_the_checkpoint_has(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama"), path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    recipe = Recipe(str(path), LORA, TOKENS, 2, 1e-4, None, 0)
+    device = torch.device("cpu")
+    found = loaded(path, recipe, "auto", room_of(path, LORA, recipe, device, None, None).options)
+    assert {p.dtype for p in found.parameters() if p.is_floating_point()} == {torch.float32}
+    with pytest.raises(ArgumentError, match="a CPU computes in float32; use dtype='auto'"):
+        room_of(path, LORA, recipe, device, None, None, dtype="float16")
