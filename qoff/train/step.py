@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.system_memory import keep_large_apart
-
 from .activations import Activations
 from .boundaries import Boundaries
 from .generators import Generators, State
@@ -27,7 +25,6 @@ from .updates import Updater
 from .walk import Walk
 
 Batch = Mapping[str, Tensor]
-_LARGE = 2 << 20  # bytes of tensors outside the C library's heap; smaller ones' gaps are small
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,6 @@ class Engine:
             layer.own = parts.held.frozen.forward_of(i, layer.own)
         self._random: dict[tuple[int, int], State] = {}
         self._state: State | None = None
-        keep_large_apart(_LARGE)
         self._walk = Walk(parts.model, len(layers), parts.boundaries, parts.generators)
 
     def step(
