@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, check_place
 from qoff.errors import ArgumentError, FormatError, QoffError
-from qoff.eval.texts import CALIBRATION_TEXT, encode, first_token, read_text
+from qoff.eval.texts import CALIBRATION_TEXT, begun, encode, read_text
 from qoff.hf.load import local_source
 from qoff.hf.plugin.config import IMPORTED
 from qoff.models.convert.convert import convert, modules_source
@@ -256,10 +256,7 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
         )
     kept = min(pieces, _TEXTS)
     chosen = torch.arange(kept) * pieces // kept
-    found = ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen]
-    if (first := first_token(tokenizer)) is not None:
-        found[:, 0] = first
-    return found
+    return begun(ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen], tokenizer)
 
 
 def _for_solver(ids: Tensor | None, quant: QuantConfig) -> Tensor | None:

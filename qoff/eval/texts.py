@@ -68,6 +68,14 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return bos if bos is not None and special[:1] == [bos] else None
 
 
+def begun(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Texts [..., n] with what the tokenizer puts before one, if anything, as their first token."""
+    first, found = first_token(tokenizer), ids.clone()
+    if first is not None:
+        found[..., 0] = first
+    return found
+
+
 def digest(*parts: object) -> str:
     """16 hex digits that change with the parts; tensors count by their values."""
     sha = hashlib.sha256()

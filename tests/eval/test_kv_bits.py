@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
+from qoff.eval import texts
 from qoff.eval.kv import kv_name
 from qoff.eval.mixing import kv_bits
 from qoff.eval.mixing.kv_bits import KVSensitivity, chosen, kv_for_bits
@@ -53,7 +54,7 @@ def bits_of(kv: KVQuant, layers: int) -> float:
 
 def test_the_text_begins_as_texts_do(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kv_bits._text(checkpoint, trust_remote_code=False)
-    monkeypatch.setattr(kv_bits, "first_token", lambda tokenizer: 1)
+    monkeypatch.setattr(texts, "first_token", lambda tokenizer: 1)
     found = kv_bits._text(checkpoint, trust_remote_code=False)
     assert (found[0], len(found)) == (1, len(plain))
     assert torch.equal(found[1:], plain[1:])

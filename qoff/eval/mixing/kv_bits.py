@@ -34,7 +34,7 @@ from qoff.errors import (
 )
 from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
-from qoff.eval.texts import CALIBRATION_TEXT, digest, encode, first_token, read_text
+from qoff.eval.texts import CALIBRATION_TEXT, begun, digest, encode, read_text
 from qoff.hf.load import find_checkpoint, load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
@@ -292,11 +292,7 @@ def _text(checkpoint: Path, trust_remote_code: bool) -> Tensor:
     limit = (config.get("text_config") or config).get("max_position_embeddings")
     tokenizer = load_tokenizer(checkpoint, trust_remote_code)
     ids = encode(tokenizer, read_text(CALIBRATION_TEXT))
-    found = ids[len(ids) // 2 :][: min(_TOKENS, limit or _TOKENS)].clone()
-    first = first_token(tokenizer)
-    if first is not None:
-        found[0] = first
-    return found
+    return begun(ids[len(ids) // 2 :][: min(_TOKENS, limit or _TOKENS)], tokenizer)
 
 
 def _numbers(losses: Mapping[str, float]) -> dict[int, float]:
