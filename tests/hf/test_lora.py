@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from qoff.errors import ArgumentError, OpError, QuantizationError
 from qoff.hf.packed.linear import QoffLinear, packed_linear
 from qoff.kernels import dequantize as module
+from qoff.kernels.cpu.linear.dequantize import DTYPES
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.quant import quantize
 from tests.tiny_models import reference_model, tiny_checkpoint
@@ -37,7 +38,7 @@ def test_gradients_are_those_of_the_dequantized_linear(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE", 32 * k)  # several pieces of 32 rows
+    monkeypatch.setattr(module, "_PIECE_BYTES", 64 * k)  # several pieces
     packed = matrix(n, k, bits)
     dense = torch.nn.Linear(k, n)
     dense.weight.data = packed.dequantize()
@@ -60,11 +61,11 @@ def test_no_whole_copy_of_the_weight_is_made(monkeypatch: pytest.MonkeyPatch) ->
     sizes: list[int] = []
     original = module.dequantize
 
-    def counted(weight: QTensor, dtype: torch.dtype) -> Tensor:
+    def counted(weight: QTensor, dtype: torch.dtype, kept: bool = False) -> Tensor:
         sizes.append(weight.shape[0])
-        return original(weight, dtype)
+        return original(weight, dtype, kept)
 
-    monkeypatch.setattr(module, "_PIECE", 32 * 64)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 32 * 64 * DTYPES[-1].itemsize)
     monkeypatch.setattr(module, "dequantize", counted)
     linear = QoffLinear(matrix(144, 64))
     x = torch.randn(5, 64, requires_grad=True)

@@ -15,6 +15,7 @@ from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.hf.packed.experts import QoffExperts
+from qoff.kernels.cpu.linear import dequantize
 from qoff.train.finetune import Lora, adapted
 from qoff.train.fused_lora import fuse
 from tests.module_models import module_checkpoint
@@ -116,7 +117,9 @@ def test_adapters_beside_streamed_layers_learn_as_with_torch(
     checkpoint: Callable[[Path, str], Path],
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(dequantize, "DTYPES", (torch.float32,))  # gradients, everywhere
     path = checkpoint(tmp_path_factory.getbasetemp(), family)
     training = training_of(path, train.AdamW(lr=LR, eps=EPS), host_memory=0, disk=tmp_path)
     reference = lora(AutoModelForCausalLM.from_pretrained(path)).train()
