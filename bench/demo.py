@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from qoff.errors import ChecksumError, QoffError
 from qoff.quant import Format, QuantConfig
@@ -90,16 +91,21 @@ def fetch_float(folder: Path = FOLDER) -> Path:
         gguf, checkpoint = fetch_gguf(folder), fetch_checkpoint(folder)
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        model = open_float(gguf)
-        # To transformers it is quantized still, in a form that cannot be saved.
-        model.hf_quantizer, model.is_quantized = None, False
-        del model.config.quantization_config
-        model.save_pretrained(partial)
+        save_float(open_float(gguf), partial)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (checkpoint / name).exists():
                 shutil.copy(checkpoint / name, partial)
         partial.rename(target)
     return target
+
+
+def save_float(model: Any, out: Path) -> None:
+    """Save a model of transformers with float weights, whatever its file had."""
+    if hasattr(model.config, "quantization_config"):
+        # To transformers it is quantized still, in a form that cannot be saved.
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config
+    model.save_pretrained(out)
 
 
 def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None:

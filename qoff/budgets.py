@@ -81,6 +81,17 @@ def memory_bounds(
     return bounds["device_memory"], bounds["host_memory"]
 
 
+def check_host_bound(
+    device_memory: int | None, host_memory: int | None, device: torch.device
+) -> None:
+    """Raise ArgumentError for a bound of a CPU's host memory, alone, which would bind nothing."""
+    if device.type == "cpu" and device_memory is None and host_memory is not None:
+        raise ArgumentError(
+            "host_memory holds what device_memory has no room for, and needs that bound, too; on a "
+            "CPU device_memory alone bounds everything"
+        )
+
+
 def resolve_device(device: torch.device | str) -> torch.device:
     """The device of a name like "cuda:1"; "auto": a GPU if torch can use one, else the CPU.
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.engine import Logprob
 
+from .thinking import ACTION, MARKS
 from .token_bytes import Place, TokenBytes
 
 
@@ -34,6 +35,17 @@ class Form:
         """The text of tokens with the special ones among them."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
+    def with_thinking(self, tokens: Sequence[int]) -> str:
+        """The text of tokens with the marks that `Thinking` reads, but no other special tokens."""
+        known, marks = self._bytes, (*MARKS, ACTION)
+        return self.marked([t for t in tokens if known.text(t) in marks or not known.is_special(t)])
+
+    @property
+    def shows_marks(self) -> bool:
+        """Whether texts of answers have them."""
+        ids = self.tokenizer.encode(ACTION, add_special_tokens=False)
+        return ACTION in self.tokenizer.decode(ids, skip_special_tokens=True)
+
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         """The document of complete answers."""
         kind = "chat.completion" if self._chat else "text_completion"
@@ -54,12 +66,15 @@ class Form:
         reason: str | None,
         logprobs: dict[str, Any] | None,
         tools: list[dict[str, Any]],
+        thinking: str = "",
     ) -> dict[str, Any]:
         """One complete answer."""
         what: dict[str, Any] = {"text": text}
         if self._chat:
             content = None if tools and not text else text
             what = {"message": {"role": "assistant", "content": content, "refusal": None}}
+            if thinking:
+                what["message"]["reasoning_content"] = thinking
             if tools:
                 what["message"]["tool_calls"] = tools
         return {"index": index, **what, "logprobs": logprobs, "finish_reason": reason}
@@ -72,6 +87,7 @@ class Form:
         reason: str | None,
         logprobs: dict[str, Any] | None,
         tools: list[dict[str, Any]],
+        thinking: str = "",
     ) -> dict[str, Any]:
         """What is new of one answer."""
         what: dict[str, Any] = {"text": text}
@@ -79,6 +95,8 @@ class Form:
             what = {"delta": {"role": "assistant"} if first else {}}
             if text or first:
                 what["delta"]["content"] = text
+            if thinking:
+                what["delta"]["reasoning_content"] = thinking
             if tools:
                 calls = [{"index": i, **tool} for i, tool in enumerate(tools)]
                 what["delta"]["tool_calls"] = calls

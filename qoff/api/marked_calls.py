@@ -88,13 +88,13 @@ def beside(calls: Sequence[Found], text: str, said: str) -> str:
     """What an answer `text` says beside its calls, which are in `said`, with special tokens."""
     kept, before, end = list[str](), 0, 0
     for call in calls:
-        start = _shown(said[before : call.start], text, end)
+        start = shown(said[before : call.start], text, end)
         kept.append(text[end : _after(text, start)])  # streams have shown the space
-        before, end = call.end, _shown(said[call.start : call.end], text, start)
+        before, end = call.end, shown(said[call.start : call.end], text, start)
     return "".join([*kept, text[end:]])
 
 
-def _shown(said: str, text: str, at: int) -> int:
+def shown(said: str, text: str, at: int) -> int:
     """Where `said`, with special tokens, ends in a text that may lack them, and has it `at`."""
     after = 0
     for mark in _MARK.finditer(said):

@@ -39,6 +39,7 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Tools] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # what an answer of this server has as its thinking
     refusal: None = None
     audio: None = None
     function_call: None = None

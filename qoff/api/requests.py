@@ -13,7 +13,10 @@ from qoff.models.forward_pass import NOT_FINITE
 from .answers import Form, usage
 from .errors import ApiError
 from .protocol import ChatRequest, CompletionRequest
+from .thinking import BEGIN, may_think, parted
 from .tools import Calls, ended, split, written
+
+_END = 16  # tokens at the end of a prompt that may be a mark of thinking
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,19 @@ class Asked:
     echo: bool = False
     prompt_logprobs: bool = False  # asked for as such, not for `echo` alone
     prompt_alone: bool = False  # not the answer, of which the engine computes a token
+    thinks: bool = False  # the answer may, between marks
 
-    def split(self, one: Completion) -> tuple[str, list[dict[str, Any]]]:
-        """What an answer says, and the calls in it."""
-        return split(self.calls, one.text, lambda: self.form.marked(one.token_ids))
+    def split(self, one: Completion) -> tuple[str, str, list[dict[str, Any]]]:
+        """What an answer thinks, what it says, and the calls in it."""
+        if not self.thinks:
+            return "", *split(self.calls, one.text, lambda: self.form.marked(one.token_ids))
+        said, begun = self.form.marked(one.token_ids), self.begins_thinking(one.prompt_token_ids)
+        thinking, text, said = parted(one.text, said, begun)
+        return thinking, *split(self.calls, text, lambda: said)
+
+    def begins_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether an answer to a prompt goes on in thinking."""
+        return self.thinks and self.form.marked(prompt[-_END:]).rstrip().endswith(BEGIN)
 
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
@@ -46,7 +58,7 @@ class Asked:
             if self.prompt_alone:
                 one = replace(one, text="", token_ids=(), logprobs=(), finish_reason="length")
             generated += len(one.token_ids)
-            text, tools = self.split(one)
+            thinking, text, tools = self.split(one)
             logprobs = self.form.logprobs(one.token_ids, one.logprobs or ())
             if self.echo:
                 prompt, steps = one.prompt_token_ids, one.prompt_logprobs
@@ -54,7 +66,7 @@ class Asked:
                 logprobs = self.form.echoed(prompt, steps, logprobs, before)
                 text = before + text
             reason = ended(self.calls, tools, one.finish_reason)
-            choices.append(self.form.choice(number, text, reason, logprobs, tools))
+            choices.append(self.form.choice(number, text, reason, logprobs, tools, thinking))
             if self.prompt_logprobs and one.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = self.form.prompt_logprobs(one.prompt_logprobs)
         return self.form.whole(choices, usage(prompt_tokens, generated))
@@ -76,6 +88,7 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
     if calls is not None:
         template = llm.tokenizer.get_chat_template(tools=[{}])
         calls = written(calls, template)
+    thinks = chat and params.structured_outputs is None and may_think(llm.tokenizer.chat_template)
     adapter = body.model if body.model in llm.adapters else None
     form = Form("chat" if chat else "text", adapter or model, llm.tokenizer, params.logprobs)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -83,7 +96,7 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
     return Asked(
         form, prompts, params, calls, bool(body.stream), with_usage, adapter, echo,
         prompt_logprobs=body.prompt_logprobs is not None,
-        prompt_alone=isinstance(body, CompletionRequest) and body.prompt_alone,
+        prompt_alone=isinstance(body, CompletionRequest) and body.prompt_alone, thinks=thinks,
     )  # fmt: skip
 
 

@@ -77,9 +77,10 @@ class PlanOptions:
 
         Without bounds these have `_bind`, and `_plain` for what options say of a plan that is yet
         to be chosen. Of a saved plan, `_FREE` can be given anew. Raises ArgumentError for a KV
-        cache that is not packed, and for others of its fields, FormatError for a saved plan that
-        is none.
+        cache that is not packed, a bound that would bind nothing, and for others of its fields,
+        FormatError for a saved plan that is none.
         """
+        from qoff.budgets import check_host_bound, memory_bounds, resolve_device
         from qoff.kvcache import KVPlacement, KVQuant
         from qoff.plan import Plan
 
@@ -104,7 +105,11 @@ class PlanOptions:
             activation_bits=bits,
             **given,
         )
-        if any(opening[name] is not None for name in _BOUNDS):
+        bounds = {name: opening[name] for name in _BOUNDS}
+        if any(bound is not None for bound in bounds.values()):
+            if not plan.offloads:  # `qoff.LLM` would say so after the conversion
+                where = resolve_device(how.device)
+                check_host_bound(*memory_bounds(**bounds, device=where), where)
             return plan, opening
         opening["_bind"] = True
         if named(called, _CHOSEN):
@@ -227,7 +232,7 @@ def batch(
         if job.left == 0:
             typer.echo(job.nothing_left, err=True)
         elif ray is not None:
-            opening["plan"] = wanted
+            opening["plan"] = plan
             with job_progress(job.total, quiet=output is None) as noticed:
                 _run_on_ray(job, ray, ray_workers, str(path), opening, noticed)
         else:
@@ -249,7 +254,6 @@ def _run_on_ray(
     options: dict[str, Any],
     noticed: Callable[[Counts], None],
 ) -> None:
-    from qoff.hf.load import exists
     from qoff.jobs.file import adapters_say, fingerprint
     from qoff.ray import ProcessorConfig
     from qoff.ray.job import cluster, run
@@ -257,21 +261,28 @@ def _run_on_ray(
 
     model = str(Path(model).resolve())  # workers run in other folders
     adapters = {name: str(Path(x).resolve()) for name, x in options["adapters"].items()}
-    plan: Plan | None = options["plan"]
-    if plan is not None:
-        spill, draft = plan.spill_folder, plan.draft_model
-        spill = None if spill is None else spill.resolve()
-        draft = str(Path(draft).resolve()) if draft is not None and exists(draft) else draft
-        plan = replace(plan, spill_folder=spill, draft_model=draft)
+    plans = {name: _resolved(options.get(name)) for name in ("plan", "_plain")}
     config = ProcessorConfig(model, concurrency=workers)
     opening = Opening(
         model,
-        options | {"adapters": adapters, "plan": plan},
+        {**options, **plans, "adapters": adapters},
         fingerprint(Path(model)),
         adapters_say(adapters),
     )
     with cluster(address):
         run(job, config, opening, noticed)
+
+
+def _resolved(plan: Plan | None) -> Plan | None:
+    """The plan with the folders that it names as other folders see them."""
+    from qoff.hf.load import exists
+
+    if plan is None:
+        return None
+    spill, draft = plan.spill_folder, plan.draft_model
+    spill = None if spill is None else spill.resolve()
+    draft = str(Path(draft).resolve()) if draft is not None and exists(draft) else draft
+    return replace(plan, spill_folder=spill, draft_model=draft)
 
 
 def _print_stats(llm: LLM) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qoff.api.thinking import BEGIN, may_think, parted
 from qoff.engine.answers import default_params, end_tokens
 from qoff.engine.request import SamplingParams, Sequence
 from qoff.errors import QoffError, io_errors, raised_as
@@ -94,7 +95,14 @@ class Conversation:
             raise
         finally:
             if not failed:
-                self.messages = [*messages, {"role": "assistant", "content": said}]
+                self.messages = [*messages, {"role": "assistant", **self._told_back(said, prompt)}]
+
+    def _told_back(self, said: str, prompt: str) -> dict[str, str]:
+        """What the chat template is told of an answer: what it thinks is not what it says."""
+        if not may_think(self._tokenizer.chat_template):
+            return {"content": said}
+        thinking, content, _ = parted(said, said, prompt.rstrip().endswith(BEGIN))
+        return {"content": content, **({"reasoning_content": thinking} if thinking else {})}
 
     def reset(self, messages: list[dict[str, str]]) -> None:
         """Go on from other messages."""

@@ -13,6 +13,8 @@ from typer.core import TyperCommand
 
 from .output import stop_with
 
+_MODELS = "; models answer in qoff generate, qoff chat and qoff serve"
+
 
 class Passing(TyperCommand):
     """A command that takes no option after the program's name: all of them are the program's."""
@@ -58,7 +60,10 @@ def run(
         return
     path = Path(given[0])
     if not path.is_file():
-        stop_with(f"{path}: there is no such script; name a module with -m")
+        stop_with(f"{path}: there is no such script; name a module with -m{_MODELS}")
+    with path.open("rb") as file:
+        if b"\0" in file.read(1024):
+            stop_with(f"{path} is no Python script{_MODELS}")
     sys.path[0:0] = [str(path.resolve().parent)]
     sys.argv = given
     runpy.run_path(str(path), run_name="__main__")

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from tqdm.auto import tqdm
 
-from qoff.budgets import memory_bounds, resolve_device, resolve_dtype
+from qoff.budgets import check_host_bound, memory_bounds, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
@@ -106,6 +106,8 @@ class LLM:
         self.timeline = _instrumentation.timeline
         ops = _instrumentation.ops_for(where, plan.activation_bits)
         on_gpu = ops.CACHE == "device"
+        if not (on_gpu or plan.offloads):
+            check_host_bound(plan.device_memory, plan.host_memory, where)
         found = find_checkpoint(
             path,
             quant=quant,

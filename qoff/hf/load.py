@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qoff.budgets import memory_bounds, resolve_device
+from qoff.budgets import check_host_bound, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import KV_SENSITIVITY_FILE
 from qoff.dynamo import import_configurations
@@ -155,11 +155,7 @@ def _bounds(
 ) -> tuple[int | None, int | None]:
     """As `memory_bounds`; ArgumentError, too, for one of a CPU that would bound nothing."""
     found = memory_bounds(device_memory, host_memory, max_memory, device)
-    if device.type == "cpu" and found[0] is None and found[1] is not None:
-        raise ArgumentError(
-            "host_memory holds what device_memory has no room for, and needs that bound, too; on a "
-            "CPU device_memory alone bounds everything"
-        )
+    check_host_bound(*found, device)
     return found
 
 

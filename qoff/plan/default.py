@@ -53,12 +53,7 @@ def default_plan(
         return plain  # of transformers' modules nothing is known without them
     sizes, spill = ModelSizes.of_checkpoint(checkpoint), _spill_folder()
 
-    def usable_now() -> dict[str, int]:
-        free = usable_memory(device, spill)
-        own = {DEVICE} if device.type == "cuda" else set()
-        return {tier: free[tier] if tier in own else int(free[tier] * share) for tier in free}
-
-    usable = usable_now()
+    usable = _usable(device, spill, share)
     try:
         if device.type == "cuda":
             from .gpu import memory_on_gpu  # needs Triton
@@ -83,7 +78,7 @@ def default_plan(
     work = Workload(Lengths.of(limit - answer), Lengths.of(answer))
     for _ in range(_SEARCHES):
         found = explain(sizes, replace(machine, usable=usable), work, plain)
-        before, usable = usable, usable_now()
+        before, usable = usable, _usable(device, spill, share)
         # a GPU's process has its limit in host memory
         if left_by_limits() is None or all(usable[t] >= before[t] for t in (DEVICE, HOST)):
             break
@@ -99,13 +94,15 @@ def default_plan(
     return found.found.plan
 
 
-def default_bounds(checkpoint: Checkpoint, device: torch.device) -> tuple[int | None, int | None]:
+def default_bounds(
+    checkpoint: Checkpoint, device: torch.device, share: float = 1.0
+) -> tuple[int | None, int | None]:
     """Bounds of device and host memory for `qoff.load`: None where the weights fit what is free.
 
     Otherwise what is free, a reserve left, with a line that says why. Under a cgroup's limit a
-    CPU's memory has a bound in any case.
+    CPU's memory has a bound in any case. share: see `default_plan`.
     """
-    usable = usable_memory(device, None)
+    usable = _usable(device, None, share)
     weights = sum(file.nbytes for file in checkpoint.files)
     wanted = weights + max(_BESIDE, int(weights * _SHARE))
     if wanted <= usable[DEVICE]:
@@ -164,6 +161,13 @@ def plan_within_limit(plan: Plan, checkpoint: Checkpoint, device: torch.device) 
             taken = Memory.of(plan, sizes.spec, sizes.shapes).total(HOST)
     device_bytes, host_bytes = within_limit(device, plan.device_memory, plan.host_memory, taken)
     return replace(plan, device_memory=device_bytes, host_memory=host_bytes)
+
+
+def _usable(device: torch.device, spill: Path | None, share: float) -> dict[str, int]:
+    """Bytes by tier that a process with this share of its machine may take."""
+    free = usable_memory(device, spill)
+    own = {DEVICE} if device.type == "cuda" else set()
+    return {tier: free[tier] if tier in own else int(free[tier] * share) for tier in free}
 
 
 def _spill_folder() -> Path | None:

@@ -172,6 +172,11 @@ class Plan:
         )
 
     @property
+    def offloads(self) -> bool:
+        """Whether a part of the KV cache, or hidden states, leave the device."""
+        return self.kv_placement.device_fraction < 1 or self.activations != "device"
+
+    @property
     def pass_tokens(self) -> int:
         """The most tokens of a pass."""
         return max(self.prefill_tokens, self.decode_tokens)

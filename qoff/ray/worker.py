@@ -7,12 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from qoff.budgets import resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
@@ -23,11 +24,12 @@ from qoff.jobs.file import adapters_say, fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader
 from qoff.jobs.runner import OF_MACHINE, Runner
-from qoff.plan.default import default_plan
+from qoff.plan import Plan
+from qoff.plan.default import default_bounds, default_plan
 
 from .ledger import MOST, Answers, groups
 
-_BOUNDS = ("plan", "device_memory", "host_memory", "max_memory")
+_BOUNDS = ("device_memory", "host_memory", "max_memory")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Opening:
     """The model of a worker. options: of `qoff.LLM`; wanted: its fingerprint, if it is known.
 
     adapters: what `adapters_say` of them. part: of its machine's main memory, where nothing bounds
-    it.
+    it. A relative `cache_dir` is one of this process's folder: workers run in others.
     """
 
     model: str
@@ -43,6 +45,12 @@ class Opening:
     wanted: str | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     part: float = 1.0
+
+    def __post_init__(self) -> None:
+        folder = self.options.get("cache_dir")
+        if folder is not None:
+            options = {**self.options, "cache_dir": Path(folder).resolve()}
+            object.__setattr__(self, "options", options)
 
 
 class Worker:
@@ -162,7 +170,19 @@ def open_llm(opening: Opening) -> LLM:
     if opening.adapters and adapters_say(options["adapters"]) != opening.adapters:
         raise QoffError(f"adapters on {here} are others than where the job was started")
     if all(options.get(name) is None for name in _BOUNDS):
-        checkpoint = Checkpoint.open(path)
-        dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)
-        options["plan"] = default_plan(checkpoint, device, dtype, share=opening.part)
+        _plan(options, Checkpoint.open(path), device, opening.part)
     return LLM(path, **options)
+
+
+def _plan(
+    options: dict[str, Any], checkpoint: Checkpoint, device: torch.device, part: float
+) -> None:
+    """Put into options without bounds the plan that `qoff.LLM` would choose of a whole machine."""
+    plan, plain = options.get("plan"), options.pop("_plain", None)
+    bind = options.pop("_bind", False)
+    if plan is None:
+        dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)
+        options["plan"] = default_plan(checkpoint, device, dtype, share=part, plain=plain)
+    elif bind and isinstance(plan, Plan) and plan.device_memory is None:
+        room, host = default_bounds(checkpoint, device, share=part)
+        options["plan"] = replace(plan, device_memory=room, host_memory=host)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
@@ -14,9 +14,10 @@ from qoff.api.protocol import BatchRequest
 from .batches import Batches
 from .bodies import read_data
 from .engine import Engine
-from .forms import UploadForm
+from .forms import UploadForm, disk_full
 from .options import ServeOptions
 
+_T = TypeVar("_T")
 _PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 
 
@@ -47,6 +48,13 @@ class BatchRoutes:
             raise ApiError(404, "this server keeps no files", code="no_files")
         return self._engine.batches
 
+    async def _on_disk(self, work: Callable[[], _T]) -> _T:
+        """As `Engine.on_disk`. Raises ApiError where the disk is full."""
+        try:
+            return await self._engine.on_disk(work)
+        except OSError as error:
+            raise disk_full(error) from error
+
     async def upload(self, request: Request) -> dict[str, Any]:
         store, headers = self._batches.files, request.headers
         form = UploadForm(headers.get("content-type", ""), store.uploads, store.max_file_bytes)
@@ -56,7 +64,7 @@ class BatchRoutes:
                 if got.purpose not in _PURPOSES:
                     message = f"purpose is {got.purpose[:64]!r}; use one of {', '.join(_PURPOSES)}"
                     raise ApiError(400, message, param="purpose")
-                return await self._engine.on_disk(
+                return await self._on_disk(
                     lambda: store.add(got.path, got.name, got.purpose, store.new_id())
                 )
         finally:
@@ -80,14 +88,14 @@ class BatchRoutes:
 
     async def remove(self, file_id: str) -> dict[str, Any]:
         batches = self._batches
-        await self._engine.on_disk(lambda: batches.remove_file(file_id))
+        await self._on_disk(lambda: batches.remove_file(file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def create(self, request: Request) -> dict[str, Any]:
         batches = self._batches
         data = await read_data(request, self._options)
         body = await self._engine.of_body(len(data), lambda: BatchRequest.model_validate_json(data))
-        return await self._engine.on_disk(
+        return await self._on_disk(
             lambda: batches.create(
                 body.input_file_id, body.endpoint, body.completion_window, body.metadata
             )
@@ -101,7 +109,7 @@ class BatchRoutes:
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
         batches = self._batches
-        return await self._engine.on_disk(lambda: batches.cancel(batch_id))
+        return await self._on_disk(lambda: batches.cancel(batch_id))
 
 
 def _page(found: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:

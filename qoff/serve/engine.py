@@ -51,6 +51,7 @@ class Answers(Vectors):
         super().__init__()
         self.count, self._n = prompts * n, n
         self.prompt_tokens = 0  # of all prompts
+        self.prompt: tuple[int, ...] = ()  # the one that was answered last; a chat has one
         self._deadline = deadline  # of the loop's clock
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -70,7 +71,7 @@ class Answers(Vectors):
             return
         if new and not seen and sequence.placed is not None:
             self.times[number] = sequence.placed, time.perf_counter()
-        self._seen[number] = seen + len(new)
+        self._seen[number], self.prompt = seen + len(new), sequence.prompt
         logprobs = tuple(sequence.logprobs[seen : seen + len(new)])
         self._pieces.append(Piece(number, new, logprobs, answer))
         self._tell()

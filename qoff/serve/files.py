@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,10 @@ class FileStore:
                            headers={"Connection": "close"})  # fmt: skip
 
     def add(self, path: Path, name: str, purpose: str, file_id: str) -> dict[str, Any]:
-        """Take over a file that lies in this folder; doing so twice changes nothing."""
+        """Take over a file that lies in this folder; doing so twice changes nothing.
+
+        Where the disk does not take it (OSError), it stays where it was.
+        """
         place = self._files / file_id
         new = path.exists()
         said = {
@@ -117,12 +120,20 @@ class FileStore:
             "purpose": purpose,
             "status": "processed",
         }
-        write_json(place.with_suffix(".json"), said)  # first: data of which nothing is said goes
-        if new:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            path.rename(place)
-            sync_directory(self._files)
+        try:
+            # First: data of which nothing is said goes.
+            write_json(place.with_suffix(".json"), said)
+            if new:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                path.rename(place)
+                sync_directory(self._files)
+        except OSError:
+            if new:
+                with suppress(FileNotFoundError):
+                    place.rename(path)
+                place.with_suffix(".json").unlink(missing_ok=True)
+            raise
         with self._changing:
             self._known[file_id] = said
         return said
@@ -155,9 +166,13 @@ class FileStore:
 def write_json(path: Path, said: Any) -> None:
     """Replace a file; a process that is killed leaves the old one or the new one."""
     fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
-        file.write(json.dumps(said).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
+    try:
+        with fresh.open("wb") as file:
+            file.write(json.dumps(said).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)

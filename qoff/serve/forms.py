@@ -36,7 +36,7 @@ class Upload:
 class UploadForm:
     """The body of a request that uploads a file of up to `most` bytes into a folder.
 
-    Raises ApiError for a request whose body is no form.
+    Raises ApiError for a request whose body is no form, and for a full disk.
     """
 
     def __init__(self, content_type: str, folder: Path, most: int) -> None:
@@ -53,7 +53,10 @@ class UploadForm:
         self._refused: ApiError | None = None
         self._whole = False  # its last boundary has come
         self._parser = self._new_parser(options[b"boundary"])
-        self._file = self._path.open("xb")
+        try:
+            self._file = self._path.open("xb")
+        except OSError as error:
+            raise disk_full(error) from error
 
     def _new_parser(self, boundary: bytes) -> MultipartParser:
         def end() -> None:
@@ -103,7 +106,7 @@ class UploadForm:
                     except ApiError as error:
                         self.refuse(error)
                     except OSError as error:
-                        self.refuse(_disk_full(error))
+                        self.refuse(disk_full(error))
                 elif total > DISCARDED * self._most:
                     break
             if self._refused is not None:
@@ -117,7 +120,7 @@ class UploadForm:
         except TimeoutError as error:
             raise too_slow() from error
         except OSError as error:
-            raise _disk_full(error) from error
+            raise disk_full(error) from error
         nbytes = self._path.stat().st_size
         if self._name is None or not nbytes:
             raise ApiError(400, "the form has to have a file that is not empty", param="file")
@@ -176,7 +179,7 @@ class UploadForm:
             self._path.unlink()
 
 
-def _disk_full(error: OSError) -> ApiError:
+def disk_full(error: OSError) -> ApiError:
     """What a client is told where the disk is full. Raises any other error of the system."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -13,12 +13,13 @@ from starlette.types import Receive, Scope, Send
 from qoff.api.answers import encoded, event, usage
 from qoff.api.errors import ClientGone, as_api_error
 from qoff.api.requests import Asked, check_answer
+from qoff.api.thinking import Thinking
 from qoff.api.token_bytes import Place
 from qoff.api.tools import ended, may_be_calls
 from qoff.engine import Completion
 
 from .engine import Answers, Engine, Piece
-from .text import TextStream
+from .text import AnswerStream, TextStream
 
 LOG = "qoff.log"  # key of a scope: what the request's line in the log has beside the usual
 
@@ -86,25 +87,25 @@ class Generated(Response):
         form, asked = self._asked.form, self._asked
         async with self._answering(receive) as answers:
             said["prompt_tokens"] = answers.prompt_tokens
-            texts, places = dict[int, TextStream](), dict[int, Place]()
-            begins = [] if asked.calls is None else asked.calls.begins
+            texts, places = dict[int, AnswerStream](), dict[int, Place]()
             async for piece in self._pieces(answers):
                 number, one = piece.number, piece.answer
                 first = number not in texts
-                text = texts.setdefault(
-                    number, TextStream(form.tokenizer, asked.params.stops, begins)
-                )
+                if first:
+                    texts[number] = self._stream(answers.prompt)
+                text = texts[number]
                 place = places.setdefault(number, form.place())
                 logprobs = form.logprobs(piece.token_ids, piece.logprobs, place)
-                new, reason, tools = "", None, list[dict[str, Any]]()
+                thought, new, reason, tools = "", "", None, list[dict[str, Any]]()
                 if one is not None:
-                    content, tools = asked.split(one)
-                    new, reason = text.finish(content), ended(asked.calls, tools, one.finish_reason)
+                    thinking, content, tools = asked.split(one)
+                    thought, new = text.finish(thinking, content)
+                    reason = ended(asked.calls, tools, one.finish_reason)
                 elif asked.calls is None or not asked.calls.must:
-                    new = text.add(piece.token_ids, self._held_back)
-                if new or first or reason or (logprobs and piece.token_ids):
+                    thought, new = text.add(piece.token_ids, self._held_back)
+                if thought or new or first or reason or (logprobs and piece.token_ids):
                     why = None if tools else reason
-                    choice = form.delta(number, new, first, why, logprobs, tools)
+                    choice = form.delta(number, new, first, why, logprobs, tools, thought)
                     yield event(form.chunk([choice]))
                 if tools:  # clients take a call for complete in a chunk after its own
                     choice = form.delta(number, "", False, reason, None, [])
@@ -112,6 +113,16 @@ class Generated(Response):
             if asked.include_usage:
                 cost = usage(answers.prompt_tokens, sum(self._tokens.values()))
                 yield event(form.chunk([], cost))
+
+    def _stream(self, prompt: Sequence[int]) -> AnswerStream:
+        """Of an answer to a prompt."""
+        asked, form = self._asked, self._asked.form
+        begins = [] if asked.calls is None else asked.calls.begins
+        decode = form.with_thinking if asked.thinks else None
+        text = TextStream(form.tokenizer, asked.params.stops, begins, decode)
+        if not asked.thinks:
+            return AnswerStream(text, None)
+        return AnswerStream(text, Thinking(asked.begins_thinking(prompt), form.shows_marks))
 
     def _held_back(self, text: str) -> bool:
         """Whether an answer that begins so may be calls, and is not to be shown before it ends."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from qoff.api.thinking import Thinking
 from qoff.api.token_bytes import INCOMPLETE
 
 
@@ -14,6 +15,7 @@ class TextStream:
 
     Held back are characters whose bytes are not complete, what may be the start of one of `stops`,
     which end the answer, and what may be one of `begins`, with all that comes after it.
+    decode: what makes text of tokens; None: the tokenizer, without special tokens.
     """
 
     def __init__(
@@ -21,8 +23,10 @@ class TextStream:
         tokenizer: PreTrainedTokenizerBase,
         stops: Sequence[str],
         begins: Sequence[str] = (),
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._tokenizer, self._stops, self._begins = tokenizer, stops, begins
+        self._own = decode
         self._tokens: list[int] = []
         self._start = self._end = 0  # tokens decoded again for the next ones; of which given
         self._held = ""
@@ -56,7 +60,30 @@ class TextStream:
         return rest
 
     def _decode(self, tokens: list[int]) -> str:
+        if self._own is not None:
+            return self._own(tokens)
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
+
+
+class AnswerStream:
+    """What an answer thinks and says while its tokens come. thinking: None where it has no marks.
+
+    All is given in pairs: thinking, and the rest.
+    """
+
+    def __init__(self, text: TextStream, thinking: Thinking | None) -> None:
+        self._text, self._thinking = text, thinking
+
+    def add(self, tokens: Sequence[int], holds: Callable[[str], bool]) -> tuple[str, str]:
+        """As `TextStream.add`."""
+        new = self._text.add(tokens, holds)
+        return ("", new) if self._thinking is None else self._thinking.add(new)
+
+    def finish(self, thinking: str, text: str) -> tuple[str, str]:
+        """The rest of an answer that thinks and says this as a whole."""
+        if self._thinking is None:
+            return "", self._text.finish(text)
+        return self._thinking.finish(thinking, text)
 
 
 def _overlap(text: str, other: str) -> int:

@@ -156,9 +156,15 @@ def test_options_of_a_plan_leave_the_rest_to_what_is_free(
     assert "context was 1024 and is 512" in refused
 
 
-def test_batch_refuses_options_that_it_would_not_use(packable: Path, prompts: Path) -> None:
+def test_batch_refuses_options_that_it_would_not_use(
+    packable: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "--ray auto" in fail("batch", packable, prompts, "--ray-workers", 2)
     assert "-o FILE" in fail("batch", packable, prompts, "--overwrite")
+    alone = ["--device", "cpu", "--host-memory", "1GiB"]
+    monkeypatch.setattr("qoff.hf.load.find_checkpoint", None)  # it is said before a conversion
+    assert "needs that bound, too" in fail("batch", packable, prompts, *alone)
+    monkeypatch.undo()
     asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
     prompts.write_text(json.dumps(asked) + "\n")
     assert "leave out --raw and the options" in fail("batch", packable, prompts, "--temperature", 0)

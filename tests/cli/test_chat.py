@@ -61,6 +61,17 @@ def test_a_later_turn_reads_only_what_is_new_and_answers_the_same(
     assert before[1]["content"] == first
 
 
+def test_thinking_between_marks_is_told_back_apart(
+    chat: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat._tokenizer.chat_template += "{# <|START_RESPONSE|> #}"
+    pieces = ["<|START_THINKING|>Hm<|END_", "THINKING|><|START_RESPONSE|>4<|END_RESPONSE|>"]
+    monkeypatch.setattr(chat, "_answer", lambda ids, most: iter(pieces))
+    assert "".join(chat.say("2 + 2?")) == "".join(pieces)
+    said = {"role": "assistant", "content": "4", "reasoning_content": "Hm"}
+    assert chat.messages[-1] == said
+
+
 def test_commands(chat: Conversation, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     found = said(

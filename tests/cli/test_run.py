@@ -143,5 +143,12 @@ def test_a_program_that_is_not_there_is_one_line(
     assert len(found.stderr.splitlines()) == 1
 
 
+def test_a_model_is_no_script(folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF\3\0\0\0")
+    found = qoff_run("model.gguf", "Why?")
+    assert found.exit_code == 1
+    assert "model.gguf is no Python script; models answer in qoff generate" in found.stderr
+
+
 def test_an_option_without_its_module_is_wrong_usage(folder: Path) -> None:
     assert qoff_run("-m").exit_code == 2

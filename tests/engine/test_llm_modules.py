@@ -14,13 +14,14 @@ import qoff
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.kvcache import KVPlacement, KVQuant
+from qoff.kvcache.quant import UnpackableError
 from qoff.memory import plan_residency
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models import runtime
 from qoff.plan import Plan
 from tests.engine.test_allocations import Peak
 from tests.instruments import POISON
-from tests.module_models import MODULES, module_checkpoint
+from tests.module_models import MODULES, changed, module_checkpoint
 from tests.tiny_families import VOCAB
 from tests.tiny_models import budgets, refused
 
@@ -30,6 +31,16 @@ PLAN = Plan(batch_size=2, batches=2, context=120, prefill_tokens=100, kv=KV)
 PLAIN = ["bloom", "minicpm3", "jamba", "vaultgemma", "falcon_h1", "mamba2"]
 RECURRENT = ["jamba", "falcon_h1", "mamba2"]
 WORKSPACES = ("workspace", "tiled_workspace")
+OTHERS: dict[str, dict[str, Any]] = {
+    "xmod": {"is_decoder": True, "languages": ["en_XX", "de_DE"], "default_language": "de_DE"},
+    "zamba2": {  # whose layers share no weights, as its embeddings are not tied
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "chunk_size": 8,
+        "adapter_rank": 8,
+    },
+}
 PACKED = ["gpt2-head64", "vaultgemma-head64", "jamba-head64", "gemma3n-head64"]
 
 
@@ -61,6 +72,15 @@ def answers(path: Path, plan: Plan, hooks: Instrumentation = POISON) -> list[tup
 def test_the_answers_are_those_of_generate(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     assert answers(path, PLAN) == alone(path, KV if name in PACKED else None)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_unusual_models_answer_as_generate_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(MODULES, name, {"model_type": name, **OTHERS[name]})
+    path = module_checkpoint(tmp_path, name)
+    assert answers(path, PLAN) == alone(path, None)
 
 
 @pytest.mark.parametrize(
@@ -188,3 +208,18 @@ def test_positions_that_count_padding_are_refused(
     path = module_checkpoint(tmp_path, "bart")
     with pytest.raises(UnsupportedModelError, match=r"Bart.* counts padding .*use qoff\.load"):
         LLM(path, PLAN, device="cpu")
+
+
+def test_a_cache_that_forgets_what_the_mask_shows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"model_type": "moshi", "ffn_dim": 128, "audio_vocab_size": 64, "sliding_window": 90}
+    monkeypatch.setitem(MODULES, "moshi", own)
+    path = module_checkpoint(tmp_path, "moshi")
+    message = "layer 0 keeps the newest 90 tokens of a sequence, and its mask shows all"
+    with pytest.raises(UnsupportedModelError, match=rf"Moshi.*{message}; use qoff\.load"):
+        LLM(path, PLAN, device="cpu")
+    with pytest.raises(UnpackableError, match=message):
+        qoff.load(path, kv=KV)
+    changed(path, sliding_window=256)  # as many as a sequence may have
+    assert answers(path, PLAN) == alone(path, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.prompts import PromptReader
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVPlacement
 from qoff.plan import Plan
 from tests.tiny_models import tiny_checkpoint
@@ -106,6 +107,17 @@ def test_bounds_are_the_plans_or_the_callers(checkpoint: Path) -> None:
         assert llm.plan == bounded
     with pytest.raises(ArgumentError, match="but 67108864 in the plan"):
         LLM(checkpoint, bounded, device_memory="32MiB")
+
+
+def test_a_bound_of_host_memory_alone_is_for_what_the_plan_has_there(checkpoint: Path) -> None:
+    for plan in (None, PLAN, replace(PLAN, host_memory="1MiB")):
+        with pytest.raises(ArgumentError, match="holds what device_memory has no room for"):
+            LLM(checkpoint, plan, device="cpu", host_memory="1MiB")
+    offloaded = replace(PLAN, context=1024, kv_placement=KVPlacement(0, 1))
+    with LLM(checkpoint, offloaded, device="cpu", host_memory="8MiB") as llm:
+        assert 0 < llm.memory.total("host") <= 8 << 20
+    with pytest.raises(BudgetError, match="host memory"):
+        LLM(checkpoint, offloaded, device="cpu", host_memory=1)
 
 
 @pytest.mark.parametrize(

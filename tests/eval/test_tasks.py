@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lm_eval.api.instance import Instance
@@ -105,6 +106,15 @@ def test_answers_are_the_peers(batch_size: int, checkpoint: Path, peer: HFLM) ->
     assert all(found)
 
 
+def test_without_a_bound_questions_are_measured_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, encode = opened(checkpoint), Mock(side_effect=len)
+    monkeypatch.setattr(lm, "tok_encode", lambda text: "x" * encode(text))
+    lm.generate_until(instances("generate_until", QUESTIONS), disable_tqdm=True)
+    assert encode.call_count == len(QUESTIONS)
+
+
 def test_more_sequences_share_a_decode_step_where_weights_stream(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,12 +131,12 @@ def test_more_sequences_share_a_decode_step_where_weights_stream(
 
     together, few = answered()
     assert lm.batch_size == 1
-    monkeypatch.setattr(lm, "_answered_at_once", lambda most, tokens: 1)
+    monkeypatch.setattr(lm, "_answered_at_once", lambda requests: 1)
     apart, many = answered()
     assert together == apart
     assert 0 < 3 * few <= many
     resident = opened(checkpoint, batch_size=2)
-    assert resident._answered_at_once(12, 20) == 2  # nothing is read again
+    assert resident._answered_at_once(requests) == 2  # nothing is read again
 
 
 def test_models_of_transformers_modules_score_too(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -54,6 +54,7 @@ from tests.tolerances import DECODER_LOGITS, RELATIVE_RMS, assert_close
 DECODE_STEPS = 4
 LENGTHS = [1, 17, 8]
 RECURRENT = ["jamba", "falcon_h1", "mamba2"]
+HYBRIDS = ["mamba", "hybrid", "hybrid"]
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -305,6 +306,16 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(
         ({"is_encoder_decoder": True}, "'stablelm', an encoder-decoder"),
         ({"model_type": "hal9000"}, "model_type is 'hal9000', which neither qoff nor transformers"),
         ({"model_type": "vit"}, "model_type is 'vit', of which transformers .* has no decoder"),
+        ({"model_type": "cpmant"}, "'cpmant', which wants all tokens of a sequence in every pass"),
+        (
+            {"model_type": "prophetnet", "is_decoder": True, "is_encoder_decoder": False},
+            "'prophetnet', whose head predicts several tokens",
+        ),
+        ({"model_type": "xmod", "is_decoder": True}, "whose default_language is None; set it"),
+        (
+            {"model_type": "zamba2", "tie_word_embeddings": True, "layers_block_type": HYBRIDS},
+            "Zamba2ForCausalLM shares weights among modules",
+        ),
         ({"model_type": "bert"}, "model_type is 'bert', of which transformers .* has no decoder"),
         (
             {"model_type": "hal9000", "auto_map": {"AutoModelForCausalLM": "hal.Hal"}},

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.lines import Line
 from qoff.jobs.requests import Bad
-from qoff.plan import Plan
+from qoff.plan import Plan, default
 from qoff.ray import ProcessorConfig, build_processor
 from qoff.ray.job import LineWorker, cluster, run
 from qoff.ray.ledger import MOST, Answers, Ledger, groups
@@ -216,13 +217,31 @@ def test_workers_find_the_folders_of_a_plan(
     (tmp_path / "draft").mkdir()
     (tmp_path / "in.jsonl").write_text(line(0, "text") + "\n")
     command = ["batch", str(checkpoint), "in.jsonl", "-o", "out.jsonl", "--ray", "auto"]
-    command += ["--spill-folder", ".", "--draft-tokens", "2", "--draft-model"]
+    command += ["--cache-dir", ".", "--spill-folder", ".", "--draft-tokens", "2", "--draft-model"]
     for draft in ("draft", "owner/name"):
         done = CliRunner().invoke(app, [*command, draft])
         assert done.exit_code == 0, done.output
-    plans = [opening.options["plan"] for opening in openings]
+    assert [opening.options["cache_dir"] for opening in openings] == [tmp_path] * 2
+    plans = [opening.options["_plain"] for opening in openings]
     assert [plan.spill_folder for plan in plans] == [tmp_path] * 2
     assert [plan.draft_model for plan in plans] == [str(tmp_path / "draft"), "owner/name"]
+
+
+def test_a_worker_plans_its_part_of_what_options_leave_open(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that says what the planner would choose leaves it nothing but the bounds."""
+    free = {"device": 48 << 20, "host": 0, "disk": 1 << 30}
+    monkeypatch.setattr(default, "usable_memory", lambda *_: free)
+    options = {"device": "cpu", "_bind": True}
+    asked = replace(PLAN, batch_size=64, context=4096)
+    for given, plan in (("_plain", asked), ("plan", PLAN)):
+        with open_llm(Opening(str(checkpoint), {**options, given: plan}, part=0.5)) as llm:
+            found = llm.plan
+        assert (found.context, found.kv) == (plan.context, plan.kv)
+        assert (found.device_memory or 0) <= free["device"] // 2
+        assert (found.batch_size == plan.batch_size) == (given == "plan")
+    assert found.device_memory == free["device"] // 2
 
 
 def shares_of(

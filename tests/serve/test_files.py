@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import os
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +173,67 @@ def test_a_full_disk_is_told_and_nothing_is_left_there(tmp_path: Path, nbytes: i
         coming.close()
     assert refused.value.status == 507
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_disk_that_is_full_when_a_file_has_come_is_told(
+    served: Running, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """At each write to the disk after which it is a file of the server."""
+    assert served.engine.batches is not None
+    store, calls, sync = served.engine.batches.files, count(), os.fsync
+
+    def fsync(file: int) -> None:
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(file)
+
+    before = store.all(), sorted(store.folder.rglob("*"))
+    monkeypatch.setattr("os.fsync", fsync)
+    status, said, *_ = served.ask("/v1/files", *form((FILE, b"x"), (PURPOSE, b"batch")))
+    assert (status, said["error"]["code"], next(calls)) == (507, "disk_full", at + 1)
+    assert (store.all(), sorted(store.folder.rglob("*"))) == before
+
+
+def test_a_full_disk_takes_neither_a_batch_nor_a_new_file(
+    client: OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.engine.batches is not None
+    store = served.engine.batches.store
+    made = client.files.create(file=b"x", purpose="batch").id
+    asked = {"input_file_id": made, "endpoint": "/v1/completions", "completion_window": "24h"}
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = store.all(), sorted(store.folder.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        assert served.ask("/v1/batches", asked)[0] == 507
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        assert served.ask("/v1/files", *form((FILE, b"x"), (PURPOSE, b"batch")))[0] == 507
+    assert (store.all(), sorted(store.folder.rglob("*"))) == before
+    client.files.delete(made)
+
+
+def test_what_a_full_disk_did_not_take_is_added_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of a batch, whose file stays as it was meanwhile."""
+
+    def full(folder: Path) -> None:
+        if folder == store.folder / "files" and (folder / name).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store, path = FileStore(tmp_path / "store", 100, 100), tmp_path / "answers"
+    name = store.new_id()
+    path.write_bytes(b"answers")
+    with monkeypatch.context() as patched:
+        patched.setattr("qoff.serve.files.sync_directory", full)
+        with pytest.raises(OSError, match="No space"):
+            store.add(path, "a", "batch_output", name)
+    assert (store.all(), path.read_bytes()) == ([], b"answers")
+    store.add(path, "a", "batch_output", name)
+    assert store.path(name).read_bytes() == b"answers"
+    store.close()

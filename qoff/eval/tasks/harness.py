@@ -113,34 +113,40 @@ class QoffLM(HFLM):
         Where weights stream, as many sequences share each reading of them as the bound of memory
         has room for, `batch_size` at least.
         """
-        longest = 0  # tokens of a question and its answer
         for request in requests:
-            new = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
-            if new >= self.max_length:
+            if (new := self._new_tokens(request)) >= self.max_length:
                 raise ArgumentError(
                     f"answers of {new} tokens leave no room for a question in {self.max_length}; "
                     "use fewer (max_gen_toks)"
                 )
-            asked = len(self.tok_encode(request.args[0]))
-            longest = max(longest, min(asked, self.max_length - new) + new)
         before = self.batch_size
-        self.batch_size_per_gpu = self._answered_at_once(len(requests), longest)
+        self.batch_size_per_gpu = self._answered_at_once(requests)
         try:
             answers: list[str] = super().generate_until(requests, disable_tqdm)
         finally:
             self.batch_size_per_gpu = before
         return answers
 
-    def _answered_at_once(self, most: int, tokens: int) -> int:
-        """How many of `most` sequences of so many tokens share a decode step."""
+    def _new_tokens(self, request: Instance) -> int:
+        """How many an answer may have."""
+        return int(normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"])
+
+    def _tokens(self, request: Instance) -> int:
+        """How many a question and its answer may have."""
+        new = self._new_tokens(request)
+        return min(len(self.tok_encode(request.args[0])), self.max_length - new) + new
+
+    def _answered_at_once(self, requests: Sequence[Instance]) -> int:
+        """How many of these share a decode step."""
         budget, count = self.model.budget, self.batch_size
         if budget is None or getattr(self.model.runtime.decoder, "resident", False):
             return count  # more at once would not be faster
+        tokens = max(map(self._tokens, requests), default=0)
 
         def fits(sequences: int) -> bool:
             return budget.scored_at_once(sequences, tokens, _PIECE, 1).sequences == sequences
 
-        while count < min(most, _ANSWERS) and fits(count + 1):
+        while count < min(len(requests), _ANSWERS) and fits(count + 1):
             count += 1
         return count
 

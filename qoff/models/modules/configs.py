@@ -18,6 +18,10 @@ LAYOUT = "modules"  # of a checkpoint, in its quantization_config
 _ALONE = {"gemma3n": ("gemma3n_text", "Gemma3nForCausalLM")}
 _OF_WHOLE = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
 _WANTED = "qoff runs models that continue text, like Llama and Qwen"
+_UNLIKE_OTHERS = {  # causal language models whose passes are not those of the others, and how
+    "cpmant": "which wants all tokens of a sequence in every pass, and qoff hands on the new ones",
+    "prophetnet": "whose head predicts several tokens at once, in a form that qoff does not read",
+}
 REMOTE_CODE = "auto_map"  # of a config: names code that comes with the model
 
 
@@ -76,6 +80,8 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
     encodes = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not _says(config, known, "is_decoder")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encodes and hasattr(known, "is_decoder")):
         raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
+    if kind in _UNLIKE_OTHERS:
+        raise _refusal(kind, _UNLIKE_OTHERS[kind])
 
 
 def language_alone(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +120,12 @@ def read_config(
         full.tie_word_embeddings = config.get("tie_word_embeddings", full.tie_word_embeddings)
     if full.is_encoder_decoder:
         raise _refusal(config["model_type"], f"an encoder-decoder model; {_WANTED}")
+    if full.model_type == "xmod" and full.default_language not in full.languages:
+        raise _refusal(
+            "xmod",
+            f"whose default_language is {full.default_language!r}; set it there to one of its "
+            "languages",
+        )
     return full
 
 

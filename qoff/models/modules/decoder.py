@@ -234,8 +234,9 @@ class ModuleDecoder:
             model = self._built(self._trusted, packed=True)
         except UnpackableError:
             model = self._built(self._trusted, packed=False)
-        states = ModuleCache(self.text_config, 1).states
-        return probe.layer_memory(model, partial(self._call, model), states, self.packed_shapes)
+        states, call = ModuleCache(self.text_config, 1).states, partial(self._call, model)
+        packed, limit = self.packed_shapes, self.position_limit
+        return probe.layer_memory(model, call, states, packed, limit)
 
     def new_cache(
         self, sequences: int, capacity: int = 0, kv: KVQuant | None = None

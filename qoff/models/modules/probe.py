@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
@@ -58,12 +59,17 @@ def head_shapes(
 
 
 def layer_memory(
-    model: Any, call: Callable[..., object], states: Any, packed: Container[int]
+    model: Any,
+    call: Callable[..., object],
+    states: Any,
+    packed: Container[int],
+    limit: int | None,
 ) -> list[LayerMemory]:
     """What each layer of a cache keeps of a sequence; packed: layers whose K and V are elsewhere.
 
-    The arguments are those of `head_shapes`, the model's attention too. Raises
-    UnsupportedModelError for what qoff does not know how to keep.
+    limit: tokens that a sequence may have; None: any number. The other arguments are those of
+    `head_shapes`, the model's attention too. Raises UnsupportedModelError for what qoff does not
+    know how to keep.
     """
     from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -76,7 +82,7 @@ def layer_memory(
                 raise _RefusedError(f"its cache has a {type(layer).__name__}")
             if hasattr(layer, "indexer_keys"):
                 raise _RefusedError("it attends by an index of keys")
-        _try(model, call, states, _Shapes())
+        _try(model, call, states, _Shapes(states, limit))
     except Exception as error:  # the code of any model
         raise UnsupportedModelError(
             f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(error)}; "
@@ -93,11 +99,14 @@ def _try(model: Any, call: Callable[..., object], states: Any, attention: _Shape
     real = None  # means the same; layers may multiply by it, which is on another device
     if may_attend(states):
         real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
+
+    def work() -> None:
+        # As if a mask that chooses rows chose all.
+        with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+            call(ids, states, attention_mask=real, position_ids=positions)
+
     with torch.device("meta"), _without_experts(model), _unvalidated():
-        run = ModulePass(
-            lambda: call(ids, states, attention_mask=real, position_ids=positions),
-            torch.empty(2, 0),
-        )
+        run = ModulePass(work, torch.empty(2, 0))
         run.attention = attention
         run.switch()
 
@@ -132,7 +141,15 @@ def _reason(error: Exception) -> str:
 
 
 class _Shapes:
-    """Attention without values, in place of a `PackedAttention`."""
+    """Attention without values, in place of a `PackedAttention`.
+
+    states: the cache. limit: tokens that a sequence may have; None: any number. Refuses a layer
+    whose cache forgets tokens that its mask lets others see: what it answers depends on its passes.
+    """
+
+    def __init__(self, states: Any, limit: int | None = None) -> None:
+        kept = {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(states.layers)}
+        self._kept = {i: n for i, n in kept.items() if n and (limit is None or n < limit)}
 
     def mask(
         self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
@@ -142,6 +159,12 @@ class _Shapes:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
     ) -> Tensor:
+        layer: Any = getattr(module, "layer_idx", None)
+        if layer in self._kept and getattr(mask, MASK, 0) is None:
+            raise _RefusedError(
+                f"the cache of layer {layer} keeps the newest {self._kept[layer]} tokens of a "
+                "sequence, and its mask shows all"
+            )
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -151,6 +174,7 @@ class _Trial(_Shapes):
     def __init__(self, states: Any) -> None:
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+        super().__init__(states)
         kinds = (DynamicLayer, DynamicSlidingWindowLayer)
         self._wanted = [i for i, layer in enumerate(states.layers) if type(layer) in kinds]
         self._found: dict[int, HeadShape] = {}
