@@ -27,7 +27,7 @@ def test_equals_reference(n: int, k: int, group: int, bits: int, scale_dtype: to
 def test_products_with_it_are_those_of_the_dense_matrix(
     n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qoff.kernels.dequantize._PIECE", 32 * k)
+    monkeypatch.setattr("qoff.kernels.dequantize._PIECE_BYTES", 32 * k * DTYPES[-1].itemsize)
     weight, x = random_weight(n, k, group_size=32), torch.randn(7, n)
     expected = x @ weight.dequantize()
     assert_close(times_matrix(x, weight), expected, dtype=DTYPES[-1])
@@ -38,9 +38,11 @@ def test_products_with_it_are_those_of_the_dense_matrix(
 def test_products_by_tritons_pieces(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU computes in a backward pass: pieces by its kernel, products by torch."""
     launch = pytest.importorskip("qoff.kernels.triton.linear.dequantize").dequantize
-    monkeypatch.setattr("qoff.kernels.dequantize.dequantize", launch)
+    monkeypatch.setattr(
+        "qoff.kernels.dequantize.dequantize", lambda weight, dtype, kept: launch(weight, dtype)
+    )
     monkeypatch.setattr("qoff.kernels.cpu.linear.dequantize.DTYPES", (torch.bfloat16,))
-    monkeypatch.setattr("qoff.kernels.dequantize._PIECE", 32 * 64)
+    monkeypatch.setattr("qoff.kernels.dequantize._PIECE_BYTES", 32 * 64 * 2)
     weight = random_weight(50, 64, bits, group_size=32, packing="split32")
     x = torch.randn(7, 50, dtype=torch.bfloat16)
     expected = x.float() @ weight.dequantize()
