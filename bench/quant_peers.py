@@ -7,7 +7,7 @@ calibrated on. So only weights differ. Means are over windows, with confidence i
 differences from the first row are window by window, whose interval is far smaller.
 
 The model is the demo's, moved off the 4-bit grid of its GGUF file (`bench.spread`), or `--model`, a
-float Llama whose GGUF file is `--like`. llama.cpp and the packages come by `python -m bench.peers
+float model whose GGUF file is `--like`. llama.cpp and the packages come by `python -m bench.peers
 llama.cpp quantizers`; what is not there is left out. Finished rows are kept in `--work`.
 """
 
@@ -235,7 +235,7 @@ def samples(source: Path, paths: Sequence[Path], windows: int) -> dict[str, Samp
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     args = arguments(
-        __doc__, argv, model=(Path, None, "a float Llama; default: the demo's, off its grid"),
+        __doc__, argv, model=(Path, None, "a float model; default: the demo's, off its grid"),
         like=(Path, None, "its GGUF file; default: the demo's"),
         texts=(str, str(DEFAULT_TEXT), "texts that are scored, with commas between"),
         windows=(int, 12, f"windows of {WINDOW} tokens of each, second halves scored"),

@@ -8,7 +8,8 @@ checkpoints and `qoff.QoffConfig` with transformers (see `hf.plugin.register`):
 
     model = AutoModelForCausalLM.from_pretrained("path-or-hub-id-of-a-qoff-checkpoint")
 
-Imported before torch, it has torch's idle threads sleep early (`settings.shorten_openmp_spins`).
+Imported before torch, it has torch's idle threads sleep early, and its large tensors take huge
+pages (`settings.prepare_torch`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from qoff.errors import (
     BudgetError,
     ChecksumError,
     ClosedError,
+    ContextLengthError,
     ConversionError,
     DiskReadError,
     DiskWriteError,
@@ -32,7 +34,7 @@ from qoff.errors import (
     UnsupportedModelError,
 )
 from qoff.hf.plugin.register import register_with_transformers
-from qoff.settings import shorten_openmp_spins
+from qoff.settings import prepare_torch
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion, SamplingParams
@@ -54,6 +56,7 @@ __all__ = [
     "ChecksumError",
     "ClosedError",
     "Completion",
+    "ContextLengthError",
     "ConversionError",
     "DiskReadError",
     "DiskWriteError",
@@ -111,4 +114,4 @@ def __dir__() -> list[str]:
 
 
 register_with_transformers()
-shorten_openmp_spins()
+prepare_torch()

@@ -27,6 +27,10 @@ class ClosedError(ArgumentError):
     """An object was closed, and is asked for more."""
 
 
+class ContextLengthError(ArgumentError):
+    """A prompt, or a prompt and its answer, has more tokens than a sequence may have."""
+
+
 class OpError(QoffError, ValueError):
     """An op was given an operand of the wrong dtype, shape, stride, group or device."""
 

@@ -11,7 +11,7 @@ import pytest
 import qoff
 from qoff import errors
 from qoff.models.convert.convert import convert
-from qoff.settings import shorten_openmp_spins
+from qoff.settings import prepare_torch
 
 
 @pytest.mark.parametrize("name", qoff.__all__)
@@ -60,10 +60,10 @@ def test_importing_and_listing_import_nothing_heavy() -> None:
     ],
     ids=["set", "torch is there", "given", "a policy is given"],
 )
-def test_torchs_idle_threads_sleep_early_unless_the_user_said_otherwise(
+def test_torch_is_prepared_unless_the_user_said_otherwise(
     given: dict[str, str], loaded: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE"):
         monkeypatch.setenv(name, "")  # so that it is put back, whatever happens to it
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -72,5 +72,6 @@ def test_torchs_idle_threads_sleep_early_unless_the_user_said_otherwise(
         monkeypatch.setitem(sys.modules, "torch", sys)
     else:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
-    shorten_openmp_spins()
+    prepare_torch()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
+    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == (None if loaded else "1")

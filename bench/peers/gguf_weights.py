@@ -1,4 +1,4 @@
-"""A float Llama as GGUF, quantized by llama.cpp's tools with an importance matrix, and back.
+"""A float model as GGUF, quantized by llama.cpp's tools with an importance matrix, and back.
 
 llama.cpp's k-quants have blocks of 256 columns. Where that does not divide a matrix's columns, it
 takes another type of more bits; so columns of zeros are added, which cost nothing in the count of
@@ -40,19 +40,25 @@ def _run(tool: str, *options: str | Path) -> None:
 
 
 class GgufWeights:
-    """A model of the tensors `state` (Hugging Face's names), beside a GGUF file of the same shape.
+    """A model whose layers have the matrices in `state` (Hugging Face's names).
 
-    like: that file, whose metadata and tokenizer are taken. folder: where files are kept.
+    like: a GGUF file of the same shape, of which all else is taken. folder: where files are kept.
     """
 
     def __init__(self, like: Path, state: Mapping[str, Tensor], folder: Path) -> None:
         self._like, self._state, self._folder = gguf.GGUFReader(like), state, folder
+        field = self._like.get_field("general.architecture")
+        assert field is not None
+        self._architecture = str(field.contents())
+        self._heads = {}  # of matrices whose rows are in another order
+        if self._architecture == "llama":
+            self._heads = {
+                "attn_q": int(self._number("attention.head_count")),
+                "attn_k": int(self._number("attention.head_count_kv")),
+            }
+        architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
         blocks = int(self._number("block_count"))
-        self._heads = {
-            "attn_q": int(self._number("attention.head_count")),
-            "attn_k": int(self._number("attention.head_count_kv")),
-        }
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, blocks)
+        names = gguf.get_tensor_name_map(architectures[self._architecture], blocks)
         found = {name: names.get_name(name, (".weight", ".bias")) for name in state}
         self._names = {own: name for name, own in found.items() if own is not None}
 
@@ -90,12 +96,13 @@ class GgufWeights:
         return found, bits / count
 
     def _number(self, key: str) -> Any:
-        field = self._like.get_field(f"llama.{key}")
+        field = self._like.get_field(f"{self._architecture}.{key}")
         assert field is not None, key
         return field.contents()
 
     def _is_matrix(self, name: str) -> bool:
-        return name.startswith("blk.") and self._state[self._names[name]].dim() == 2
+        own = self._names.get(name)
+        return name.startswith("blk.") and own is not None and self._state[own].dim() == 2
 
     def _permuted(self, name: str, values: Array, back: bool = False) -> Array:
         """Rows of queries and keys in the order of llama.cpp's rotation, or back from it."""
@@ -108,14 +115,17 @@ class GgufWeights:
 
     def _tensors(self, pad: bool) -> Iterator[tuple[str, Array]]:
         for tensor in self._like.tensors:
-            values = self._state[self._names[tensor.name]].float().numpy()
-            values = self._permuted(tensor.name, values) if values.ndim == 2 else values
+            if self._is_matrix(tensor.name):
+                values = self._state[self._names[tensor.name]].float().numpy()
+                values = self._permuted(tensor.name, values)
+            else:
+                values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             if pad and values.ndim == 2:
                 values = np.pad(values, ((0, 0), (0, -values.shape[1] % _BLOCK)))
             yield tensor.name, np.ascontiguousarray(values)
 
     def _write(self, path: Path, tensors: Iterator[tuple[str, Array]]) -> None:
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, self._architecture)
         for name, field in self._like.fields.items():
             if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
                 continue
