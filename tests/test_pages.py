@@ -40,6 +40,10 @@ OTHERS = {
     "--seeds",
     "--rounds",
     "--warm",
+    "--clients",
+    "--pause",
+    "--requests",
+    "--gguf",
 }
 
 

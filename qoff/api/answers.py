@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qoff.engine import Logprob
 
-from .thinking import ACTION, MARKS
 from .token_bytes import Place, TokenBytes
 
 
@@ -35,16 +34,14 @@ class Form:
         """The text of tokens with the special ones among them."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def with_thinking(self, tokens: Sequence[int]) -> str:
-        """The text of tokens with the marks that `Thinking` reads, but no other special tokens."""
-        known, marks = self._bytes, (*MARKS, ACTION)
-        return self.marked([t for t in tokens if known.text(t) in marks or not known.is_special(t)])
+    def with_marks(self, tokens: Sequence[int], marks: Collection[str]) -> str:
+        """The text of tokens with some of the special ones, as `TokenBytes.with_marks`."""
+        return self._bytes.with_marks(tokens, marks)
 
-    @property
-    def shows_marks(self) -> bool:
-        """Whether texts of answers have them."""
-        ids = self.tokenizer.encode(ACTION, add_special_tokens=False)
-        return ACTION in self.tokenizer.decode(ids, skip_special_tokens=True)
+    def shows(self, mark: str) -> bool:
+        """Whether texts of answers have a mark."""
+        ids = self.tokenizer.encode(mark, add_special_tokens=False)
+        return mark in self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         """The document of complete answers."""

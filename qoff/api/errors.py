@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qoff.errors import ArgumentError, QoffError, UnsupportedModelError
+from qoff.errors import ArgumentError, ContextLengthError, QoffError, UnsupportedModelError
 
 _SHOWN = 500  # characters of a message
 
@@ -48,10 +48,15 @@ class ClientGone(Exception):  # noqa: N818
     """The client has hung up: there is nobody to answer."""
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an exception; of one that is not ours, nothing."""
+def as_api_error(error: BaseException, prompt: str | None = None) -> ApiError:
+    """What a client is told of an exception; of one that is not ours, nothing.
+
+    prompt: the field of the request that has the prompt.
+    """
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
     if isinstance(error, ArgumentError | UnsupportedModelError):
         return ApiError(400, str(error))
     if isinstance(error, QoffError):

@@ -25,7 +25,7 @@ _QUOTES = ("<escape>", '<|"|>', '"')
 _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:\s*")
 _LITERAL = re.compile(r"[^,{}\[\]]*")
-_MARK = re.compile(r"<[^<>\s]+>")  # what may be a special token
+_MARK = re.compile(r"<[^<>\[\]\s]+>|\[/?[A-Z_]+\]")  # what may be a special token
 _CALLS, _CALLS_END, _BEGIN, _END, _SEP = (  # DeepSeek's
     f"<\uff5ctool▁{name}\uff5c>"
     for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
@@ -102,6 +102,21 @@ def shown(said: str, text: str, at: int) -> int:
         after = mark.end()
         at += len(mark[0]) if text.startswith(mark[0], at) else 0
     return at + len(said) - after
+
+
+def behind(text: str, said: str, at: int) -> int:
+    """Where a text ends in `said`, which has it `at`, with special tokens that it may lack.
+
+    Such tokens before it count, those behind it do not.
+    """
+    done = 0  # characters of the text
+    for mark in _MARK.finditer(said, at):
+        before = mark.start() - at
+        if done + before >= len(text):
+            break
+        done += before + (len(mark[0]) if text.startswith(mark[0], done + before) else 0)
+        at = mark.end()
+    return at + len(text) - done
 
 
 def _harmony(names: str) -> str:

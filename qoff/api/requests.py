@@ -13,7 +13,8 @@ from qoff.models.forward_pass import NOT_FINITE
 from .answers import Form, usage
 from .errors import ApiError
 from .protocol import ChatRequest, CompletionRequest
-from .thinking import BEGIN, may_think, parted
+from .thinking import parted, style_of
+from .thinking_marks import Style
 from .tools import Calls, ended, split, written
 
 _END = 16  # tokens at the end of a prompt that may be a mark of thinking
@@ -33,19 +34,27 @@ class Asked:
     echo: bool = False
     prompt_logprobs: bool = False  # asked for as such, not for `echo` alone
     prompt_alone: bool = False  # not the answer, of which the engine computes a token
-    thinks: bool = False  # the answer may, between marks
+    thinks: Style | None = None  # how the answer marks what it thinks, where that is told apart
+    continued: str = ""  # the message that the answer goes on with
 
     def split(self, one: Completion) -> tuple[str, str, list[dict[str, Any]]]:
         """What an answer thinks, what it says, and the calls in it."""
-        if not self.thinks:
-            return "", *split(self.calls, one.text, lambda: self.form.marked(one.token_ids))
-        said, begun = self.form.marked(one.token_ids), self.begins_thinking(one.prompt_token_ids)
-        thinking, text, said = parted(one.text, said, begun)
+        form, tokens, thinks = self.form, one.token_ids, self.thinks
+        if thinks is None:
+            return "", *split(self.calls, one.text, lambda: form.marked(tokens))
+        begun = self.begins_thinking(one.prompt_token_ids)
+        marked, said = form.with_marks(tokens, thinks.marks), form.marked(tokens)
+        thinking, text, said = parted(thinks, begun, one.text, marked, said)
         return thinking, *split(self.calls, text, lambda: said)
 
     def begins_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether an answer to a prompt goes on in thinking."""
-        return self.thinks and self.form.marked(prompt[-_END:]).rstrip().endswith(BEGIN)
+        if self.thinks is None:
+            return False
+        said = self.continued.lstrip()
+        if said.startswith(self.thinks.begin) and self.thinks.end not in said:
+            return True
+        return self.thinks.begun(self.form.marked(prompt[-_END:]))
 
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
@@ -72,8 +81,12 @@ class Asked:
         return self.form.whole(choices, usage(prompt_tokens, generated))
 
 
-def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
+def asked(
+    body: ChatRequest | CompletionRequest, model: str, llm: LLM, thinking: bool = True
+) -> Asked:
     """What a body asks of an LLM. model: its name; a body may have that of an adapter instead.
+
+    thinking: whether it is told apart from what answers say.
 
     Raises ApiError and ArgumentError for what it cannot do.
     """
@@ -88,7 +101,11 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
     if calls is not None:
         template = llm.tokenizer.get_chat_template(tools=[{}])
         calls = written(calls, template)
-    thinks = chat and params.structured_outputs is None and may_think(llm.tokenizer.chat_template)
+    thinks, continued = None, ""
+    if isinstance(body, ChatRequest) and thinking and params.structured_outputs is None:
+        thinks = style_of(llm.tokenizer.chat_template)
+        if body.continue_final_message:
+            continued = str(body.messages[-1].plain().get("content", ""))
     adapter = body.model if body.model in llm.adapters else None
     form = Form("chat" if chat else "text", adapter or model, llm.tokenizer, params.logprobs)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -97,6 +114,7 @@ def asked(body: ChatRequest | CompletionRequest, model: str, llm: LLM) -> Asked:
         form, prompts, params, calls, bool(body.stream), with_usage, adapter, echo,
         prompt_logprobs=body.prompt_logprobs is not None,
         prompt_alone=isinstance(body, CompletionRequest) and body.prompt_alone, thinks=thinks,
+        continued=continued,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -41,6 +42,11 @@ class TokenBytes:
             text = self._tokenizer.decode([token], skip_special_tokens=True)
             self._special[token] = text == "" != self.text(token)
         return self._special[token]
+
+    def with_marks(self, tokens: Sequence[int], marks: Collection[str]) -> str:
+        """The text of tokens with marks, but no other special tokens."""
+        kept = [one for one in tokens if self.text(one) in marks or not self.is_special(one)]
+        return str(self._tokenizer.decode(kept))
 
     def _of(self, token: int) -> tuple[str, bytes]:
         if token not in self._known:

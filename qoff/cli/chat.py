@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from qoff.api.thinking import BEGIN, may_think, parted
+from qoff.api.thinking import Thinking, style_of
+from qoff.api.token_bytes import TokenBytes
 from qoff.engine.answers import default_params, end_tokens
 from qoff.engine.request import SamplingParams, Sequence
 from qoff.errors import QoffError, io_errors, raised_as
@@ -40,6 +42,7 @@ HELP = """\
 /stats        tokens, rates, memory
 /exit         or Ctrl-D
 Ctrl-C stops an answer."""
+_DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"  # of a terminal (ECMA-48)
 
 
 class Conversation:
@@ -61,17 +64,19 @@ class Conversation:
         self._opened, self._tokenizer, self._renderer = opened, tokenizer, renderer
         limit = limits_of(opened.runtime).position_limit
         self._params, self._context = params, min(context, limit or context)
+        self._style, self._bytes = style_of(tokenizer.chat_template), TokenBytes(tokenizer)
         self._longest = limit is not None and limit <= context
         self.messages: list[dict[str, str]] = []
         self._cache: Sequences | None = None
         self._read: list[int] = []  # tokens in the cache
         self.stats: dict[str, str] = {}
 
-    def say(self, text: str) -> Iterator[str]:
-        """The answer to a message, in pieces; what was given out of it becomes a message, too.
+    def say(self, text: str) -> Iterator[tuple[str, str]]:
+        """The answer to a message, in pieces: what it thinks, and what it says.
 
-        Raises QoffError for a conversation that is longer than the context, ArgumentError for one
-        that is not UTF-8. After these and other errors it is as it was.
+        What was given out of it becomes a message, too. Raises QoffError for a conversation that is
+        longer than the context, ArgumentError for one that is not UTF-8. After these and other
+        errors it is as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         for one in messages:
@@ -85,24 +90,28 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, and the context {self._context}{larger}; "
                 f"use /reset{'' if larger else ', or a larger --context'}"
             )
-        said, failed = "", False
+        begun = self._style is not None and self._style.begun(prompt)
+        thought, said, failed = "", "", False
         try:
-            for piece in self._answer(ids, most):
-                said += piece
-                yield piece
+            for new in self._parted(self._answer(ids, most), begun):
+                thought, said = thought + new[0], said + new[1]
+                yield new
         except Exception:
             failed = True
             raise
         finally:
             if not failed:
-                self.messages = [*messages, {"role": "assistant", **self._told_back(said, prompt)}]
+                told = {"role": "assistant", "content": said}
+                if thought:  # the template sees to it, or leaves it out
+                    told["reasoning_content"] = thought
+                self.messages = [*messages, told]
 
-    def _told_back(self, said: str, prompt: str) -> dict[str, str]:
-        """What the chat template is told of an answer: what it thinks is not what it says."""
-        if not may_think(self._tokenizer.chat_template):
-            return {"content": said}
-        thinking, content, _ = parted(said, said, prompt.rstrip().endswith(BEGIN))
-        return {"content": content, **({"reasoning_content": thinking} if thinking else {})}
+    def _parted(self, pieces: Iterator[str], begun: bool) -> Iterator[tuple[str, str]]:
+        """What pieces of an answer think and say. begun: it begins with thinking."""
+        thinking = Thinking(self._style, begun, keeps=True)
+        for piece in pieces:
+            yield thinking.add(piece)
+        yield thinking.add("", last=True)
 
     def reset(self, messages: list[dict[str, str]]) -> None:
         """Go on from other messages."""
@@ -117,7 +126,9 @@ class Conversation:
         cache, known = self._cache, len(self._read)
         path, ends = runtime.checkpoint.path, end_tokens(runtime.checkpoint)
         sequence = Sequence(0, 0, None, tuple(ids), self._params, most, ends)
-        text, start, first = TextStream(self._tokenizer, ()), time.perf_counter(), 0.0
+        marks = () if self._style is None else self._style.marks
+        decode = partial(self._bytes.with_marks, marks=marks)
+        text, start, first = TextStream(self._tokenizer, (), decode), time.perf_counter(), 0.0
         try:
             with torch.inference_mode(), one_torch_thread():
                 for token in tokens_of(sequence, cache, path):
@@ -131,7 +142,7 @@ class Conversation:
             self._read = [*ids, *sequence.answer][: cache.length]
             self._note(sequence, known, first, time.perf_counter() - start, cache)
         kept = [token for token in sequence.answer if token not in ends]
-        yield text.finish(str(self._tokenizer.decode(kept, skip_special_tokens=True)))
+        yield text.finish(decode(kept))
 
     def _note(
         self, sequence: Sequence, known: int, first: float, seconds: float, cache: Sequences
@@ -171,8 +182,13 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
 
-def talk(chat: Conversation, read: Callable[[], str], write: Callable[[str], None]) -> None:
-    """Answer lines until there are no more. write: text as it comes, with its line ends."""
+def talk(
+    chat: Conversation, read: Callable[[], str], write: Callable[[str], None], dims: bool = False
+) -> None:
+    """Answer lines until there are no more. write: text as it comes, with its line ends.
+
+    dims: whether a terminal shows that, and thinking is to be dim.
+    """
     interrupts = Interrupts()
     with interrupts.handled():
         while True:
@@ -189,20 +205,28 @@ def talk(chat: Conversation, read: Callable[[], str], write: Callable[[str], Non
                 if line.startswith("/"):
                     write(_command(chat, line) + "\n")
                 elif line:
-                    _answer(chat, line, interrupts, write)
+                    _answer(chat, line, interrupts, write, dims)
             except (QoffError, OSError) as error:
                 write(f"qoff: {error}\n")
 
 
 def _answer(
-    chat: Conversation, line: str, interrupts: Interrupts, write: Callable[[str], None]
+    chat: Conversation,
+    line: str,
+    interrupts: Interrupts,
+    write: Callable[[str], None],
+    dims: bool,
 ) -> None:
-    pieces, begun = chat.say(line), False
+    pieces, begun, between = chat.say(line), False, ""
     interrupts.asked, interrupts.answering = False, True
     try:
-        for piece in pieces:
+        for thought, said in pieces:
             begun = True
-            write(piece)
+            text = f"{_DIM}{thought}{_NOT_DIM}" if thought and dims else thought
+            between = "\n\n" if thought else between
+            if said:
+                text, between = text + between + said, ""
+            write(text)
             if interrupts.asked:
                 write(" (stopped)")
                 break
@@ -259,13 +283,24 @@ def _messages(path: Path) -> list[dict[str, str]]:
         with io_errors(path, QoffError, "name a file that /save has written"):
             text = path.read_text()
         found: Any = json.loads(text)["messages"]
-        return [{"role": str(one["role"]), "content": str(one["content"])} for one in found]
+        return [_message(one) for one in found]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise QoffError(f"{path}: is no conversation that /save has written") from error
 
 
-def terminal() -> tuple[Callable[[], str], Callable[[str], None]]:
-    """How a line is read and text written here; with a history of lines, if it is a terminal."""
+def _message(said: Any) -> dict[str, str]:
+    """What a file has of a message."""
+    found = {"role": str(said["role"]), "content": str(said["content"])}
+    if "reasoning_content" in said:
+        found["reasoning_content"] = str(said["reasoning_content"])
+    return found
+
+
+def terminal() -> tuple[Callable[[], str], Callable[[str], None], bool]:
+    """How a line is read and text written here, and whether text may be dim.
+
+    With a history of lines, if it is a terminal.
+    """
     prompt = ""
     if isinstance(sys.stdin, TextIOWrapper):  # a line that is not UTF-8 does not end the program
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -278,7 +313,7 @@ def terminal() -> tuple[Callable[[], str], Callable[[str], None]]:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    return lambda: input(prompt), write
+    return lambda: input(prompt), write, sys.stdout.isatty()
 
 
 def params_of(opened: Opened, draw: dict[str, Any], most: int) -> SamplingParams:

@@ -52,6 +52,9 @@ def serve(
     ),
     max_file_size: str = Option("200MiB", help="Size of a file that is uploaded, at most."),
     max_files_size: str = Option("10GiB", help="Size of all files together, at most."),
+    reasoning_format: Literal["auto", "none"] = Option(
+        "auto", help="none: thinking stays in content, with its marks."
+    ),
     max_queue: int = Option(64, min=0, help="Answers that may wait; more are refused with 429."),
     max_connections: int = Option(1024, min=1, help="Open connections, at most."),
     max_request_size: str = Option("4MiB", help="Size of a request's body, at most."),
@@ -96,6 +99,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         tls_certificate=None if ssl_certfile is None else str(ssl_certfile),
         tls_key=None if ssl_keyfile is None else str(ssl_keyfile),
+        thinking=reasoning_format != "none",
         max_queue=max_queue,
         max_connections=max_connections,
         max_request_bytes=request_bytes,
@@ -107,7 +111,7 @@ def serve(
     name = served_model_name or model_name(model)
     atexit.register(_collect_no_more)
     with logging_to_stderr(log_level), ExitStack() as ends:
-        batches = open_batches(files, name, *sizes)
+        batches = open_batches(files, name, *sizes, options.thinking)
         if batches is not None:
             ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)

@@ -158,11 +158,21 @@ class OpenAILines:
 
 
 class OpenAIReader(OpenAILines):
-    """OpenAI's batch lines. model: the name that the lines have to give, if they give one."""
+    """OpenAI's batch lines. model: the name that the lines have to give, if they give one.
 
-    def __init__(self, llm: LLM, model: str, job: str, endpoint: str | None = None) -> None:
+    thinking: whether it is told apart from what answers say.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        model: str,
+        job: str,
+        endpoint: str | None = None,
+        thinking: bool = True,
+    ) -> None:
         super().__init__(job, endpoint)
-        self._llm, self.model = llm, model
+        self._llm, self.model, self._thinking = llm, model, thinking
 
     def read(self, line: Line) -> Request | Bad:
         from pydantic import ValidationError
@@ -182,7 +192,7 @@ class OpenAIReader(OpenAILines):
             if body.stream:
                 raise ApiError(400, "an answer in a batch is not streamed", param="stream")
             check_model(body.model, self.model, self._llm.adapters)
-            return OpenAIRequest(known, asked(body, self.model, self._llm))
+            return OpenAIRequest(known, asked(body, self.model, self._llm, self._thinking))
         except ValidationError as error:
             return Bad(line, known.error(wrong_body(error)))
         except (ApiError, QoffError) as error:
@@ -230,7 +240,8 @@ class OpenAIRequest:
     def failed(self, error: Exception) -> bytes:
         from qoff.api.errors import as_api_error
 
-        return self._known.error(as_api_error(error))
+        prompt = "messages" if isinstance(self.prompts, Chat) else "prompt"
+        return self._known.error(as_api_error(error, prompt))
 
 
 def _prompt_error(line: Line, error: Exception, job: str) -> bytes:

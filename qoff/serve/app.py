@@ -41,6 +41,11 @@ from .page import page
 
 _B = TypeVar("_B", bound=Body)
 _T = TypeVar("_T")
+_PROMPTS = {  # the field that has them, by path
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/embeddings": "input",
+}
 _MOST = 16  # contexts: tokens of a text that is turned into them for a client, or back
 
 
@@ -58,7 +63,7 @@ class Routes:
         return Generated(self._engine, await self._read(request, CompletionRequest, self._asked))
 
     def _asked(self, body: ChatRequest | CompletionRequest, llm: LLM) -> Asked:
-        return asked(body, self._engine.name, llm)
+        return asked(body, self._engine.name, llm, self._options.thinking)
 
     async def embeddings(self, request: Request) -> Response:
         return Embedded(self._engine, await self._read(request, EmbeddingRequest, _itself))
@@ -185,7 +190,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
         elif isinstance(error, HTTPException):
             known = ApiError(error.status_code, str(error.detail), headers=error.headers)
         else:
-            known = as_api_error(error)
+            known = as_api_error(error, _PROMPTS.get(request.url.path))
         return JSONResponse(known.body(), known.status, known.headers)
 
     for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,

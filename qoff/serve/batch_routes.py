@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
@@ -72,7 +72,7 @@ class BatchRoutes:
 
     async def files(
         self, purpose: str | None = None, limit: int = 10_000, after: str | None = None,
-        order: str = "desc",
+        order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:  # fmt: skip
         found = self._batches.files.all()
         if purpose is not None:

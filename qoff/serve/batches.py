@@ -31,10 +31,13 @@ Room = Callable[[int], int]
 
 
 class Batches:
-    """Batches, and the thread that runs them. name: of the model."""
+    """Batches, and the thread that runs them. name: of the model.
 
-    def __init__(self, files: FileStore, name: str) -> None:
-        self.files, self._name = files, name
+    thinking: whether it is told apart from what answers say.
+    """
+
+    def __init__(self, files: FileStore, name: str, thinking: bool = True) -> None:
+        self.files, self._name, self._thinking = files, name, thinking
         self.store = BatchStore(files.folder / "batches")
         self._changed = self.store.changed
         self._runner: Runner | None = None
@@ -158,6 +161,7 @@ class Batches:
                     "name": self._name,
                     "endpoint": said["endpoint"],
                     **cache_says(self._llm.plan),
+                    "reasoning": {} if self._thinking else {"format": "none"},
                 }
                 if self._adapters:
                     says["adapters"] = self._adapters
@@ -198,7 +202,7 @@ class Batches:
             done = {"completed": journal.completed, "failed": journal.failed}
             return {"total": total, **done}
 
-        reader = OpenAIReader(self._llm, self._name, journal.job, said["endpoint"])
+        reader = OpenAIReader(self._llm, self._name, journal.job, said["endpoint"], self._thinking)
         runner = Runner(self._llm, lines, reader, sink, self._room,
                         most=self.most, noticed=noticed)  # fmt: skip
         with self._changed:
@@ -264,16 +268,18 @@ class _Bounded:
 
 
 def open_batches(
-    folder: Path | None, name: str, max_file_bytes: int, max_bytes: int
+    folder: Path | None, name: str, max_file_bytes: int, max_bytes: int, thinking: bool = True
 ) -> Batches | None:
     """The batches of a folder; None: the model's own folder, which only one server can have.
+
+    thinking: whether it is told apart from what answers say.
 
     Raises ArgumentError where another server has a folder that was given, OSError where it cannot
     be. The server goes without batches where that is so of the model's own.
     """
     place = cache_directory() / "served" / f"model-{quote(name, safe='')}"
     try:
-        return Batches(FileStore(folder or place, max_file_bytes, max_bytes), name)
+        return Batches(FileStore(folder or place, max_file_bytes, max_bytes), name, thinking)
     except (ArgumentError, OSError) as error:
         if folder is not None:
             if isinstance(error, ArgumentError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -118,11 +119,13 @@ class Generated(Response):
         """Of an answer to a prompt."""
         asked, form = self._asked, self._asked.form
         begins = [] if asked.calls is None else asked.calls.begins
-        decode = form.with_thinking if asked.thinks else None
-        text = TextStream(form.tokenizer, asked.params.stops, begins, decode)
-        if not asked.thinks:
-            return AnswerStream(text, None)
-        return AnswerStream(text, Thinking(asked.begins_thinking(prompt), form.shows_marks))
+        thinks, decode, keeps = asked.thinks, None, False
+        if thinks is not None:
+            decode = partial(form.with_marks, marks=thinks.marks)
+            keeps = form.shows(thinks.marks[0])
+        text = TextStream(form.tokenizer, asked.params.stops, decode)
+        thinking = Thinking(thinks, asked.begins_thinking(prompt), keeps)
+        return AnswerStream(text, thinking, begins)
 
     def _held_back(self, text: str) -> bool:
         """Whether an answer that begins so may be calls, and is not to be shown before it ends."""

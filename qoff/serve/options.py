@@ -15,6 +15,7 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()  # none: no other page may ask
     tls_certificate: str | None = None  # PEM files
     tls_key: str | None = None
+    thinking: bool = True  # is told apart from what answers say
     max_queue: int = 64  # answers that wait for a place
     max_connections: int = 1024
     max_request_bytes: int = 4 << 20

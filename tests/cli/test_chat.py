@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from qoff.api.thinking import style_of
 from qoff.checkpoint import Checkpoint
 from qoff.cli.chat import Conversation, talk
 from qoff.cli.main import app
@@ -33,6 +34,10 @@ def chat(checkpoint: Path) -> Iterator[Conversation]:
         yield Conversation(opened, load_tokenizer(checkpoint), PARAMS, 200, renderer)
 
 
+def answered(chat: Conversation, text: str) -> str:
+    return "".join(said for _, said in chat.say(text))
+
+
 def said(chat: Conversation, *lines: str) -> str:
     """What the program writes for some lines."""
     left, found = list(lines), list[str]()
@@ -49,27 +54,43 @@ def said(chat: Conversation, *lines: str) -> str:
 def test_a_later_turn_reads_only_what_is_new_and_answers_the_same(
     chat: Conversation, checkpoint: Path
 ) -> None:
-    first = "".join(chat.say("Hi"))
+    first = answered(chat, "Hi")
     known = chat._cache.length if chat._cache is not None else 0
-    second = "".join(chat.say("and now"))
+    second = answered(chat, "and now")
     assert f"{known} of them known" in chat.stats["prompt"]
     assert [one["role"] for one in chat.messages] == ["user", "assistant"] * 2
     before = chat.messages[:2]
     chat._cache, chat._read = None, []  # so that all is read again
     chat.reset(before)
-    assert "".join(chat.say("and now")) == second
+    assert answered(chat, "and now") == second
     assert before[1]["content"] == first
 
 
-def test_thinking_between_marks_is_told_back_apart(
-    chat: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat._tokenizer.chat_template += "{# <|START_RESPONSE|> #}"
-    pieces = ["<|START_THINKING|>Hm<|END_", "THINKING|><|START_RESPONSE|>4<|END_RESPONSE|>"]
+@pytest.mark.parametrize(
+    ("template", "pieces"),
+    [
+        ("<|START_RESPONSE|>", ["<|START_THINKING|>Hm<|END_", "THINKING|><|START_RESPONSE|>4"]),
+        ("</think>", ["<thi", "nk>\nHm\n</", "think>\n", "\n4"]),
+    ],
+)
+def test_thinking_is_dim_and_told_back_apart(
+    chat: Conversation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, template: str,
+    pieces: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(chat, "_style", style_of(template))
     monkeypatch.setattr(chat, "_answer", lambda ids, most: iter(pieces))
-    assert "".join(chat.say("2 + 2?")) == "".join(pieces)
+    written, lines = list[str](), iter(["2 + 2?", f"/save {tmp_path}/a", f"/load {tmp_path}/a"])
+
+    def read() -> str:
+        if line := next(lines, ""):
+            return line
+        raise EOFError
+
+    talk(chat, read, written.append, dims=True)
+    assert "".join(written).startswith("\x1b[2mHm\x1b[22m\n\n4\n")
     said = {"role": "assistant", "content": "4", "reasoning_content": "Hm"}
     assert chat.messages[-1] == said
+    assert "\x1b" not in "".join(map("".join, chat.say("2 + 2?")))
 
 
 def test_commands(chat: Conversation, tmp_path: Path) -> None:

@@ -136,7 +136,9 @@ def running(
     from qoff.serve.engine import Engine
     from qoff.serve.server import Server
 
-    batches = None if files is None else open_batches(files, MODEL, 1 << 20, 3 << 20)
+    batches = None
+    if files is not None:
+        batches = open_batches(files, MODEL, 1 << 20, 3 << 20, options.thinking)
     engine = Engine(MODEL, options.max_queue, options.request_timeout_s, batches)
     with Server(engine, options) as server:
         engine.start(LLM(checkpoint, plan, **options_of_llm))

@@ -79,8 +79,13 @@ def test_a_batch_is_answered(client: OpenAI, served: Running) -> None:
     body = answers["id 3"]["response"]["body"]
     assert body["choices"][0]["message"]["content"] == wanted.text
     assert body["model"] == MODEL
-    errors = client.files.content(found.error_file_id).text.splitlines()
-    assert {json.loads(one)["line"] for one in errors} == {10, 11}
+    errors = [
+        json.loads(one) for one in client.files.content(found.error_file_id).text.splitlines()
+    ]
+    by_line = {one["line"]: one for one in errors}
+    assert set(by_line) == {10, 11}
+    said = by_line[11]["response"]["body"]["error"]
+    assert (said["code"], said["param"]) == ("context_length_exceeded", "messages")
     assert client.batches.list(limit=1).data[0].id == made.id
     assert client.files.retrieve(found.output_file_id).purpose == "batch_output"
 
@@ -290,23 +295,30 @@ def test_a_batch_goes_on_after_a_restart(checkpoint: Path, tmp_path: Path) -> No
         assert [path.name for path in (tmp_path / "batches").iterdir()] == [f"{made.id}.json"]
 
 
-def test_a_batch_does_not_go_on_with_another_adapter(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "thinking", "said"),
+    [("b", True, "adapters sql was"), ("a", False, "reasoning format was 'none' and is None")],
+)
+def test_a_batch_does_not_go_on_with_another_adapter_or_form(
+    checkpoint: Path, tmp_path: Path, adapter: str, thinking: bool, said: str
+) -> None:
+    """thinking: whether it was told apart."""
     for name, alpha in (("a", 16), ("b", 8)):
         save_adapter(checkpoint, tmp_path / name, lora_alpha=alpha)
-    options = replace(OPTIONS, shutdown_timeout_s=0.2)
     files = tmp_path / "files"
 
-    def opened(name: str) -> Any:
+    def opened(name: str, thinking: bool) -> Any:
+        options = replace(OPTIONS, shutdown_timeout_s=0.2, thinking=thinking)
         adapters = {"sql": tmp_path / name}
         return running(checkpoint, options, files=files, adapters=adapters, device="cpu")
 
-    with opened("a") as served, served.client() as client:
+    with opened("a", thinking) as served, served.client() as client:
         assert served.engine.batches is not None
         made = slowly_begun(client, served)
         served.engine.batches.stop()
-    with opened("b") as served, served.client() as client:
+    with opened(adapter, True) as served, served.client() as client:
         found = ended(client, made.id, "failed")
-        assert "adapters sql was" in found.errors.data[0].message
+        assert said in found.errors.data[0].message
 
 
 class Killed(BaseException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from qoff.api.errors import ApiError
+from qoff.api.thinking import Thinking
 from qoff.api.tools import OPEN, Calls, ended, may_be_calls, split, written
 from qoff.engine import LLM, StructuredOutputs
 from qoff.engine.grammar import Grammars
-from qoff.serve.text import TextStream
+from qoff.serve.text import AnswerStream, TextStream
 
 from .conftest import MODEL, Running
 from .test_structured import CHAT, SCHEMA, _Characters, llm
@@ -286,36 +288,42 @@ def test_templates_say_how_calls_are_written() -> None:
     ],
 )  # fmt: skip
 def test_a_stream_holds_back_what_may_be_calls_alone(text: str) -> None:
-    stream, given = TextStream(_Characters(None), ()), ""  # type: ignore[arg-type]
+    stream, given = characters(), ""
     for character in text:
-        given += stream.add([ord(character)], lambda said: may_be_calls(said, WHOLE.tools))
+        given += stream.add([ord(character)], lambda said: may_be_calls(said, WHOLE.tools))[1]
     is_text = text.startswith(("Let", "looks as", "looking_for", "look at"))
     assert given == (text if is_text else "")
     said, _ = split(WHOLE, text)
-    assert given + stream.finish(said) == said
+    assert given + stream.finish("", said)[1] == said
 
 
 @pytest.mark.parametrize("text", ["plain <tool", f"Let me see. {CALL}", "äö< <tool_ca <stop> x"])
 def test_a_stream_of_text_never_shows_what_may_be_a_call(text: str) -> None:
     """Nor the beginning of a stop text; all of the rest is given out, in time."""
-    stream, given = TextStream(_Characters(None), ["<stop>"], [OPEN]), ""  # type: ignore[arg-type]
+    stream, given = characters(["<stop>"], [OPEN]), ""
     before, stop, _ = text.partition("<stop>")
     for character in before + stop[:-1]:  # the last one ends the answer
-        given += stream.add([ord(character)])
+        given += stream.add([ord(character)])[1]
         assert OPEN not in given
     first = min(at for at in (text.find(OPEN), len(before)) if at >= 0)
     assert text[:first].startswith(given)
-    assert given + stream.finish(text[:first]) == text[:first]
+    assert given + stream.finish("", text[:first])[1] == text[:first]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_stop_text_that_came_too_early_is_given(size: int) -> None:
     """size: tokens of a round. What may become one that counts is held back."""
-    stream, given = TextStream(_Characters(None), ["abab", "x."], [OPEN]), ""  # type: ignore[arg-type]
+    stream, given = characters(["abab", "x."], [OPEN]), ""
     text = "1 x. 2 abab"
     for at in range(0, len(text), size):
-        given += stream.add([ord(one) for one in text[at : at + size]])
+        given += stream.add([ord(one) for one in text[at : at + size]])[1]
         assert text.startswith(given)
         assert len(given) >= min(at + size, len(text)) - 3
     assert given == "1 x. 2 ab"  # "abab" may begin again
-    assert stream.finish("1 x. 2 ab") == ""
+    assert stream.finish("", "1 x. 2 ab") == ("", "")
+
+
+def characters(stops: Sequence[str] = (), begins: Sequence[str] = ()) -> AnswerStream:
+    """A stream whose tokens are characters."""
+    text = TextStream(_Characters(None), stops)  # type: ignore[arg-type]
+    return AnswerStream(text, Thinking(None, False, False), begins)

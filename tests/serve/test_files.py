@@ -30,6 +30,9 @@ def test_files_come_back_as_they_were(client: OpenAI, served: Running) -> None:
     assert client.files.content(made.id).content == data
     others = [client.files.create(file=b"x", purpose="batch").id for _ in range(3)]
     assert [one.id for one in client.files.list(limit=2)][:4] == [*others[::-1], made.id]
+    assert [one.id for one in client.files.list(order="asc")][-4:] == [made.id, *others]
+    status, found, _ = served.ask("/v1/files?order=x")
+    assert (status, found["error"]["message"]) == (400, "order: Input should be 'asc' or 'desc'")
     assert made.id not in [one.id for one in client.files.list(purpose="batch")]
     for file_id in [made.id, *others]:
         assert client.files.delete(file_id).deleted

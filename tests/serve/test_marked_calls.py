@@ -10,9 +10,8 @@ import pytest
 
 from qoff.api.call_forms import FORMS
 from qoff.api.tools import Calls, split
-from qoff.serve.text import TextStream
 
-from .test_structured import _Characters
+from .test_calls import characters
 
 TOOLS: dict[str, dict[str, Any]] = {"look": {}, "look_up": {}}
 ARGUMENTS = {"place": "Köln, {x}", "days": [1, 2.5], "deep": {"yes": True, "no": None}}
@@ -74,11 +73,11 @@ def test_calls_are_found_and_what_is_before_them(
     assert json.loads(found[0]["function"]["arguments"]) == ARGUMENTS
     if not shown:
         assert content == before
-    stream = TextStream(_Characters(None), (), calls(form).begins)  # type: ignore[arg-type]
+    stream = characters((), calls(form).begins)
     given = ""
     for character in plain:
-        given += stream.add([ord(character)])
-    assert given + stream.finish(content) == content
+        given += stream.add([ord(character)])[1]
+    assert given + stream.finish("", content)[1] == content
 
 
 def test_several_calls_and_one_alone() -> None:

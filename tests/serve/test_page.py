@@ -255,3 +255,50 @@ def test_questions_without_answers_in_a_browser(browser: Browser, served: Runnin
     browser.value("$('temperature').value = 0.75")
     assert browser.value("$('temperature').checkValidity()")
     browser.value("$('new').click()")
+
+
+_THINKING = """
+real ??= fetch, fetch = (url, options) => url === "/stats" ? real(url, options) :
+  Promise.resolve(new Response(new ReadableStream({ start(stream) {
+    emit = (delta, reason = null) => stream.enqueue(new TextEncoder().encode(
+      "data: " + JSON.stringify({ choices: [{ delta, finish_reason: reason }] }) + "\\n\\n"));
+    finish = () => stream.enqueue(new TextEncoder().encode("data: [DONE]\\n\\n"));
+    options.signal.onabort = () => stream.error(options.signal.reason);
+    sent = JSON.parse(options.body).messages;
+  } })))"""
+
+
+def test_thinking_in_a_browser(browser: Browser, served: Running) -> None:
+    browser.messages.clear()
+    browser.open(home(served), width=390, height=844)
+    browser.value("$('new').click(), real = sent = emit = finish = null")
+    browser.value(_THINKING)
+    ask(browser, "2 + 2?")
+    browser.wait("emit")
+    browser.value("emit({ role: 'assistant', content: '' }), emit({ reasoning_content: 'Hm <b>' })")
+    browser.wait("document.querySelector('.thought')?.open")
+    assert browser.value("$('log').innerText").endswith("Hm <b>")
+    summary = "document.querySelector('.thought summary')"
+    assert browser.value(f"{summary}.getBoundingClientRect().height") >= 40  # a thumb's
+    browser.value("emit({ content: 'Four.' })")
+    browser.wait("!document.querySelector('.thought').open")
+    browser.value(f"{summary}.focus()")
+    browser.press(*ENTER)
+    browser.wait("document.querySelector('.thought').open")
+    browser.value("emit({ content: ' So.' }), emit({}, 'stop'), finish()")
+    browser.wait("running === null")
+    assert browser.value("document.querySelector('.thought').open")  # as the reader left it
+    assert browser.value(f"document.activeElement === {summary}")
+    assert browser.value("document.querySelector('.assistant > .said').textContent") == "Four. So."
+    assert browser.value("document.documentElement.scrollWidth") <= 390
+
+    ask(browser, "And?")
+    browser.wait("running && sent.length === 3")
+    assert browser.value("sent[1]") == {"role": "assistant", "content": "Four. So."}
+    browser.value("emit({ reasoning_content: 'Hm' }), emit({}, 'length'), finish()")
+    browser.wait("running === null")
+    browser.open(home(served))  # what was thought is there still, open where nothing was said
+    shown = "[...document.querySelectorAll('.thought')].map(one => one.open)"
+    assert browser.value(shown) == [False, True]
+    browser.value("$('new').click()")
+    assert browser.messages == []

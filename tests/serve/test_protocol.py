@@ -86,6 +86,23 @@ def test_a_call_without_arguments_has_none(served: Running) -> None:
     assert '"arguments": {}' in text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, "messages"),
+        ("completions", {"prompt": "x" * 300, "stream": True}, "prompt"),
+        ("completions", {"prompt": "x" * 90_000}, "prompt"),
+        ("embeddings", {"input": ["a", "x" * 300]}, "input"),
+    ],
+)
+def test_a_prompt_longer_than_the_context_has_the_code_of_that(
+    served: Running, path: str, body: Any, param: str
+) -> None:
+    status, found, _ = served.ask(f"/v1/{path}", body)
+    error = found["error"]
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+
+
 def test_a_prompt_is_echoed_without_an_answer(client: OpenAI) -> None:
     options: Any = {"model": MODEL, "prompt": ["abc", "Hello"], "logprobs": 1, "echo": True}
     found = client.completions.create(max_tokens=0, **options)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from qoff.api.tools import Calls, split, written
-from qoff.serve.text import TextStream
 
-from .test_structured import _Characters
+from .test_calls import characters
 
 TYPES: dict[str, Any] = {
     "city": {"type": "string"},
@@ -170,8 +169,8 @@ def test_actions_whose_marks_a_text_leaves_out(calls: list[tuple[str, Any]]) -> 
     ],
 )
 def test_streams_show_no_action(form: str, text: str) -> None:
-    stream = TextStream(_Characters(None), (), actions(form).begins)  # type: ignore[arg-type]
-    shown = "".join(stream.add([ord(one)]) for one in text)
+    stream = characters((), actions(form).begins)
+    shown = "".join(stream.add([ord(one)])[1] for one in text)
     assert shown == text[: text.index("Action:" if form == "command-r" else text[7])]
 
 
