@@ -166,10 +166,12 @@ def finetune(
         delayed,
         gradients,
     )
+    if not overwrite:
+        work.check_run(output, recipe, found)  # before the model is loaded, which takes long
     place = Room({})
     if chosen is not None and is_checkpoint(path):
         place = room_of(path, chosen, recipe, where, room, host, kept, dtype, swapped)
-    # Before the model is loaded, which takes long.
+    # So is this.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(
         work.loaded(path, recipe, dtype, place.options),

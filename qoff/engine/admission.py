@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from qoff.errors import ArgumentError, QoffError, raised_as
+from qoff.errors import ArgumentError, ContextLengthError, QoffError, raised_as
 from qoff.models.adapters import adapter_number
 from qoff.plan import Plan
 
@@ -103,7 +103,7 @@ class Admission:
                 text, tokens = self._read(prompt)
                 self._room(tokens, 0)
             except ArgumentError as error:
-                raise ArgumentError(f"prompt {index}: {error}") from error
+                raise type(error)(f"prompt {index}: {error}") from error
             pooled = Pooled(params, size)
             found.append([Sequence(index, 0, text, tokens, SamplingParams(), 0, pooled=pooled)])
         return found
@@ -144,7 +144,7 @@ class Admission:
             after = list(token_ids(after))
             self._check_tokens("continuation", after)
             if len(after) > room:
-                raise ArgumentError(
+                raise ContextLengthError(
                     f"a prompt of {len(tokens)} tokens and {len(after)} new ones are more than "
                     f"{len(tokens) + room}: the plan's context, or what the model is run up to"
                 )
@@ -177,17 +177,20 @@ class Admission:
         return [first, *others]
 
     def _room(self, tokens: tuple[int, ...], least: int = 1) -> int:
-        """How many tokens an answer may have, `least` or more; 0: an embedding has none."""
+        """How many tokens an answer may have, `least` or more; 0: an embedding has none.
+
+        Raises ContextLengthError where there is no room for so many.
+        """
         self._check_tokens("prompt", tokens)
         room = self._plan.context - len(tokens)
         if room < least:
             fails = "leaves no room for an answer in" if least else "to embed is longer than"
-            raise ArgumentError(
+            raise ContextLengthError(
                 f"a prompt of {len(tokens)} tokens {fails} the plan's context of "
                 f"{self._plan.context}"
             )
         if self._whole_prompts and len(tokens) > self._plan.prefill_tokens:
-            raise ArgumentError(
+            raise ContextLengthError(
                 f"this model has recurrent states and reads a prompt in one pass: one of "
                 f"{len(tokens)} tokens needs a plan with prefill_tokens={len(tokens)} or more"
             )

@@ -85,6 +85,7 @@ class LLM:
         _instrumentation: Instrumentation = PLAIN,
         _plain: Plan | None = None,  # in place of `Plan()`, where nothing is given and it fits
         _bind: bool = False,  # to what is free, where the plan has no bounds and does not fit
+        _share: float = 1.0,  # of main memory that is free, where other processes have the rest
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ArgumentError(f"path is {shown(path)}; give a folder or a hub id")
@@ -127,11 +128,11 @@ class LLM:
         if left_by_limits() is not None:
             self._reader.warm()
         if chosen:  # of what is free beside the tokenizer
-            plan = default_plan(checkpoint, where, hidden, plain=_plain)
+            plan = default_plan(checkpoint, where, hidden, _share, _plain)
         elif _bind and plan.device_memory is None:
-            device_bytes, host_bytes = default_bounds(checkpoint, where)
+            device_bytes, host_bytes = default_bounds(checkpoint, where, _share)
             plan = replace(plan, device_memory=device_bytes, host_memory=host_bytes)
-        plan = plan_within_limit(plan, checkpoint, where)
+        plan = plan_within_limit(plan, checkpoint, where, _share)
         kind: type[Executor] = CpuExecutor
         more: dict[str, Any] = {}
         if is_modules(checkpoint):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qoff.errors import ArgumentError, QoffError, raised_as
+from qoff.errors import ArgumentError, ContextLengthError, QoffError, raised_as
 from qoff.hf.chat import ChatRenderer
 from qoff.schema import shown
 
@@ -88,7 +88,8 @@ class PromptReader:
         """The text of a prompt, where it is known, and its token ids.
 
         most: tokens; a text that is much longer is refused, without reading all of it. Raises
-        ArgumentError for that, for what is no prompt, and for text without a tokenizer.
+        ContextLengthError for that, ArgumentError for what is no prompt, and for text without a
+        tokenizer.
         """
         if isinstance(prompt, Mapping):
             if not prompt or not all(key in ("prompt", "prompt_token_ids") for key in prompt):
@@ -128,7 +129,7 @@ class PromptReader:
         with raised_as(ArgumentError, "the tokenizer does not take this text"):
             while most is not None and part < len(text):
                 if len(self.tokenizer(text[:part], **options)["input_ids"]) > most + _DOUBT:
-                    raise ArgumentError(
+                    raise ContextLengthError(
                         f"a prompt of {len(text)} characters has more than {most} tokens, the most "
                         "that this takes"
                     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from qoff.errors import ArgumentError
+from qoff.errors import ContextLengthError
 from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.ending import ACTIVATIONS
 from qoff.kernels.layout.heads import QueryScale
@@ -215,10 +215,10 @@ class DecoderSpec:
         return min(limits, default=None)
 
     def check_positions(self, tokens: int) -> None:
-        """Raise ArgumentError for a sequence of more tokens than `position_limit`."""
+        """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
         limit = self.position_limit
         if limit is not None and tokens > limit:
-            raise ArgumentError(
+            raise ContextLengthError(
                 f"this {self.model_type} model is run up to {limit} tokens a sequence, prompt and "
                 f"answer, not {tokens}; use a shorter one"
             )

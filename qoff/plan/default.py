@@ -106,7 +106,7 @@ def default_bounds(
     weights = sum(file.nbytes for file in checkpoint.files)
     wanted = weights + max(_BESIDE, int(weights * _SHARE))
     if wanted <= usable[DEVICE]:
-        return within_limit(device, None, None)
+        return within_limit(device, None, None, share=share)
     logger.warning(
         "%s: %s wanted, %s free on the device: it is bound to that, and the rest streams",
         checkpoint.path,
@@ -117,19 +117,24 @@ def default_bounds(
 
 
 def within_limit(
-    device: torch.device, device_bytes: int | None, host_bytes: int | None, taken: int = 0
+    device: torch.device,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    taken: int = 0,
+    share: float = 1.0,
 ) -> tuple[int | None, int | None]:
     """These bounds of device and host memory, or what a cgroup's limit leaves where that is less.
 
     On a CPU both are main memory: the device comes first, and has a bound in any case. taken: bytes
     of main memory beside both. What a process takes beside plans is left, and where nothing was
-    asked of a CPU's device, a reserve; a line says what is bound to less than was asked.
+    asked of a CPU's device, a reserve; a line says what is bound to less than was asked. share: of
+    what is left, for a CPU's device of which nothing was asked; what was asked may take all of it.
     """
     left = left_by_limits()
     if left is None:
         return device_bytes, host_bytes
-    most = max(0, left - LIMITED)
     reserved = device.type == "cpu" and device_bytes is None
+    most = max(0, int(left * share if reserved else left) - LIMITED)
     there = (with_reserve(HOST, most) if reserved else most - beside_plan(most)) - taken
     wanted = {DEVICE: device_bytes, HOST: host_bytes}
     if device.type != "cpu":
@@ -152,14 +157,18 @@ def within_limit(
     return found[DEVICE], found[HOST]
 
 
-def plan_within_limit(plan: Plan, checkpoint: Checkpoint, device: torch.device) -> Plan:
+def plan_within_limit(
+    plan: Plan, checkpoint: Checkpoint, device: torch.device, share: float = 1.0
+) -> Plan:
     """The plan with bounds as `within_limit` has them."""
     taken = 0
     if device.type == "cpu" and plan.host_memory is None and is_native(checkpoint.config):
         sizes = ModelSizes.of_checkpoint(checkpoint)
         with suppress(UnpackableError):  # which is refused later
             taken = Memory.of(plan, sizes.spec, sizes.shapes).total(HOST)
-    device_bytes, host_bytes = within_limit(device, plan.device_memory, plan.host_memory, taken)
+    device_bytes, host_bytes = within_limit(
+        device, plan.device_memory, plan.host_memory, taken, share
+    )
     return replace(plan, device_memory=device_bytes, host_memory=host_bytes)
 
 

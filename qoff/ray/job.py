@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ from .ledger import Answers
 from .processor import ProcessorConfig, answered
 from .worker import Opening, Worker
 
+_OURS = re.compile(r"^qoff\.errors\.\w+: (.+)$", re.MULTILINE)  # in a traceback
 _COLUMN = "block"  # of datasets whose rows are pickled blocks
 
 
@@ -48,6 +50,9 @@ def cluster(address: str) -> Iterator[None]:
         )
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # nobody is told what runs here
     logging.getLogger("ray").setLevel(logging.ERROR)
+    for console in logging.getLogger("ray.data").handlers:
+        if isinstance(console, logging.StreamHandler):  # tracebacks are in its file
+            console.setLevel(logging.CRITICAL)
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -169,8 +174,6 @@ def _in_a_line() -> Iterator[None]:
     except QoffError:
         raise
     except RayError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, QoffError):
-            cause = getattr(cause, "cause", None) or cause.__cause__
-        text = str(cause or error).strip().splitlines()[-1]
+        ours = _OURS.findall(str(error))  # Ray adds advice of its own
+        text = ours[-1] if ours else str(error).strip().splitlines()[-1]
         raise QoffError(f"the workers cannot go on: {text}") from error

@@ -7,16 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
-from qoff.budgets import resolve_device, resolve_dtype
-from qoff.checkpoint import Checkpoint
+from qoff.budgets import resolve_device
 from qoff.engine import LLM
 from qoff.errors import QoffError
 from qoff.hf.load import find_checkpoint
@@ -24,12 +22,8 @@ from qoff.jobs.file import adapters_say, fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader
 from qoff.jobs.runner import OF_MACHINE, Runner
-from qoff.plan import Plan
-from qoff.plan.default import default_bounds, default_plan
 
 from .ledger import MOST, Answers, groups
-
-_BOUNDS = ("device_memory", "host_memory", "max_memory")
 
 
 @dataclass(frozen=True)
@@ -56,14 +50,26 @@ class Opening:
 class Worker:
     """Answers blocks of requests. ledger: of the run, where deaths are known.
 
-    Raises the errors of `qoff.LLM`, and QoffError for another model than the one wanted.
+    The first block raises the errors of `qoff.LLM`, and QoffError for another model than the one
+    wanted: of those that end its beginning, Ray prints the traceback.
     """
 
     def __init__(self, opening: Opening, ledger: Any) -> None:
-        self.llm = open_llm(opening)
+        self._opened: LLM | QoffError
+        try:
+            self._opened = open_llm(opening)
+        except QoffError as error:
+            self._opened = error
         self._ledger = ledger
         self._model = _Shared()
         self._here = threading.local()  # two threads answer a block each, so places are never empty
+
+    @property
+    def llm(self) -> LLM:
+        """Raises the error for which it could not be opened."""
+        if isinstance(self._opened, QoffError):
+            raise self._opened
+        return self._opened
 
     def answer(self, new_reader: Callable[[], Reader], lines: Sequence[Line]) -> Answers:
         """The answers to a block. A request that ends this process again and again is an error."""
@@ -169,20 +175,4 @@ def open_llm(opening: Opening) -> LLM:
         raise QoffError(f"{path} on {here} is another model")
     if opening.adapters and adapters_say(options["adapters"]) != opening.adapters:
         raise QoffError(f"adapters on {here} are others than where the job was started")
-    if all(options.get(name) is None for name in _BOUNDS):
-        _plan(options, Checkpoint.open(path), device, opening.part)
-    return LLM(path, **options)
-
-
-def _plan(
-    options: dict[str, Any], checkpoint: Checkpoint, device: torch.device, part: float
-) -> None:
-    """Put into options without bounds the plan that `qoff.LLM` would choose of a whole machine."""
-    plan, plain = options.get("plan"), options.pop("_plain", None)
-    bind = options.pop("_bind", False)
-    if plan is None:
-        dtype = resolve_dtype(options.get("dtype", "auto"), checkpoint.config, device)
-        options["plan"] = default_plan(checkpoint, device, dtype, share=part, plain=plain)
-    elif bind and isinstance(plan, Plan) and plan.device_memory is None:
-        room, host = default_bounds(checkpoint, device, share=part)
-        options["plan"] = replace(plan, device_memory=room, host_memory=host)
+    return LLM(path, **options, _share=opening.part)

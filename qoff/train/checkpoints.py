@@ -37,6 +37,7 @@ from .loss_scale import LossScale
 from .optimizers import Optimizer
 
 _HEADER, _VERSION = "run.json", 1
+_ADVICE = "name a folder that training.save has written"
 _OF_GPU = 16  # bytes of a GPU's generator: seed and offset
 _UNNAMED = "float32"  # gradients that wait, of older runs
 _STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
@@ -111,6 +112,11 @@ def exists(folder: Path) -> bool:
     return (folder / _HEADER).exists()
 
 
+def position(folder: Path) -> Any:
+    """That with which a checkpoint was saved. Raises FormatError for none that is whole."""
+    return read_object(folder / _HEADER, _ADVICE).get("position")
+
+
 def save(
     folder: Path, homes: Homes, kept: Sequence[Home], run: Mapping[str, Any], now: Progress
 ) -> None:
@@ -164,7 +170,7 @@ def opened(
 
     Raises FormatError, DiskReadError, ArgumentError for a checkpoint of another run.
     """
-    header = read_object(folder / _HEADER, "name a folder that training.save has written")
+    header = read_object(folder / _HEADER, _ADVICE)
     missing = [name for name in _NEEDED if name not in header]
     if missing:
         raise FormatError(f"{folder / _HEADER}: {missing[0]} is missing: it is not whole")

@@ -164,6 +164,8 @@ def adapted(model: Any, lora: Lora) -> Any:
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         # It gives experts a rank of their own, and looks for them among modules only.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
+        # Packed ones have none.
+        warnings.filterwarnings("ignore", ".*no parameter was matched", RuntimeWarning)
         with raised_as(UnsupportedModelError, "PEFT has no adapters for this model"):
             return get_peft_model(model, config)
 
@@ -186,6 +188,34 @@ def check_place(out: Path, overwrite: bool) -> None:
         raise ArgumentError(f"{out} is there, and no run of qoff; choose another, or --overwrite")
 
 
+def check_run(out: Path, recipe: Recipe, data: Sequences) -> None:
+    """Raise ArgumentError where a folder has the checkpoint of another run.
+
+    What gradients are kept as is known with the model. Raises FormatError for a damaged one.
+    """
+    folder = out / _CHECKPOINT
+    if checkpoints.exists(folder):
+        _check_same(folder, checkpoints.position(folder), _said(recipe, data))
+
+
+def _said(recipe: Recipe, data: Sequences) -> dict[str, Any]:
+    """What makes a run what it is, as JSON has it, but for gradients."""
+    found = asdict(recipe)
+    del found["gradients"]
+    norm = "inf" if recipe.max_norm == math.inf else recipe.max_norm
+    return {**found, "max_norm": norm, "data": data.digest}
+
+
+def _check_same(folder: Path, position: Any, wanted: Mapping[str, Any]) -> None:
+    theirs = {**_UNNAMED, **(position if isinstance(position, dict) else {})}
+    for name, value in wanted.items():
+        if theirs.get(name) != value:
+            raise ArgumentError(
+                f"{folder} is of another run: its {name} is {theirs.get(name)}, here {value}; "
+                "choose another --output, or begin anew with --overwrite"
+            )
+
+
 class Run:
     """Goes through the steps of a run that is new, or goes on from its checkpoint in `out`.
 
@@ -205,16 +235,14 @@ class Run:
     ) -> None:
         """held_out: is evaluated whenever a checkpoint has been written. board: for TensorBoard.
 
-        Raises ArgumentError where `out` has the checkpoint of another run.
+        Raises ArgumentError where `out` has the checkpoint of another run, and for tokens that the
+        model does not have.
         """
         self._training, self._data, self._recipe, self._out = training, data, recipe, out
+        for one in (data, held_out or Sequences([])):
+            training.check(one.each())
         self._held_out = held_out
-        self._same = {
-            **asdict(recipe),
-            "gradients": training.kept_as(recipe.gradients),
-            "max_norm": "inf" if recipe.max_norm == math.inf else recipe.max_norm,  # as JSON has it
-            "data": data.digest,
-        }
+        self._same = {**_said(recipe, data), "gradients": training.kept_as(recipe.gradients)}
         self.checkpoint, self.log = out / _CHECKPOINT, out / _LOG
         self.saved: int | None = None
         self.skipped = 0
@@ -309,7 +337,15 @@ class Run:
             self._save(self.steps * self._recipe.micro_batches)
 
     def _save(self, sequences: int) -> None:
-        """Write a checkpoint of a run that has learned from so many sequences."""
+        """Write a checkpoint of a run that has learned from so many sequences.
+
+        Raises TrainingError for weights that are not finite: the one before is to go on from.
+        """
+        if not self._training.is_finite():
+            raise TrainingError(
+                f"step {self.steps}: weights are not finite; lower the learning rate, or clip "
+                f"gradients (--max-norm); {self.where}"
+            )
         self._training.save(self.checkpoint, {**self._same, _SEEN: sequences})
         self.saved = self.steps
 
@@ -321,15 +357,10 @@ class Run:
     def _resume(self) -> None:
         found = self._training.resume(self.checkpoint)
         theirs = found if isinstance(found, dict) else {}
-        theirs = {**_UNNAMED, "gradients": self._recipe.gradients, **theirs}
+        theirs = {"gradients": self._recipe.gradients, **theirs}
         if theirs["gradients"] in GRADIENTS:  # older runs have "auto"
             theirs["gradients"] = self._training.kept_as(theirs["gradients"])
-        for name, value in self._same.items():
-            if theirs.get(name) != value:
-                raise ArgumentError(
-                    f"{self.checkpoint} is of another run: its {name} is {theirs.get(name)}, here "
-                    f"{value}; choose another --output, or begin anew with --overwrite"
-                )
+        _check_same(self.checkpoint, theirs, self._same)
         self.saved = self._training.steps
         whole = self.saved * self._recipe.micro_batches
         self.skipped = whole - theirs.get(_SEEN, whole)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qoff.errors import QoffError
+from qoff.errors import DiskWriteError, QoffError, io_errors
 
 _COLUMNS = ("step", "loss", "norm", "lr", "tokens_per_s", "held_out_loss")
 
@@ -30,17 +30,17 @@ class Told:
 
 
 class Log:
-    """Appends to what is open; see `opened`. board: a SummaryWriter, or None."""
+    """Appends to a file; see `opened`. board: a SummaryWriter, or None."""
 
-    def __init__(self, file: Any, board: Any) -> None:
-        self._file, self._board = file, board
+    def __init__(self, path: Path, board: Any) -> None:
+        self._path, self._board = path, board
 
     def add(self, told: Told) -> None:
-        """Write all of a step, so that it is there whatever ends the run."""
+        """Write all of a step, so that it is there whatever ends the run. Raises DiskWriteError."""
         values = {name: getattr(told, name) for name in _COLUMNS}
         row = values | {"tokens_per_s": f"{told.tokens_per_s:.1f}"}
-        csv.writer(self._file).writerow(["" if x is None else x for x in row.values()])
-        self._file.flush()
+        with io_errors(self._path, DiskWriteError), self._path.open("a", newline="") as file:
+            csv.writer(file).writerow(["" if x is None else x for x in row.values()])
         if self._board is None:
             return
         for name, value in values.items():
@@ -62,15 +62,21 @@ def writer_class() -> Any:
 
 
 def begin(path: Path, steps: int) -> None:
-    """Keep the rows of the first `steps` steps, and no others."""
+    """Keep the rows of the first `steps` steps, and no others. Raises DiskWriteError."""
     rows = list[list[str]]()
-    if steps and path.exists():
-        with path.open(newline="") as file:
-            rows = [row for row in csv.reader(file) if row and row[0].isdecimal()]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows(row for row in rows if int(row[0]) <= steps)
+    beside = path.with_name(f"{path.name}.new")
+    with io_errors(path, DiskWriteError):
+        if steps and path.exists():
+            with path.open(newline="") as file:
+                rows = [row for row in csv.reader(file) if row and row[0].isdecimal()]
+        try:
+            with beside.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(_COLUMNS)
+                writer.writerows(row for row in rows if int(row[0]) <= steps)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -84,4 +90,4 @@ def opened(path: Path, board: Path | None, steps: int) -> Iterator[Log]:
         if board is not None:
             writer = writer_class()(str(board), purge_step=steps + 1)
             stack.callback(writer.close)
-        yield Log(stack.enter_context(path.open("a", newline="")), writer)
+        yield Log(path, writer)

@@ -15,7 +15,7 @@ from qoff.budgets import memory_size
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError, raised_as
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
-from qoff.system_memory import keep_large_apart, refusals
+from qoff.system_memory import check_machine, keep_large_apart, refusals
 
 from .batches import Limits
 from .building import engine_of
@@ -121,6 +121,8 @@ def offload(
             f"host memory: {host:,} bytes are too few by {on_host - host:,}; raise the bound to "
             f"{on_host:,}"
         )
+    main = on_host if apart else on_device + on_host
+    check_machine(main, "weights, states and what a step works with")
     homes = Homes(on_device, on_host, on_disk + swapped, folder, streams and streams[0])
     try:
         engine = engine_of(built, head, layers, sizes, placement, homes, (kept, swapped), streams)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,11 +24,13 @@ from qoff.errors import ArgumentError, UnsupportedModelError, raised_as
 from qoff.hf.dispatch.units import units_of
 from qoff.hf.plugin.streaming import Frozen, frozen_of
 from qoff.models.families.family import full_config
+from qoff.models.modules.configs import layer_configs
 
 from .activations import Activations, Cost
 from .batches import Limits
 from .finetune import Lora, adapted
 from .homes import Homes
+from .mixtures import GroupedProducts, dequantize_routers, packed_experts
 from .needs import needs_of
 from .optimizers import Optimizer
 from .passes import StoppingLayer, TrainingPass, stop_of
@@ -51,9 +55,9 @@ class Planned:
     """What a training is made of.
 
     costs: of each layer and a micro-batch, without seconds; empty where values decide what a layer
-    computes. work: of each layer, then of the head. heads: channels of all query heads. hidden:
-    bytes of the hidden states of a micro-batch. loaded: bytes of the model that are in memory when
-    `offload` is given it, not mapped.
+    computes. work: of each layer, then of the head. heads: channels of all query heads, the mean of
+    layers. hidden: bytes of the hidden states of a micro-batch. loaded: bytes of the model that are
+    in memory when `offload` is given it, not mapped.
     frozen: packed weights beside adapters. cut: gives the sizes with linear layers of more bytes
     cut into tiles of so many.
     """
@@ -105,7 +109,9 @@ def planned(
             model = measured = _model(config, dtype)
         else:
             with torch.device("meta"):  # PEFT moves what it makes
-                model, measured = (adapted(_model(config, "float32"), lora) for _ in range(2))
+                model, measured = (_adapted(config, lora, packed is not None) for _ in range(2))
+            if packed is not None:
+                dequantize_routers(measured)
             _to_cpu(measured)
     Limits.of(model, tokens).check_length(tokens)
     costs = _costs(measured, tokens)
@@ -122,7 +128,7 @@ def planned(
     loaded = _converted(model, config, dtype)
     parameters = sum(p.numel() for p in model.parameters())
     text = model.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
+    heads = [one.num_attention_heads * _head_dim(one) for one in layer_configs(text)]
     frozen = None
     if packed is not None:
         frozen = frozen_of(packed, torch.device(device))
@@ -131,7 +137,7 @@ def planned(
         sizes,
         costs,
         work,
-        int(heads * _head_dim(text)),
+        int(fmean(heads)),
         tokens,
         hidden,
         loaded,
@@ -154,6 +160,13 @@ def _model(config: Mapping[str, Any], dtype: str) -> Any:
             made, dtype=getattr(torch, chosen) if isinstance(chosen, str) else chosen
         )
     return model.train()
+
+
+def _adapted(config: Mapping[str, Any], lora: Lora, packed: bool) -> Any:
+    """The model with adapters, which are beside packed weights or others."""
+    model = _model(config, "float32")
+    with packed_experts(model) if packed else nullcontext():
+        return adapted(model, lora)
 
 
 def _to_cpu(model: nn.Module) -> None:
@@ -186,7 +199,7 @@ def _named(config: Mapping[str, Any], dtype: str) -> str:
 
 
 def _head_dim(text: Any) -> float:
-    """Channels of a query head in attention: the mean of its two products."""
+    """Channels of a query head of a layer in attention: the mean of its two products."""
     parts = [getattr(text, name, 0) or 0 for name in _LATENT]
     if all(parts):  # as in DeepSeek V3, whose `head_dim` is that of the rotary part
         return sum(parts) / 2
@@ -208,22 +221,23 @@ def _costs(model: Any, tokens: int) -> list[Cost]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.disabled = True
     try:
-        reached = one.advance()
-        for i, layer in enumerate(stopping):
-            stop = stop_of(reached, i)
-            x = stop.hidden.detach().clone().requires_grad_()
-            given = stop.args, stop.kwargs
-            activations.plan(0, [(x.shape, x.dtype)], [given])
-            with (
-                torch.enable_grad(),
-                activations.measuring((i, 0), x, layer.module, given, _nothing),
-            ):
-                y, whole = layer.compute(x, stop)
-            cost = activations.cost(i, 0)
-            assert cost is not None
-            found.append(Cost(cost.nbytes, 0.0, cost.on_stage))
-            if i < len(stopping) - 1:
-                reached = one.advance(whole(y.detach()))
+        with GroupedProducts():
+            reached = one.advance()
+            for i, layer in enumerate(stopping):
+                stop = stop_of(reached, i)
+                x = stop.hidden.detach().clone().requires_grad_()
+                given = stop.args, stop.kwargs
+                activations.plan(0, [(x.shape, x.dtype)], [given])
+                with (
+                    torch.enable_grad(),
+                    activations.measuring((i, 0), x, layer.module, given, _nothing),
+                ):
+                    y, whole = layer.compute(x, stop)
+                cost = activations.cost(i, 0)
+                assert cost is not None
+                found.append(Cost(cost.nbytes, 0.0, cost.on_stage))
+                if i < len(stopping) - 1:
+                    reached = one.advance(whole(y.detach()))
     except RuntimeError:  # of an operation that needs values
         return []
     finally:

@@ -114,6 +114,11 @@ class Training:
         self.steps += 1
         return loss
 
+    def check(self, batches: Iterable[Batch]) -> None:
+        """Raise ArgumentError for a micro-batch that `step` would not take."""
+        for batch in batches:
+            self._limits.checked(batch)
+
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss of the tokens of batches as `step` takes, without dropout; learns nothing.
 
@@ -156,6 +161,15 @@ class Training:
         parts = self._engine.parts
         units = (*parts.held.units[:-1], *(tile.unit for tile in parts.steps.tiles.tiles))
         return str(kept_as(gradients, units)).removeprefix("torch.")
+
+    def is_finite(self) -> bool:
+        """Whether all weights that learn are. Raises ArgumentError as `state_dict` does."""
+        self._check_whole()
+        found = True
+        for i, unit, flat in self._engine.parts.held.each():
+            weights = unit.views(flat) | self._engine.parts.steps.tiles.of_layer(i)
+            found = found and all(bool(x.isfinite().all()) for x in weights.values())
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all weights that learn, by name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 import sys
 import types
@@ -14,7 +15,7 @@ import pytest
 import torch
 from click.testing import Result
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from qoff.checkpoint import Checkpoint
@@ -142,6 +143,7 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
     )
     assert loaded.peft_config["default"].lora_alpha == 8
 
+    monkeypatch.delattr("qoff.train.finetune.loaded")  # it is refused before
     other = run(*options, "-o", parts, "--seed", 5)
     assert other.exit_code == 1
     assert "is of another run: its seed is 0, here 5" in other.output
@@ -269,13 +271,34 @@ def test_a_run_that_ends_while_it_evaluates_has_a_checkpoint_and_its_row(
     assert [row["step"] for row in log(out)] == ["1", "2"]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(model: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = run(model, data, "--full", "-o", out, *QUICK, "--lr", 1e30, "--save-every", 50)
+def test_tokens_that_the_model_does_not_have_are_refused_before_the_first_step(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    more = tmp_path / "more"
+    shutil.copytree(model, more)
+    tokenizer = AutoTokenizer.from_pretrained(more)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(more)
+    lines = tmp_path / "data.jsonl"
+    lines.write_text(data.read_text() * 9 + json.dumps({"text": "a <new> word"}) + "\n")
+    result = run(more, lines, "--full", "-o", tmp_path / "out", *QUICK, "--steps", 1)
     assert result.exit_code == 1
-    assert "the loss is" in result.output
-    last = log(out)[-1]["step"]  # saved, though it was not its turn
-    assert f"the last checkpoint is {out / 'checkpoint'}, of step {last}" in result.output
+    assert f"have {len(tokenizer) - 1}; this model's vocabulary is" in result.output
+
+
+@pytest.mark.parametrize(
+    ("every", "said"), [(50, "step 3: the loss is nan"), (1, "step 2: weights are not finite")]
+)
+def test_weights_that_are_not_finite_replace_no_checkpoint(
+    every: int, said: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Of those after the second step nothing can be gone on with."""
+    out = tmp_path / "out"
+    result = run(model, data, "--full", "-o", out, *QUICK, "--lr", 1e30, "--save-every", every)
+    assert result.exit_code == 1
+    assert said in result.output
+    where = "there is no checkpoint yet" if every > 1 else f"{out / 'checkpoint'}, of step 1"
+    assert result.output.rstrip().endswith(where)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def test_no_bound_is_above_what_a_limit_leaves(
         assert default.within_limit(CPU, 70 * MIB, 5 * MIB) == (70 * MIB, 5 * MIB)
         assert default.within_limit(CPU, None, 5 * MIB) == (65 * MIB, 5 * MIB)
         assert default.within_limit(gpu, GIB, None) == (GIB, None)
+        assert default.within_limit(CPU, None, None, share=0.5)[0] == 28 * MIB * 7 // 8
+        assert default.within_limit(CPU, 70 * MIB, None, share=0.5) == (70 * MIB, None)
         assert default.default_bounds(checkpoint, CPU) == (70 * MIB, None)
         most = 80 * MIB - beside_plan(80 * MIB)
         assert default.within_limit(CPU, most, None) == (most, None)

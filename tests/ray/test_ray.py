@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -16,20 +17,21 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
 from typer.testing import CliRunner
 
 from qoff.cli.main import app
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.lines import Line
 from qoff.jobs.requests import Bad
 from qoff.plan import Plan, default
 from qoff.ray import ProcessorConfig, build_processor
-from qoff.ray.job import LineWorker, cluster, run
+from qoff.ray.job import LineWorker, _in_a_line, cluster, run
 from qoff.ray.ledger import MOST, Answers, Ledger, groups
 from qoff.ray.processor import RowReader, Shares, shares
-from qoff.ray.worker import Opening, _Shared, open_llm
+from qoff.ray.worker import Opening, Worker, _Shared, open_llm
 
 
 def cluster_test(test: Callable[..., None]) -> Callable[..., None]:
@@ -199,6 +201,33 @@ def test_what_cannot_be_is_said_in_a_line(checkpoint: Path) -> None:
         ProcessorConfig("m", concurrency=0)
 
 
+def test_ray_leaves_errors_of_workers_to_the_line_that_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for handler in logging.getLogger("ray.data").handlers:
+        monkeypatch.setattr(handler, "level", handler.level)
+    with cluster("local"):
+        logging.getLogger("ray.data.exceptions").error("Full stack trace:")
+    assert "stack trace" not in capsys.readouterr().err
+
+
+def test_a_worker_that_cannot_open_its_model_says_so_at_its_first_block(checkpoint: Path) -> None:
+    """Not before: of what ends its beginning Ray prints the traceback."""
+    worker = Worker(Opening(str(checkpoint), {"device_memory": 1024}), None)
+    with pytest.raises(BudgetError, match="the budget is 1,024"):
+        _ = worker.llm
+
+
+def test_what_ends_workers_is_said_without_rays_words() -> None:
+    told = "File x, line 1\nqoff.errors.BudgetError: too little\n\nFailed\nTo retry, configure it"
+    with pytest.raises(QoffError, match=r"^the workers cannot go on: too little$"), _in_a_line():
+        raise RayError(told)
+    with pytest.raises(QoffError, match=r"^the workers cannot go on: gone$"), _in_a_line():
+        raise RayError("File x, line 1\ngone")
+
+
 def test_a_row_without_one_prompt_is_an_error_of_its_own() -> None:
     rows: list[dict[str, Any]] = [{"prompt": one} for one in (7, ["a", "b"], [], "a", [5, 6])]
     reader = RowReader(rows, PARAMS)
@@ -242,6 +271,10 @@ def test_a_worker_plans_its_part_of_what_options_leave_open(
         assert (found.device_memory or 0) <= free["device"] // 2
         assert (found.batch_size == plan.batch_size) == (given == "plan")
     assert found.device_memory == free["device"] // 2
+    free["device"] = 1 << 30
+    monkeypatch.setattr(default, "left_by_limits", lambda: 104 << 20)
+    with open_llm(Opening(str(checkpoint), {"device": "cpu"}, part=0.5)) as llm:
+        assert llm.plan.device_memory == (28 << 20) * 7 // 8
 
 
 def shares_of(

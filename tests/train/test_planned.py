@@ -19,6 +19,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.plan.profile import Link, MachineProfile
 from qoff.train import placement
+from qoff.train import planned as planning
 from qoff.train.choice import TrainingPlan, _beside, training_plan
 from qoff.train.finetune import Lora, adapted
 from qoff.train.forecast import forecast
@@ -26,7 +27,7 @@ from qoff.train.placement import placed
 from qoff.train.planned import Planned, _head_dim, planned
 from tests.module_models import module_checkpoint
 from tests.plan.machines import MIB, machine
-from tests.tiny_families import TINY
+from tests.tiny_families import FAMILIES, TINY
 from tests.tiny_models import tiny_checkpoint
 
 from .test_tiles import TILE
@@ -74,15 +75,13 @@ def test_planned_bytes_are_counted_bytes(
     assert placed(job.sizes, None, 200_000, True) == training.placement
     assert job.parameters == sum(p.numel() for p in model.parameters())
     training.step([batch(0, rows=1)])
-    if name == "mixtral":  # its routing decides
-        assert not job.costs
-        return
     training.step([batch(1, rows=1)])
     assert sum(cost.nbytes for cost in job.costs) == training.stats.activations_peak
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "family"), [(tiny_checkpoint, "llama"), (module_checkpoint, "stablelm")]
+    ("checkpoint", "family"),
+    [(tiny_checkpoint, "llama"), (tiny_checkpoint, "mixtral"), (module_checkpoint, "stablelm")],
 )
 def test_planned_adapters_are_counted_adapters(
     checkpoint: Callable[[Path, str], Path],
@@ -107,6 +106,7 @@ def test_planned_adapters_are_counted_adapters(
         micro_batches=2,
         host_memory=20_000,
         disk=tmp_path,
+        activation_memory="1GiB",
     )
     assert placed(job.sizes, None, 20_000, True) == training.placement
     assert job.frozen is not None
@@ -115,6 +115,7 @@ def test_planned_adapters_are_counted_adapters(
         training.step([batch(0, rows=1)])
     read = (training.stats.frozen_read - before) / 4  # of a pass; some of it is read ahead
     assert read == pytest.approx(sum(job.frozen.layers), rel=0.25)
+    assert sum(cost.nbytes for cost in job.costs) == training.stats.activations_peak
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,23 @@ def test_activations_are_kept_where_there_is_room() -> None:
     assert len(slow.kept) < 2 * MANY  # memory is for what would move else
 
 
+def test_experts_in_a_loop_are_planned_as_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planning._model
+
+    def looping(*asked: Any) -> Any:
+        model = made(*asked)
+        model.set_experts_implementation("eager")
+        return model
+
+    rule = train.AdamW(lr=LR)
+    plan = training_plan(job_of("mixtral", rule), machine(device=8 * MIB))
+    assert len(plan.kept) == 2 * LAYERS
+    monkeypatch.setattr(planning, "_model", looping)
+    plan = training_plan(job_of("mixtral", rule), machine(device=8 * MIB))
+    assert not plan.kept
+    assert any("depends on values" in warning for warning in plan.warnings())
+
+
 def test_what_does_not_fit_is_said_by_how_much() -> None:
     job = job_of("llama", train.AdamW(lr=LR), MANY)
     with pytest.raises(BudgetError, match=r"device memory: .* taken apart .* the 300.0 KiB there"):
@@ -259,6 +277,12 @@ def test_latent_heads_have_the_channels_of_their_products() -> None:
     )  # fmt: skip
     assert _head_dim(text) == (192 + 128) / 2
     assert _head_dim(SimpleNamespace(num_attention_heads=32, hidden_size=4096)) == 128
+
+
+def test_layers_whose_heads_differ_are_planned() -> None:
+    config = {**TINY, **FAMILIES["gemma4-moe"]}
+    job = planned(config, train.AdamW(lr=LR), tokens=TOKENS, micro_batches=1)
+    assert job.heads == (16 + 32) / 2 * config["num_attention_heads"]
 
 
 def test_on_a_gpu_what_is_in_host_memory_moves() -> None:

@@ -10,6 +10,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from qoff.cli.main import app
+from qoff.errors import DiskWriteError
+from qoff.train.logs import Log, Told, begin
 from tests.tiny_models import tiny_model
 
 
@@ -34,6 +36,21 @@ def test_a_run_whose_norm_is_only_measured_goes_on(options: list[object], tmp_pa
     assert position["max_norm"] == "inf"
     other = run(*options, "--max-norm", 1, "--steps", 3)
     assert "its max_norm is inf, here 1.0" in other.output
+
+
+def test_a_log_on_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> None:
+    told = Told(1, 2.0, None, 1e-3, 10.0)
+    with pytest.raises(DiskWriteError, match=r"^/dev/full: No space left on device"):
+        Log(Path("/dev/full"), None).add(told)
+    path = tmp_path / "log.csv"
+    begin(path, 0)
+    Log(path, None).add(told)
+    before = path.read_text()
+    (tmp_path / "log.csv.new").symlink_to("/dev/full")
+    with pytest.raises(DiskWriteError, match=r"log\.csv: No space left on device"):
+        begin(path, 1)
+    assert path.read_text() == before
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_step_that_failed_is_counted_behind_the_last_one(options: list[object]) -> None:

@@ -274,6 +274,13 @@ def test_losses_of_routers_are_refused() -> None:
         train.offload(model, tokens=12)
 
 
+def test_what_a_machine_or_its_limit_never_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a cgroup's limit the system would end the process in the middle of it."""
+    monkeypatch.setattr("qoff.system_memory.machine_memory", lambda: 100_000)
+    with pytest.raises(BudgetError, match=r"^host memory: weights, states .* has 100,000; use sma"):
+        train.offload(model_of("llama"), tokens=8)
+
+
 def test_a_model_is_offloaded_once() -> None:
     model = model_of("llama")
     training = train.offload(model, tokens=12)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
-from qoff.errors import ArgumentError, FormatError, OpError, UnsupportedModelError
+from qoff.errors import (
+    ArgumentError,
+    ContextLengthError,
+    FormatError,
+    OpError,
+    UnsupportedModelError,
+)
 from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
@@ -210,10 +216,10 @@ class ModuleDecoder:
         return position_limit(self.text_config)
 
     def check_positions(self, tokens: int) -> None:
-        """Raise ArgumentError for a sequence of more tokens than `position_limit`."""
+        """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
         limit = self.position_limit
         if limit is not None and tokens > limit:
-            raise ArgumentError(
+            raise ContextLengthError(
                 f"this {self.config.model_type} model is run up to {limit} tokens a sequence, "
                 f"prompt and answer, not {tokens}; use a shorter one"
             )
