@@ -12,8 +12,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from qoff.budgets import unusable_gpu
 from qoff.errors import ArgumentError, BudgetError, OpError
-from qoff.system_memory import left_by_limits
+from qoff.system_memory import left_by_limits, refused_tier
 
 from .layout.delta import DeltaShape, DeltaWeights
 from .layout.ending import PLAIN, Ending, Norm
@@ -25,6 +26,17 @@ from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 from .layout.routing import Routing
 
+_ADVICE = {  # by what the first launch of a kernel says
+    "C compiler": "Triton needs one: install gcc, or name another with CC, ",
+    "returned non-zero exit status": "its output is above; Triton needs gcc and Python's headers "
+    "(python3-dev), ",
+    "Permission denied": "have TRITON_CACHE_DIR name a folder that can be written, ",
+    "Read-only file system": "have TRITON_CACHE_DIR name a folder that can be written, ",
+    "No space left": "have TRITON_CACHE_DIR name a folder with room, ",
+    "busy or unavailable": "end the process that has the GPU for itself (nvidia-smi names it), ",
+    "no kernel image": "install a torch build for this GPU, ",
+    "libcuda.so": "install the driver's libraries, ",
+}
 _COMPILING = 340 << 20  # bytes that compiling all kernels for a CPU takes, beside the libraries
 
 
@@ -245,7 +257,8 @@ def exact(ops: Ops) -> Ops:
 def ops_for(device: torch.device) -> Ops:
     """The fastest implementation for a device.
 
-    Raises OpError where there is none, BudgetError where a cgroup's limit has no room to compile.
+    Raises OpError where there is none, or none that runs; BudgetError where a cgroup's limit has no
+    room to compile.
     """
     if device.type == "cpu":
         _check_room_to_compile()
@@ -255,13 +268,40 @@ def ops_for(device: torch.device) -> Ops:
         return cpu
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise OpError("no GPU that torch can use; use device 'cpu', or a torch build for CUDA")
-        try:
-            from .triton import ops as triton_ops
-        except ImportError as error:
-            raise OpError(f"the ops for a GPU need Triton ({error}); install triton") from error
+            raise OpError(
+                "no GPU that torch can use; use device 'cpu', or look at the driver (nvidia-smi), "
+                "CUDA_VISIBLE_DEVICES and torch, whose build has to be one for CUDA"
+            )
+        _check_gpu(device)
+        from .triton import ops as triton_ops
+
         return triton_ops
     raise OpError(f"no ops for device {device.type!r}; use 'cpu' or 'cuda'")
+
+
+@cache
+def _check_gpu(device: torch.device) -> None:
+    """Raise OpError where kernels do not run on a GPU: one is compiled and launched."""
+    if why := unusable_gpu(device):
+        raise OpError(f"{why}; use device='cpu'")
+    try:
+        from .triton.elementwise.rms_norm import rms_norm
+    except ImportError as error:
+        raise OpError(f"the ops for a GPU need Triton ({error}); install triton") from error
+    try:
+        with torch.cuda.device(device):
+            ones = torch.ones(1, 128, dtype=torch.float16, device=device)
+            rms_norm(ones, ones[0], 1e-6)
+            torch.cuda.synchronize()
+    except Exception as error:  # Triton raises many kinds
+        if refused_tier(error) is not None:
+            raise
+        text = " ".join(str(error).split())
+        advice = next((advice for part, advice in _ADVICE.items() if part in text), "")
+        raise OpError(
+            f"a kernel cannot be compiled or launched on {device}: {text[:300] or repr(error)}; "
+            f"{advice}or use device='cpu' (see docs/troubleshooting.md)"
+        ) from error
 
 
 @cache

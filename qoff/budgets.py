@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
+logger = logging.getLogger(__name__)
+_OLDEST = (7, 5)  # compute capability of a GPU that kernels are compiled for
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -93,14 +97,14 @@ def check_host_bound(
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
-    """The device of a name like "cuda:1"; "auto": a GPU if torch can use one, else the CPU.
+    """The device of a name like "cuda:1"; "auto": a GPU that torch and qoff can use, else the CPU.
 
     "cuda" is the calling thread's current GPU; other threads may have another one, so the result
     has its number. Raises ArgumentError where torch knows no such name, or has no such GPU, and for
     other kinds of devices.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() and _takes_kernels() else "cpu"
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -119,10 +123,43 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def unusable_gpu(device: torch.device) -> str:
+    """Why kernels cannot run on a GPU that torch has, whatever is installed; "" where they can."""
+    if torch.version.hip is not None:
+        return "qoff's kernels are for NVIDIA's GPUs, and this torch is a build for ROCm"
+    found = torch.cuda.get_device_properties(device)
+    if (found.major, found.minor) >= _OLDEST:
+        return ""
+    return (
+        f"{found.name} has compute capability {found.major}.{found.minor}, and qoff's kernels need "
+        "{}.{}".format(*_OLDEST)
+    )
+
+
+def _takes_kernels() -> bool:
+    """Whether the current GPU is one that kernels run on; a line says why not, once."""
+    why = unusable_gpu(torch.device("cuda", torch.cuda.current_device()))
+    if why:
+        _say_once(f"device 'auto' is the CPU: {why}")
+    return not why
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the calling thread's current one: kernels, streams and events are then of it."""
     chosen = device.type == "cuda" and device.index is not None
     return torch.cuda.device(device) if chosen else nullcontext()
+
+
+def give_back(device: torch.device) -> None:
+    """Return a GPU's memory that torch keeps for later to the system: nothing refers to it."""
+    if device.type == "cuda":
+        with device_guard(device):
+            torch.cuda.empty_cache()
 
 
 def resolve_dtype(
@@ -131,8 +168,9 @@ def resolve_dtype(
     """The type of hidden states on a device, for a model of this config.json.
 
     A CPU computes in float32. On a GPU "auto" is the config's `dtype` or `torch_dtype`; for a
-    model of another type, or of none, bfloat16 if the GPU has it, else float16. Raises
-    ArgumentError for a type that the device does not compute in.
+    model of another type, or of none, bfloat16. It is float16 where the GPU has no bfloat16, and a
+    line says so of a bfloat16 model. Raises ArgumentError for a type that the device does not
+    compute in.
     """
     wanted = _dtype_of(config) if dtype == "auto" else _named(dtype)
     if device.type == "cpu":
@@ -148,6 +186,9 @@ def resolve_dtype(
     if wanted not in _GPU_DTYPES:
         raise ArgumentError(f"hidden states on a GPU are float16 or bfloat16, not {dtype!r}")
     if wanted == torch.bfloat16 and not has_bfloat16:
+        if dtype == "auto":
+            _say_once("dtype 'auto' is float16: the model is bfloat16, which this GPU has not")
+            return torch.float16
         raise ArgumentError("this GPU cannot multiply bfloat16; use dtype='float16'")
     assert wanted is not None
     return wanted

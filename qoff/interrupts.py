@@ -16,12 +16,15 @@ TERMINATED = 128 + signal.SIGTERM  # exit status
 HEARD_S = 0.025  # that compiled threads run without Python, which hears signals in between
 
 
-class _Handler:
-    """asked: the signal that has come, if one has. held: it may not raise now."""
+class Handler:
+    """Raises what a signal asks for; used as a context manager, not before the end of that.
+
+    asked: the signal that has come, if one has.
+    """
 
     def __init__(self) -> None:
         self.asked = 0
-        self.held = False
+        self.held = 0  # so many contexts
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.asked = number
@@ -34,6 +37,14 @@ class _Handler:
         if self.asked:
             raise SystemExit(TERMINATED)
 
+    def __enter__(self) -> None:
+        self.held += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self.held -= 1
+        if not self.held and exception[0] is None:
+            self.check()
+
 
 @contextmanager
 def ending_by_signals() -> Iterator[None]:
@@ -45,7 +56,7 @@ def ending_by_signals() -> Iterator[None]:
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    handler = _Handler()
+    handler = Handler()
     before = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
     if before[signal.SIGINT] is not signal.default_int_handler:  # ignored, or the program's
         del before[signal.SIGINT]
@@ -71,22 +82,33 @@ def check() -> None:
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """Let no signal end what happens here, a line of output say, before it is complete."""
-    handler = _handler()
-    if handler is None:
+    """Let no signal end what happens here, a line of output say, before it is complete.
+
+    Outside of `ending_by_signals` that is a SIGINT of which Python makes KeyboardInterrupt.
+    """
+    with holdable() as handler, handler:
         yield
+
+
+@contextmanager
+def holdable() -> Iterator[Handler]:
+    """What holds signals back within its own contexts, as `whole` does, but at less cost each."""
+    found: object = _handler()
+    if found is None and threading.current_thread() is threading.main_thread():
+        found = signal.getsignal(signal.SIGINT)
+    if found is not signal.default_int_handler:
+        yield found if isinstance(found, Handler) else Handler()
         return
-    held, handler.held = handler.held, True
+    handler = Handler()
+    signal.signal(signal.SIGINT, handler)
     try:
-        yield
+        yield handler
     finally:
-        handler.held = held
-    if not held:
-        handler.check()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _handler() -> _Handler | None:
+def _handler() -> Handler | None:
     """The handler in force, in the thread that signals come to."""
     found = signal.getsignal(signal.SIGTERM)
     in_main = threading.current_thread() is threading.main_thread()
-    return found if isinstance(found, _Handler) and in_main else None
+    return found if isinstance(found, Handler) and in_main else None

@@ -12,10 +12,10 @@ from qoff.errors import ArgumentError
 
 
 class Opener:
-    """The process that opened something with threads. what: how an error calls it."""
+    """The process that opened something with threads, or a GPU. what: how an error calls it."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._pid = what, os.getpid()
+    def __init__(self, what: str, on_gpu: bool = False) -> None:
+        self._what, self._on_gpu, self._pid = what, on_gpu, os.getpid()
 
     @property
     def is_this(self) -> bool:
@@ -24,11 +24,15 @@ class Opener:
 
     def check(self) -> None:
         """Raise ArgumentError in a forked process. Takes no lock: a lost thread may have it."""
-        if not self.is_this:
+        if self.is_this:
+            return
+        said = f"{self._what} was opened by process {self._pid}"
+        if self._on_gpu:
             raise ArgumentError(
-                f"{self._what} was opened by process {self._pid}, and its threads are there: "
-                "open one in each process"
+                f"{said}, and CUDA works in no process that is forked from it: start processes "
+                "with multiprocessing's method 'spawn', and open one in each"
             )
+        raise ArgumentError(f"{said}, and its threads are there: open one in each process")
 
 
 class ForkLock:

@@ -20,7 +20,14 @@ _BYTES = re.compile(
 )
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _MMAP_THRESHOLD = -3  # of glibc's `mallopt`
-_ON_GPU = ("CUDA out of memory", "CUDA error: out of memory", "HIP out of memory")
+_ON_GPU = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIP out of memory",
+)
+_GPU_FAILED = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")
 _ON_HOST = ("DefaultCPUAllocator", "Storage size calculation overflowed", "std::bad_alloc")
 
 
@@ -145,6 +152,11 @@ def refused_tier(error: BaseException) -> str | None:
     if refused or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "host"
     return None
+
+
+def gpu_failed(error: BaseException) -> bool:
+    """Whether CUDA failed otherwise than for memory; the process can rarely use the GPU again."""
+    return refused_tier(error) is None and any(text in str(error) for text in _GPU_FAILED)
 
 
 def _size(match: re.Match[str]) -> int:

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
+import weakref
 from collections.abc import Set
+
+import torch
+from torch import Tensor
 
 from qoff.memory.instrumentation import Instrumentation
 
 POISON = Instrumentation(poison=True)
+
+
+class KeptPages:
+    """Main memory, of which tests see how much is still held."""
+
+    def __init__(self) -> None:
+        self._there = weakref.WeakSet[mmap.mmap]()
+
+    def __call__(self, nbytes: int) -> Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        pages = mmap.mmap(-1, nbytes)
+        self._there.add(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._there))
 
 
 def threads_beside(before: Set[threading.Thread]) -> list[str]:

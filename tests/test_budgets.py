@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from subprocess import CalledProcessError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from qoff import budgets
 from qoff.budgets import device_guard, memory_bounds, resolve_device, resolve_dtype
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, OpError
+from qoff.kernels.ops import ops_for
 from qoff.plan import Plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -54,7 +58,14 @@ def test_a_plan_holds_bytes() -> None:
     assert plan == Plan(device_memory=4 << 30) != Plan()
 
 
+def gpu_of(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
+    """Have torch describe a GPU of a compute capability."""
+    found = SimpleNamespace(name="GTX", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+
+
 def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_of(monkeypatch, 7, 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for there, name in ((True, "cuda:1"), (False, "cpu")):
@@ -64,6 +75,63 @@ def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device("tpu:0")
     with pytest.raises(ArgumentError, match="'cpu' or 'cuda', not on 'mps'"):
         resolve_device("mps")
+
+
+def test_auto_is_the_cpu_beside_a_gpu_that_has_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu_of(monkeypatch, 6, 1)
+    budgets._say_once.cache_clear()
+    assert resolve_device("auto") == resolve_device("auto") == CPU
+    assert "'auto' is the CPU: GTX has compute capability 6.1, and qoff's kernels" in caplog.text
+    with pytest.raises(OpError, match=r"need 7\.5; use device='cpu'"):
+        ops_for(resolve_device("cuda"))
+    gpu_of(monkeypatch, 9, 0)
+    assert resolve_device("auto") == torch.device("cuda:0")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert resolve_device("auto") == CPU
+    assert len(caplog.records) == 2
+    assert "ROCm" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (RuntimeError("Failed to find C compiler."), "install gcc, or name another with CC, or"),
+        (CalledProcessError(1, ["gcc"]), "Python's headers"),
+        (PermissionError(13, "Permission denied", "/root/.triton"), "TRITON_CACHE_DIR"),
+        (
+            RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"),
+            "has the GPU",
+        ),
+        (AssertionError(), r"on cuda: AssertionError\(\); or use device='cpu'"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), None),
+    ],
+)
+def test_a_gpu_on_which_no_kernel_starts_says_what_to_do(
+    error: Exception, advice: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from qoff.kernels.triton.elementwise import rms_norm
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1, 128))
+    monkeypatch.setattr(rms_norm, "rms_norm", fails)
+    gpu_of(monkeypatch, 9, 0)
+    for _ in range(2):  # what failed is tried again
+        if advice is None:  # who opens a model says it
+            with pytest.raises(RuntimeError, match="out of memory"):
+                ops_for(GPU)
+        else:
+            with pytest.raises(OpError, match=advice):
+                ops_for(GPU)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +161,18 @@ def test_a_dtype_is_what_the_device_computes_in(
             resolve_dtype(dtype, config, device)
 
 
-def test_a_gpu_without_bfloat16_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_bfloat16_computes_in_float16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    budgets._say_once.cache_clear()
     assert resolve_dtype("auto", {"dtype": "float32"}, GPU) == torch.float16
+    assert not caplog.records
+    for _ in range(2):
+        assert resolve_dtype("auto", {"dtype": "bfloat16"}, GPU) == torch.float16
+    assert [one.message[:25] for one in caplog.records] == ["dtype 'auto' is float16: "]
     with pytest.raises(ArgumentError, match="cannot multiply bfloat16"):
-        resolve_dtype("auto", {"dtype": "bfloat16"}, GPU)
+        resolve_dtype("bfloat16", {"dtype": "bfloat16"}, GPU)
 
 
 def test_the_gpu_that_was_chosen_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +195,19 @@ def test_the_gpu_that_was_chosen_is_the_current_one(monkeypatch: pytest.MonkeyPa
         assert resolve_dtype("auto", {}, torch.device("cuda", index)) == dtype
     with device_guard(CPU):
         assert current == [0]
+
+
+def test_memory_is_given_back_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[object]()
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        told.append(device)
+        yield
+
+    monkeypatch.setattr("torch.cuda.device", current)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: told.append("empty_cache"))
+    budgets.give_back(CPU)
+    assert told == []
+    budgets.give_back(torch.device("cuda", 1))
+    assert told == [torch.device("cuda", 1), "empty_cache"]

@@ -137,6 +137,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
         f"{20 << 20:,} bytes",
     ),
     "a driver": (raising(RuntimeError("CUDA error: out of memory")), "device", "memory"),
+    "Triton": (raising(RuntimeError("Triton Error [CUDA]: out of memory")), "device", "memory"),
+    "cuBLAS": (
+        raising(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+        "device",
+        "memory",
+    ),
 }
 
 

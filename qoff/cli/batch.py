@@ -275,7 +275,7 @@ def _run_on_ray(
 
 def _resolved(plan: Plan | None) -> Plan | None:
     """The plan with the folders that it names as other folders see them."""
-    from qoff.hf.load import exists
+    from qoff.hf.hub import exists
 
     if plan is None:
         return None

@@ -230,7 +230,7 @@ def _report(model: str, how: ModelOptions, grid: GridOptions) -> ModelReport:
     """Measure all combinations; what cannot be is refused before anything is measured."""
     from qoff.budgets import memory_bounds, resolve_device
     from qoff.checkpoint import Checkpoint
-    from qoff.hf.load import exists
+    from qoff.hf.hub import exists
     from qoff.kernels.processor import usable_threads
     from qoff.measure.model_rates import backend_of, check, rates
     from qoff.measure.model_report import ModelReport

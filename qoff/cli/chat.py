@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 import threading
@@ -29,10 +30,12 @@ from qoff.hf.torch_threads import one_torch_thread
 from qoff.measure.model_rates import Sequences
 from qoff.schema import shown
 from qoff.serve.text import TextStream
+from qoff.system_memory import refusals
 from qoff.units import format_size
 
 from .generate import check_text, limits_of, tokens_of
 
+logger = logging.getLogger(__name__)
 HELP = """\
 /help         this
 /reset        forget the conversation
@@ -205,9 +208,12 @@ def talk(
                 if line.startswith("/"):
                     write(_command(chat, line) + "\n")
                 elif line:
-                    _answer(chat, line, interrupts, write, dims)
+                    with refusals():
+                        _answer(chat, line, interrupts, write, dims)
             except (QoffError, OSError) as error:
                 write(f"qoff: {error}\n")
+            except Exception:  # a GPU's, say: /save still keeps the conversation
+                logger.exception("qoff: this failed; the conversation is as it was")
 
 
 def _answer(

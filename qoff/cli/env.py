@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import psutil
 import torch
 
-from qoff.budgets import resolve_device
+from qoff.budgets import resolve_device, unusable_gpu
+from qoff.errors import OpError
 from qoff.kernels.processor import usable_threads
 from qoff.measure.machine import package_version, processor_features
 from qoff.plan.machine import usable_memory
@@ -29,7 +31,11 @@ def describe(path: Path, spill: Path) -> dict[str, Any]:
     """
     memory, disk, left = psutil.virtual_memory(), shutil.disk_usage(path), left_by_limits()
     limit = "" if left is None else f", {format_size(left)} left by the limit of its cgroup"
-    usable = usable_memory(resolve_device("auto"), spill)
+    gpus = _gpus()
+    try:
+        usable = usable_memory(resolve_device("auto"), spill)
+    except OpError as error:
+        usable, gpus = usable_memory(torch.device("cpu"), spill), f"{gpus} (not usable: {error})"
     found: dict[str, Any] = {name: package_version(name) for name in _PACKAGES}
     found |= {
         "python": platform.python_version(),
@@ -39,7 +45,8 @@ def describe(path: Path, spill: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{format_size(memory.total)}, {format_size(memory.available)} available{limit}",
         "disk": f"{format_size(disk.total)}, {format_size(disk.free)} free ({path.resolve()})",
-        "gpu": _gpus(),
+        "gpu": gpus,
+        "cuda": f"{torch.version.cuda or 'none'} of torch, driver {_driver()}",
         "plans may use": ", ".join(f"{tier} {format_size(n)}" for tier, n in usable.items() if n),
         "cache": str(cache_directory()),
     }
@@ -73,5 +80,20 @@ def measured(path: Path, spill: Path, save: Path | None) -> dict[str, str]:
 def _gpus() -> str:
     if not torch.cuda.is_available():
         return "none that torch can use"
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(f"{d.name} {format_size(d.total_memory)}" for d in devices)
+    return ", ".join(_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count()))
+
+
+def _gpu(device: torch.device) -> str:
+    found, why = torch.cuda.get_device_properties(device), unusable_gpu(device)
+    size, capability = format_size(found.total_memory), f"{found.major}.{found.minor}"
+    told = f"{found.name} {size}, compute capability {capability}"
+    return f"{told} (not usable: {why})" if why else told
+
+
+def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of NVIDIA's driver."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", file.read_text())
+    except OSError:
+        return "none"
+    return "of an unknown version" if found is None else found[1]

@@ -51,14 +51,16 @@ class ModelOptions:
         quant: of the conversion. Raises ArgumentError for a checkpoint, unless it is the default,
         and for a revision of what is not on the hub.
         """
-        from qoff.budgets import resolve_device
-        from qoff.hf.load import exists, find_checkpoint
+        from qoff.hf.device import device_for
+        from qoff.hf.hub import exists
+        from qoff.hf.load import find_checkpoint
         from qoff.quant import QuantConfig
 
         if self.revision is not None and exists(model):
             raise ArgumentError(
                 f"--revision is of models on the hub, and {model} is here; leave it out"
             )
+        device = device_for(model, self.device, self.revision, self.trust_remote_code)
         with progress_bar("converting", quiet) as progress:
             return find_checkpoint(
                 model,
@@ -66,7 +68,7 @@ class ModelOptions:
                 cache_dir=self.cache_dir,
                 revision=self.revision,
                 progress=progress,
-                for_cpu=resolve_device(self.device).type == "cpu",
+                device=device,
                 trust_remote_code=self.trust_remote_code,
             )
 

@@ -144,6 +144,8 @@ def plan(
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
     on.check(context)
+    if not finetuning.train:
+        on.check_packing(model)
     workload, template = _workload(work), _template(work, kv, spill_folder)
     folder = spill_folder or Path(tempfile.gettempdir())
     there = Path(model).absolute()

@@ -12,6 +12,7 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
 from .command import named
+from .plan_model import folder_of
 
 if TYPE_CHECKING:
     from qoff.plan.profile import MachineProfile
@@ -44,12 +45,24 @@ class MachineOptions:
         if self.gpu is None and "gpu_rates" in given:
             raise ArgumentError("--gpu-rates are those of a GPU that --gpu describes; give both")
 
+    def check_packing(self, model: str) -> None:
+        """Raise ArgumentError for a checkpoint in the CPU's packing where a GPU here computes."""
+        from qoff.budgets import resolve_device
+        from qoff.hf.device import check_packing
+        from qoff.schema import read_object
+
+        there = folder_of(model)
+        if there is not None and self.machine is None and self.gpu is None:
+            check_packing(model, read_object(there / "config.json"), resolve_device(self.device))
+
 
 def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
     """The machine that options describe; what they leave out is that of the one at hand.
 
     model, folder: where the model and the spill file are, whose disks count.
     """
+    import torch
+
     from qoff.budgets import memory_size, resolve_device
     from qoff.plan.machine import assumed_profile, kept_profile
     from qoff.plan.profile import MachineProfile
@@ -58,6 +71,8 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
         machine = MachineProfile.read(on.machine)
     else:
         device = resolve_device(on.device)
+        if device.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(device)  # whose working space is counted
         machine = kept_profile(device, model, folder) or assumed_profile(device, folder)
     if on.gpu is not None:
         machine = _with_gpu(machine, on.gpu, on.gpu_rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -13,9 +14,10 @@ from typing import Any, Self
 import torch
 from tqdm.auto import tqdm
 
-from qoff.budgets import check_host_bound, memory_bounds, resolve_device, resolve_dtype
+from qoff.budgets import check_host_bound, give_back, memory_bounds, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
+from qoff.hf.device import device_for
 from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.placement import DEVICE, HOST
@@ -57,12 +59,12 @@ class LLM:
     GPU; "auto": the type in the model's config. A CPU computes in float32. device_memory,
     host_memory: the plan's bounds, where it has none; max_memory: the same as Accelerate writes
     them, {0: "12GiB", "cpu": "32GiB"}. adapters: folders of LoRA adapters that PEFT saved, by the
-    name that prompts ask for them by; they stay on the device, which is a CPU. trace: a Chrome
-    trace of every move and computation is written there on close. Raises BudgetError, with the
-    bytes wanted by tier and purpose, before its weights are loaded (a draft model is loaded first),
-    ArgumentError for two different bounds and for what the model or the device cannot do, and the
-    errors of `qoff.load`. Close it, or use it as a context manager. Threads may share it: their
-    sequences go through the same rounds, and each gets its own answers.
+    name that prompts ask for them by; they stay on the device, those of what streams to a GPU in
+    host memory. trace: a Chrome trace of every move and computation is written there on close.
+    Raises BudgetError, with the bytes wanted by tier and purpose, before its weights are loaded (a
+    draft model is loaded first), ArgumentError for two different bounds and for what the model or
+    the device cannot do, and the errors of `qoff.load`. Close it, or use it as a context manager.
+    Threads may share it: their sequences go through the same rounds, and each gets its own answers.
     """
 
     @refusals()
@@ -89,7 +91,7 @@ class LLM:
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ArgumentError(f"path is {shown(path)}; give a folder or a hub id")
-        where = resolve_device(device)
+        where = device_for(path, device, revision, trust_remote_code)
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
         if isinstance(plan, str | PathLike):
             plan = read_plan(plan)
@@ -114,6 +116,7 @@ class LLM:
             quant=quant,
             cache_dir=cache_dir,
             revision=revision,
+            device=where,
             for_cpu=not on_gpu,
             trust_remote_code=trust_remote_code,
         )
@@ -155,7 +158,7 @@ class LLM:
             cache_dir,
             more,
         )
-        self._resources = ExitStack()
+        self._device, self._resources = where, ExitStack()
         self._resources.callback(source.close)
         weakref.finalize(self, only_here(self._resources.close))
         opened = source.open(plan)
@@ -405,6 +408,9 @@ class LLM:
         with self._resources:  # closed whatever the trace does
             if trace is not None and self.timeline is not None:
                 self.timeline.write(trace)
+        if self._device.type == "cuda":
+            gc.collect()  # what was open refers to itself
+            give_back(self._device)
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, ClosedError, QoffError
 from qoff.hf.load import find_checkpoint
 from qoff.memory.instrumentation import Instrumentation
 from qoff.plan import Plan
@@ -162,12 +162,16 @@ class Current:
     def __init__(self, opened: Opened, open_plan: Callable[[Plan], Opened]) -> None:
         self._open_plan = open_plan
         self._wanted: list[Plan] = []  # in this order, until `settle`
+        self._opened: Opened | None
+        self._ended = False
         self._take(opened)
 
     @property
     def opened(self) -> Opened:
-        """What is open. Raises ArgumentError while another plan is on its way."""
+        """What is open. Raises ArgumentError while another plan is on its way, and at the end."""
         opened = self._opened
+        if self._ended:
+            raise ClosedError("this LLM is closed")
         if opened is None:
             raise ArgumentError("this LLM is being opened with another plan; try again")
         return opened
@@ -175,7 +179,7 @@ class Current:
     @property
     def closed(self) -> bool:
         """Whether nothing is open, since a change of the plan was interrupted, or is under way."""
-        return self._opened is None
+        return self._opened is None and not self._ended
 
     @property
     def changing(self) -> bool:
@@ -220,8 +224,12 @@ class Current:
             opened.plan.batch_size,
         )
 
+    def end(self) -> None:
+        """Hold nothing of what is open, which others close."""
+        self._opened, self._ended = None, True
+
     def _take(self, opened: Opened) -> None:
-        self._opened: Opened | None = opened
+        self._opened = opened
         self.plan, self.memory = opened.plan, opened.executor.memory
         self.residency = opened.executor.runtime.residency
 

@@ -20,7 +20,7 @@ from qoff.interrupts import check as check_interrupts
 from qoff.plan import Plan
 from qoff.plan.reopen import Remaining
 from qoff.process import Opener
-from qoff.system_memory import refusals
+from qoff.system_memory import gpu_failed, refusals
 
 from .adapting import Adapter
 from .calls import Call
@@ -53,7 +53,7 @@ class Rounds:
         self.history: list[RoundStats] = []  # of the newest thousands
         self.began: float | None = None  # the round that is computed, by `time.perf_counter`
         self._count = 0
-        self.opener = Opener("this LLM")
+        self.opener = Opener("this LLM", opened.executor.device.type == "cuda")
         self._closed, self._why = False, ""
         # Held to look at what follows, not during a round. Reentrant: a generator may be
         # collected, and leave, at any time.
@@ -122,6 +122,8 @@ class Rounds:
             self._closed = True
             self._changed.wait_for(lambda: self._worker is None)
             self._places.batches.clear()  # with their caches
+            self._adapter = None
+            self.current.end()
             self._changed.notify_all()
 
     @property
@@ -183,8 +185,9 @@ class Rounds:
     def _round(self) -> None:
         """A round, and before or after it a change of the plan.
 
-        An error is for all callers that have a sequence in a batch. Where this thread is
-        interrupted, the sequences of the others begin again.
+        An error is for all callers that have a sequence in a batch; one of CUDA, but for memory, is
+        for all callers, and closes this. Where this thread is interrupted, the sequences of the
+        others begin again.
         """
         check_interrupts()
         self._settle()
@@ -202,6 +205,9 @@ class Rounds:
                 with torch.inference_mode(), one_torch_thread(), refusals():
                     self._compute()
         except Exception as error:
+            if gpu_failed(error):
+                self._end(error)
+                raise
             with self._changed:
                 places.forget_prefixes()
                 calls = {places.calls[one] for one in places.admitted()}
@@ -240,16 +246,22 @@ class Rounds:
         try:
             self.current.reopen()
         except Exception as error:
-            with self._changed:
-                self._closed, self._why = True, f": {error}"
-                for call in {*self._places.calls.values()}:
-                    call.failed(error)
-                    self._places.drop(call)
+            self._end(error)
             raise
         with self._changed:
             self._places.open_with(self.current.opened.batches)
         self._watched(lambda one: one.follow(self.current.opened))
         self.current.settle()
+
+    def _end(self, error: Exception) -> None:
+        """All callers get an error, and this is closed."""
+        with self._changed:
+            self._closed, self._why = True, f": {error}"
+            calls = {*self._places.calls.values()}
+            for call in calls:  # all, whatever is the matter with what they hold
+                call.failed(error)
+            for call in calls:
+                self._places.drop(call)
 
     def _compute(self) -> None:
         opened, adapter = self.current.opened, self._adapter

@@ -1,7 +1,8 @@
-"""Files of a model on the Hugging Face hub."""
+"""Models on the Hugging Face hub: their files, and which names are not of the hub."""
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 
 from qoff.errors import QoffError
@@ -32,6 +33,14 @@ def download_config(hub_id: str, revision: str | None, trust_remote_code: bool =
     if quantization and not is_own(quantization):
         read_scheme(quantization, f"{hub_id}: config.json: quantization_config.")
     return path
+
+
+def exists(path: str | PathLike[str]) -> bool:
+    """Whether there is such a path; what cannot be one (too long a name, or none) is not there."""
+    try:
+        return str(path) != "" and Path(path).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def is_own(quantization: object) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from os import PathLike
@@ -16,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qoff.budgets import check_host_bound, memory_bounds, resolve_device
+from qoff.budgets import check_host_bound, device_guard, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint
-from qoff.checkpoint.layout import KV_SENSITIVITY_FILE
 from qoff.dynamo import import_configurations
 from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
@@ -30,21 +26,23 @@ from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 from qoff.models.sources.safetensors import TOKENIZER_FILES
-from qoff.plan.default import default_bounds, within_limit
+from qoff.plan.default import default_bounds, host_bound, within_limit
 from qoff.quant import QuantConfig
-from qoff.quant.gguf_split import parts
 from qoff.schema import read_object
 from qoff.settings import cache_directory
 from qoff.system_memory import refusals, return_freed
 
 from .budget import Budget, Scoring
+from .device import CPU, check_packing, device_for
 from .generation_config import read_generation_config
-from .hub import download, download_config, is_own
+from .hub import download, download_config, exists, is_own
+from .stamps import digest, source_stamps
 
 if TYPE_CHECKING:
     from .model import QoffForCausalLM
 
 AUTO = "auto"
+logger = logging.getLogger(__name__)
 
 
 @refusals()
@@ -72,16 +70,16 @@ def load(
 
     path_or_hub_id: a qoff checkpoint; or a safetensors directory, a GGUF file or a hub id, which is
     converted once, as `quant` says, into the cache directory (`cache_dir`, by default QOFF_CACHE).
-    device: "cpu", a GPU like "cuda", or "auto": a GPU if there is one. dtype: of hidden states on a
-    GPU; "auto": what the model was trained in. A CPU computes in float32.
+    device: "cpu", a GPU like "cuda", or "auto": a GPU if there is one that runs the model. dtype:
+    of hidden states on a GPU; "auto": what the model was trained in. A CPU computes in float32.
 
     device_memory bounds everything on the device, in bytes or like "24MiB": weights, KV caches,
     activations, logits and working space; None: as much as it takes, or what is free where the
-    weights do not fit that. Room for `batch_size`
-    sequences of `context` tokens (None: see `Budget`) is kept free, and weights that do not fit
-    beside it stream through `slots` slots: from host memory as far as host_memory goes, else from
-    disk. A longer text may use what else is free; one that does not fit is refused before anything
-    is computed. max_memory: the same bounds as Accelerate writes them, {0: "12GiB", "cpu":
+    weights do not fit that. Room for `batch_size` sequences of `context` tokens (None: see
+    `Budget`) is kept free, and weights that do not fit beside it stream through `slots` slots: from
+    host memory as far as host_memory goes (None: beside a GPU, what is free), else from disk. A
+    longer text may use what else is free; one that does not fit is refused before anything is
+    computed. max_memory: the same bounds as Accelerate writes them, {0: "12GiB", "cpu":
     "32GiB"}. activation_bits: 16, or on a CPU 8 for up to twice the speed with many tokens at a
     time, at some loss.
 
@@ -101,7 +99,7 @@ def load(
             f"{path_or_hub_id!r} is neither a path nor the id of a model on the hub"
         )
     _check_room(context, batch_size)
-    where = resolve_device(device)
+    where = device_for(path_or_hub_id, device, revision, trust_remote_code)
     device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     if kv != AUTO:
         kv = kv_quant(kv)  # what is none is known before anything is converted
@@ -111,7 +109,7 @@ def load(
         cache_dir=cache_dir,
         revision=revision,
         progress=progress,
-        for_cpu=where.type == "cpu",
+        device=where,
         trust_remote_code=trust_remote_code,
     )
     Checkpoint.open(checkpoint)  # what is none has perhaps no tokenizer either
@@ -179,12 +177,13 @@ def open_runtime(
 ) -> Opened:
     """What runs a qoff checkpoint; the arguments are those of `load`. scoring: see `Budget`."""
     _check_room(context, batch_size)
-    where = resolve_device(device)
+    where = device_for(checkpoint, device) if device == AUTO else resolve_device(device)
     device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
     if device_bytes is None and host_bytes is None:
         device_bytes, host_bytes = default_bounds(Checkpoint.open(checkpoint), where)
     else:
+        host_bytes = host_bound(where, device_bytes, host_bytes)
         device_bytes, host_bytes = within_limit(where, device_bytes, host_bytes)
 
     packed = KVQuant() if kv == AUTO else kv_quant(kv)
@@ -220,7 +219,7 @@ def open_runtime(
             raise
         described = f"float32 ({error})"
         runtime, budget = opened(None)
-        logging.getLogger(__name__).info("KV cache: %s", described)
+        logger.info("KV cache: %s", described)
     return Opened(runtime, budget, described)
 
 
@@ -244,45 +243,58 @@ def find_checkpoint(
     cache_dir: str | PathLike[str] | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    for_cpu: bool = True,
+    device: torch.device = CPU,
+    for_cpu: bool | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
     """Return the qoff checkpoint for a path or hub id, converting into the cache if there is none.
 
     A conversion is found again by its source (the path, sizes and times of its files, or the hub
     id and commit, whose weights need not be there any more), by `quant` and by `for_cpu`, whether
-    it is in the CPU's packing. Arguments and errors are those of `load`.
+    it is in the CPU's packing (None: where that is the device). A GPU that is the device converts.
+    Arguments and errors are those of `load`.
     """
     chosen = quant or QuantConfig()
     folder = Path(cache_dir) if cache_dir is not None else cache_directory()
-    suffix = "" if for_cpu else "-any"
+    for_cpu = device.type == "cpu" if for_cpu is None else for_cpu
+    suffix, other = ("", "-any") if for_cpu else ("-any", "")
     if exists(path_or_hub_id):
         path = Path(path_or_hub_id)
         if is_checkpoint(path):
             _refuse_quant(path, quant)
+            check_packing(path, _read(path / "config.json"), device)
             return path
         name = path.stem if path.is_file() else path.resolve().name
-        target = folder / f"{name}-{_digest(source_stamps(path), chosen)}{suffix}"
+        target = folder / f"{name}-{digest(source_stamps(path), chosen)}"
         source = partial(Path, path)
     else:
         hub_id = str(path_or_hub_id)
         config = download_config(hub_id, revision, trust_remote_code)
         if is_checkpoint(config.parent):
             _refuse_quant(hub_id, quant)
+            check_packing(hub_id, _read(config), device)
             return download(hub_id, revision, trust_remote_code)
         commit = config.parent.name  # of the hub's own cache
-        target = folder / f"{hub_id.replace('/', '--')}-{_digest([commit], chosen)}{suffix}"
+        target = folder / f"{hub_id.replace('/', '--')}-{digest([commit], chosen)}"
         source = partial(download, hub_id, revision, trust_remote_code)
+    target, twin = (target.with_name(target.name + end) for end in (suffix, other))
     if not is_checkpoint(target):
-        try:
-            convert(
-                source(),
-                target,
-                quant=chosen,
-                for_cpu=for_cpu,
-                progress=progress,
-                trust_remote_code=trust_remote_code,
+        if is_checkpoint(twin):
+            logger.warning(
+                "%s: is converted for a %s in %s, and now for a %s, too",
+                path_or_hub_id,
+                *(("GPU", twin, "CPU") if for_cpu else ("CPU", twin, "GPU")),
             )
+        try:
+            with device_guard(device):
+                convert(
+                    source(),
+                    target,
+                    quant=chosen,
+                    for_cpu=for_cpu,
+                    progress=progress,
+                    trust_remote_code=trust_remote_code,
+                )
         except ConversionError:
             if not is_checkpoint(target):  # it is one when another process was faster
                 raise
@@ -306,14 +318,6 @@ def local_source(path_or_hub_id: str | PathLike[str], trust_remote_code: bool = 
         return Path(path_or_hub_id)
     download_config(str(path_or_hub_id), None, trust_remote_code)
     return download(str(path_or_hub_id), None, trust_remote_code)
-
-
-def exists(path: str | PathLike[str]) -> bool:
-    """Whether there is such a path; what cannot be one (too long a name, or none) is not there."""
-    try:
-        return str(path) != "" and Path(path).exists()
-    except (OSError, ValueError):
-        return False
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -377,18 +381,3 @@ def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffFor
         model.generation_config = generation
     model.eval()
     return model
-
-
-def source_stamps(path: Path) -> list[Any]:
-    """Path, names, sizes and times of a source's files: what tells that it has changed."""
-    resolved = path.resolve()
-    files = sorted(resolved.iterdir()) if resolved.is_dir() else list(parts(resolved))
-    files = [one for one in files if KV_SENSITIVITY_FILE not in one.name and one.is_file()]
-    found = [(file.name, file.stat()) for file in files]
-    return [str(resolved), *([name, info.st_size, info.st_mtime_ns] for name, info in found)]
-
-
-def _digest(stamps: list[Any], quant: QuantConfig) -> str:
-    """16 hex digits that change with the source and with how it is quantized."""
-    described = {k: str(v) for k, v in asdict(quant).items() if k != "weights" or v}
-    return hashlib.sha256(json.dumps([stamps, described]).encode()).hexdigest()[:16]

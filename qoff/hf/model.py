@@ -262,6 +262,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the model is closed; load it again")
+        self.runtime.store.check_process()
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Raise OpError for an argument that was given and would change the result."""

@@ -26,6 +26,7 @@ from qoff.errors import (
     FormatError,
     QoffError,
 )
+from qoff.system_memory import gpu_failed
 
 from .journal import BLOCK
 from .lines import Bits, Line
@@ -256,7 +257,7 @@ class Runner:
         """A round has failed: what is at fault is the machine, or one of those that were in it."""
         if self._stopped:
             return
-        if isinstance(error, OF_MACHINE) or not isinstance(error, Exception):
+        if isinstance(error, OF_MACHINE) or not isinstance(error, Exception) or gpu_failed(error):
             raise error
         if one.again_alone:
             self._alike = self._alike + 1 if type(error) is self._broken else 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qoff.checkpoint import Stamp
 from qoff.errors import ArgumentError, DiskReadError, QoffError
+from qoff.interrupts import whole
 
 from .io.disk import ReadRequest
 from .io.runs import Fill
@@ -196,6 +197,8 @@ class SlotRing:
             self._closed = True
             self._loads.clear()
             self._free.clear()
+            self._unsettled.clear()
+            self._words = None  # an error in them has a traceback, which holds what was read
 
     def _give_up(self, sweep: _Sweep) -> None:
         """End the reads of a sweep; what is in slots is forgotten."""
@@ -206,11 +209,12 @@ class SlotRing:
         self._settle()
 
     def _settle(self) -> None:
-        """Free the slots of a sweep that was given up, once nothing is written to them any more."""
+        """Free the slots of what was given up, once nothing is written to them any more."""
         for load in self._unsettled:
             load.read.settle()
         if self._unsettled:
             self._unsettled, self._free = [], self._recycled(range(len(self._slots)))
+        self._drop([x for x in self._loads if x.read.abandoned and not x.holders])  # interrupted
 
     def _recycled(self, slots: Iterable[int]) -> list[tuple[int, Mark]]:
         """Slots that nobody reads or writes, and what has to be reached before they are filled."""
@@ -223,7 +227,8 @@ class SlotRing:
                 skipped = [x for x in self._loads[:i] if not x.holders]
                 if skipped:
                     self._drop(skipped)
-                    self._read_ahead()
+                    with whole():
+                        self._read_ahead()
                 return load
         return None
 
@@ -238,7 +243,8 @@ class SlotRing:
             )
         self._drop(ahead)
         self._next = self._order.index(unit)
-        self._read_ahead()
+        with whole():  # each slot that is read into is noted
+            self._read_ahead()
         return next(x for x in self._loads if x.unit == unit)
 
     def _read_ahead(self) -> None:
@@ -266,8 +272,8 @@ class SlotRing:
             load.read.abandon()
         for load in loads:
             load.read.settle()
-            self._loads.remove(load)
-            self._free += self._recycled([load.slot])
+            left, free = [x for x in self._loads if x is not load], self._recycled([load.slot])
+            self._loads, self._free = left, self._free + free  # both, if it is interrupted
 
     def _only_read(self, unit: Unit, stamp: Stamp | None) -> bool:
         """Whether a unit is there when its file, which has this stamp, has been read."""

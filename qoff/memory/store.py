@@ -98,7 +98,8 @@ class WeightStore:
         self._views: dict[tuple[Unit, int], Weights] = {}  # by unit and slot
         self._complete: dict[Unit, Weights] = {}  # units of which nothing streams
         self._closed = False
-        self._opener = Opener("this model")
+        on_gpu = self._transfers.device.type == "cuda"
+        self._opener = Opener("this model", on_gpu)
         self._lock = threading.Lock()  # between close() and views being made
         try:
             arenas = self._transfers.open(residency, instrumentation)
@@ -190,6 +191,16 @@ class WeightStore:
         if name not in self._resident:
             self._opener.check()
         return self._rows.gather(name, ids, scale, rows_each)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process opened it, and was not forked from that."""
+        return self._opener.is_this
+
+    def check_process(self) -> None:
+        """Raise ArgumentError where nothing can be computed: on a GPU, in a forked process."""
+        if self._transfers.device.type == "cuda":
+            self._opener.check()
 
     def holds(self, name: str) -> bool:
         """Whether all of a weight is on the device."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from typing import Self
 
+from qoff.errors import ArgumentError
+from qoff.interrupts import Handler, holdable
 from qoff.kernels.ops import Scratch
 
 from .plan import ChosenExperts, Unit
@@ -19,12 +22,18 @@ class Turn:
     def __init__(self, store: WeightStore, scratch: Scratch | None = None) -> None:
         self._store, self._scratch = store, scratch
         self._held: list[Unit] = []
+        self._entered = ExitStack()
+        self._signals = Handler()
 
     def acquire(self, unit: Unit) -> Weights:
         """Give back what is done with and wait for a unit. Raises as `WeightStore.acquire`."""
         self.release(1 if isinstance(unit, ChosenExperts) else 0)
-        weights = self._store.acquire(unit)
-        self._held.append(unit)
+        self._held.append(unit)  # first: an interrupt may come as soon as it is held
+        try:
+            weights = self._store.acquire(unit)
+        except Exception:
+            self._held.pop()
+            raise
         if self._scratch is not None:
             self._scratch.keep()
         return weights
@@ -34,10 +43,21 @@ class Turn:
         if self._scratch is not None and len(self._held) > kept:
             self._scratch.forget()
         while len(self._held) > kept:
-            self._store.release(self._held.pop())
+            with self._signals:  # a slot that is read into is noted
+                self._store.release(self._held.pop())
 
     def __enter__(self) -> Self:
+        self._signals = self._entered.enter_context(holdable())
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._entered:
+            if kind is None or issubclass(kind, Exception):
+                self.release()
+                return
+            if self._scratch is not None:
+                self._scratch.forget()
+            while self._held:  # the last one was not held yet, if it was interrupted there
+                unit = self._held.pop()
+                with suppress(ArgumentError, KeyError):
+                    self._store.release(unit)

@@ -8,6 +8,7 @@ with them where they lie, to a GPU those of a layer come together when the layer
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from qoff.errors import FormatError
 from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
 from qoff.memory.arena import map_pages, round_up
 from qoff.memory.io.pinned import pinned_memory
+from qoff.units import format_size
 
 from .names import Weight
 
@@ -104,6 +106,19 @@ class Planned:
             x.copy_(y)
 
 
+def _pinned(nbytes: int) -> Tensor:
+    """Host memory that is pinned if the driver lets us; a warning says where it does not."""
+    try:
+        return pinned_memory(nbytes)
+    except OSError as refused:
+        warnings.warn(
+            f"{format_size(nbytes)} of host memory for adapters cannot be pinned "
+            f"({refused.strerror or refused}), so that they come to the GPU more slowly",
+            stacklevel=2,
+        )
+        return map_pages(nbytes)
+
+
 _Layer = Mapping[str, Sequence[Planned | None]]  # of each adapter, by the name of the matrix
 
 
@@ -149,7 +164,7 @@ class AdapterLayers(Sequence[Mapping[str, LowRanks]]):
 
     def _allocate(self, through_slot: bool) -> None:
         device, near = self.device, self._near
-        pages = pinned_memory if device.type == "cuda" else map_pages
+        pages = _pinned if device.type == "cuda" else map_pages
         for layer, nbytes in enumerate(self._far_bytes(near)):
             here = [place for place in self._of(layer) if place in near]
             of_near = sum(map(self._bytes, here))

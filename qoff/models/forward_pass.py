@@ -23,7 +23,8 @@ WAVE_PAIRS = 4096  # of a token and an expert, computed together where experts c
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): its weights may be damaged (see `qoff "
-    "verify`), or its values overflow float16 (dtype='bfloat16' has a larger range)"
+    "verify`), or its values overflow float16 (device='cpu' has a larger range, or "
+    "dtype='bfloat16' on a GPU of compute capability 8.0 or more)"
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from qoff.budgets import device_guard, resolve_device, resolve_dtype
+from qoff.budgets import device_guard, give_back, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
@@ -73,7 +73,7 @@ class Runtime:
     without and with layers in tiles; the first that leave enough for the weights are taken. One
     forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
     small, OpError for a device that is not there, and the errors of `Checkpoint.open`. In a forked
-    process it runs if nothing streams; else passes raise ArgumentError.
+    process it runs on a CPU, if nothing streams; else passes raise ArgumentError.
     """
 
     def __init__(
@@ -176,6 +176,7 @@ class Runtime:
     def forward(self, run: ForwardPass) -> Tensor:
         """Run one forward pass: the logits, float32 [R, vocab_size]; the cache has grown."""
         check_interrupts()
+        self.store.check_process()
         with self._turn, refusals(), device_guard(self._device):
             logits = followed(self.decoder, self.store, run) if self._timeline is None else None
             return self._computed(run) if logits is None else logits
@@ -187,6 +188,7 @@ class Runtime:
         check_interrupts()
         if self._timeline is not None:
             return []
+        self.store.check_process()
         with self._turn, refusals(), device_guard(self._device):
             return followed_tokens(self.decoder, self.store, run, choice, most, noise)
 
@@ -213,6 +215,7 @@ class Runtime:
 
     def new_cache(self, sequences: int, capacity: int = 0) -> KVCache:
         """Return an empty KV cache for this model."""
+        self.store.check_process()
         return self.decoder.new_cache(sequences, capacity, self.kv)
 
     @property
@@ -240,10 +243,19 @@ class Runtime:
         )
 
     def close(self) -> None:
-        """Stop the transfers and give the memory back; idempotent."""
-        self.store.close()
-        if self.scratch is not None:
-            self.scratch.release()
+        """Stop the transfers and give the memory back, behind a pass under way; idempotent.
+
+        In a forked process it does nothing.
+        """
+        if not self.store.is_here:
+            return
+        self.store.close()  # which ends what a pass waits for
+        with self._turn:
+            if isinstance(self.decoder, Decoder):
+                self.decoder.forget_weights()
+            if self.scratch is not None:
+                self.scratch.release()
+        give_back(self._device)
 
     def __enter__(self) -> Self:
         return self

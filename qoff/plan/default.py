@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import QuantEntry
+from qoff.kernels.layout.packing import read_bits
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.models.modules.configs import is_native
@@ -66,7 +68,7 @@ def default_plan(
             memory = Memory.of(plain, sizes.spec, sizes.shapes)
     except UnpackableError:
         return plain  # which is refused later
-    wanted = sizes.nbytes + memory.total(DEVICE)
+    wanted = sizes.nbytes + _widened(checkpoint, device) + memory.total(DEVICE)
     if wanted <= usable[DEVICE]:
         return plain
     from .explain import explain
@@ -103,7 +105,7 @@ def default_bounds(
     CPU's memory has a bound in any case. share: see `default_plan`.
     """
     usable = _usable(device, None, share)
-    weights = sum(file.nbytes for file in checkpoint.files)
+    weights = sum(file.nbytes for file in checkpoint.files) + _widened(checkpoint, device)
     wanted = weights + max(_BESIDE, int(weights * _SHARE))
     if wanted <= usable[DEVICE]:
         return within_limit(device, None, None, share=share)
@@ -114,6 +116,18 @@ def default_bounds(
         format_size(usable[DEVICE]),
     )
     return usable[DEVICE], usable[HOST] or None
+
+
+def host_bound(
+    device: torch.device, device_bytes: int | None, host_bytes: int | None, share: float = 1.0
+) -> int | None:
+    """A bound of host memory; where a GPU's memory alone has one, what is free beside it.
+
+    None: no bound, and no weights there. share: see `default_plan`.
+    """
+    if device.type != "cuda" or device_bytes is None or host_bytes is not None:
+        return host_bytes
+    return _usable(device, None, share)[HOST] or None
 
 
 def within_limit(
@@ -160,16 +174,26 @@ def within_limit(
 def plan_within_limit(
     plan: Plan, checkpoint: Checkpoint, device: torch.device, share: float = 1.0
 ) -> Plan:
-    """The plan with bounds as `within_limit` has them."""
+    """The plan with bounds as `host_bound` and `within_limit` have them."""
     taken = 0
     if device.type == "cpu" and plan.host_memory is None and is_native(checkpoint.config):
         sizes = ModelSizes.of_checkpoint(checkpoint)
         with suppress(UnpackableError):  # which is refused later
             taken = Memory.of(plan, sizes.spec, sizes.shapes).total(HOST)
-    device_bytes, host_bytes = within_limit(
-        device, plan.device_memory, plan.host_memory, taken, share
-    )
+    host = host_bound(device, plan.device_memory, plan.host_memory, share)
+    device_bytes, host_bytes = within_limit(device, plan.device_memory, host, taken, share)
     return replace(plan, device_memory=device_bytes, host_memory=host_bytes)
+
+
+def _widened(checkpoint: Checkpoint, device: torch.device) -> int:
+    """Bytes that weights take on a device beyond those of their files."""
+    if device.type == "cpu":
+        return 0
+    entries = (entry for file in checkpoint.files for entry in file.weights.values())
+    matrices = (entry for entry in entries if isinstance(entry, QuantEntry))
+    return sum(
+        e.codes.nbytes * read_bits(e.bits, "split32") // e.bits - e.codes.nbytes for e in matrices
+    )
 
 
 def _usable(device: torch.device, spill: Path | None, share: float) -> dict[str, int]:

@@ -38,20 +38,20 @@ class Plan:
     """How a throughput run uses the machine.
 
     Sequences of up to `context` tokens each, prompt and answer, in `batches` batches of
-    `batch_size`; all batches go through a layer while its weights are on the device
-    (schedule "block"), or one batch after the other through all layers ("sequential").
-    Memory bounds are in bytes or like "4GiB"; None: as much as it takes, on the host without any
-    weights, which use what else a bound leaves there. With share_prefixes a prompt that begins with
-    64 tokens or more of another one attends to their packed form instead of reading them, which is
-    rounded; which prompts find one depends on what is computed when they are read. draft_tokens: of
-    each answer, so many tokens are drafted from what it and its prompt have so far and go through
-    one pass; those that the model chooses, too, need no passes of their own, which pays where a
-    pass reads weights from disk or host memory. draft_model: a small model with the same tokenizer,
-    which stays on the device and drafts them instead. token_s: seconds between two tokens of a
-    sequence at most. adapt: where rounds take longer or less long than expected, the schedule and
-    how many sequences and prompts a round has follow what the machine does then, and where that
-    pays, the running sequences end, and the rest goes on with another plan in the same memory;
-    "rounds": without the latter. On a CPU no token depends on it without share_prefixes and
+    `batch_size`; all batches go through a layer while its weights are on the device (schedule
+    "block"), or one batch after the other through all layers ("sequential"). Memory bounds are in
+    bytes or like "4GiB"; None: as much as it takes, and in host memory beside a bound of a GPU what
+    is free. Weights use what else a bound leaves there. With share_prefixes a prompt that begins
+    with 64 tokens or more of another one attends to their packed form instead of reading them,
+    which is rounded; which prompts find one depends on what is computed when they are read.
+    draft_tokens: of each answer, so many tokens are drafted from what it and its prompt have so far
+    and go through one pass; those that the model chooses, too, need no passes of their own, which
+    pays where a pass reads weights from disk or host memory. draft_model: a small model with the
+    same tokenizer, which stays on the device and drafts them instead. token_s: seconds between two
+    tokens of a sequence at most. adapt: where rounds take longer or less long than expected, the
+    schedule and how many sequences and prompts a round has follow what the machine does then, and
+    where that pays, the running sequences end, and the rest goes on with another plan in the same
+    memory; "rounds": without the latter. On a CPU no token depends on it without share_prefixes and
     prompt_logprobs. Raises ArgumentError for values out of range.
     """
 

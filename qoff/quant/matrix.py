@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -155,16 +156,28 @@ def computed(
 ) -> Result:
     """What `compute` returns for `device`, or None: for a GPU if there is one, else for `home`.
 
-    home: of a matrix. Where a GPU has no room, a matrix that is not there is computed at home.
+    home: of a matrix. Where a GPU has no room or fails, a matrix that is not there is computed at
+    home, and a line says so.
     """
-    place = device or _fastest(home)
+    place = device
     try:
+        place = place or _fastest(home)  # which asks the GPU
         return compute(place)
     except torch.OutOfMemoryError as error:
         if home.type == "cuda":
             raise
         logger.warning("%s: quantized on the CPU, as the GPU has no room: %s", name, error)
+    except RuntimeError as error:
+        if home.type == "cuda" or place == home or not torch.cuda.is_available():
+            raise
+        reason, _, _ = str(error).partition("\n")
+        _say_once(f"quantized on the CPU, as the GPU fails: {reason}")
     return compute(home)
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _fastest(device: torch.device) -> torch.device:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from qoff.api.errors import ApiError
 from qoff.engine import LLM
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import ArgumentError, ClosedError, QoffError
 from qoff.jobs.file import adapters_say, cache_says, fingerprint
 from qoff.jobs.journal import Journal, Places
 from qoff.jobs.lines import overview, read_lines
@@ -119,6 +119,8 @@ class Batches:
                 self._in_hand = said["id"]
             try:
                 self._run(said)
+            except ClosedError:  # the server ends; batches go on after its restart
+                return
             except (QoffError, OSError, ApiError) as error:
                 self._fail(said, str(error))
             except Exception:

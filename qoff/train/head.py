@@ -11,6 +11,7 @@ from greenlet import getcurrent
 from torch import Tensor, nn
 from torch.nn import functional
 
+from qoff.budgets import device_guard
 from qoff.errors import UnsupportedModelError
 from qoff.hf.packed.linear import QoffLinear, packed_linear
 from qoff.kernels.dequantize import times_matrix
@@ -147,7 +148,7 @@ class FusedHead:
         compute = self._of_linear if self._is_linear else self._of_any
         at_once = self._head.out_features if self._tiled is None else self._tiled.most_rows
         piece = max(1, self._memory.numel() // at_once) if self._is_linear else 256
-        with torch.no_grad():
+        with torch.no_grad(), device_guard(flat.device):  # Triton launches on the current GPU
             for at in used.split(piece):
                 loss, of_hidden = compute(flat[at], wanted[at], factor, learns)
                 total += loss

@@ -136,6 +136,26 @@ def test_a_message_whose_answer_fails_is_forgotten(
     assert [one["content"] for one in chat.messages[::2]] == ["Hi", "again"]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Triton Error [CUDA]: out of memory", "qoff: device memory: the system refused memory"),
+        ("Triton Error [CUDA]: an illegal memory access", ""),
+    ],
+)
+def test_what_fails_on_a_gpu_does_not_end_the_program(
+    chat: Conversation, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    def fails(*_: object) -> Iterator[int]:
+        raise RuntimeError(text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("qoff.cli.chat.tokens_of", fails)
+        assert expected in said(chat, "Hi", "/stats")
+    assert chat.messages == []
+    assert "qoff:" not in said(chat, "again")
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_program(chat: Conversation) -> None:
     pieces: list[str] = []
 

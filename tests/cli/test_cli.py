@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import qoff
 from qoff.checkpoint import Checkpoint
@@ -100,6 +102,22 @@ def test_env_describes_the_machine() -> None:
     assert found["cores"] == len(os.sched_getaffinity(0))
     printed = succeed("env")
     assert found["python"] in printed
+
+
+def test_env_says_why_a_gpu_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="H1", total_memory=24 << 30, major=9, minor=0)
+    for name, result in {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_properties": gpu,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setitem(sys.modules, "qoff.kernels.triton.elementwise.rms_norm", None)
+    found = json.loads(succeed("env", "--json"))
+    assert found["gpu"].startswith("H1 24.0 GiB, compute capability 9.0 (not usable: the ops for")
+    assert "device" in found["plans may use"]
+    assert "driver" in found["cuda"]
 
 
 def test_who_reads_may_go(monkeypatch: pytest.MonkeyPatch) -> None:

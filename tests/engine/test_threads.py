@@ -20,9 +20,10 @@ from qoff.engine.batch import BatchSlots
 from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, DiskReadError
 from qoff.kvcache import KVQuant
+from qoff.memory.instrumentation import Instrumentation
 from qoff.plan import Plan
 from tests.forks import in_child
-from tests.instruments import POISON
+from tests.instruments import POISON, KeptPages
 
 RANDOM = random.Random(5)
 PROMPTS = [[RANDOM.randrange(4, 128) for _ in range(RANDOM.randrange(1, 120))] for _ in range(24)]
@@ -183,13 +184,18 @@ def test_answers_that_are_done_come_before_the_error_of_a_later_round(llm: LLM) 
         next(stream)
 
 
-def test_a_closed_llm_holds_no_caches(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, PLAN)
+def test_a_closed_llm_holds_no_caches_and_no_weights(checkpoint: Path) -> None:
+    pages = KeptPages()
+    llm = LLM(checkpoint, PLAN, _instrumentation=Instrumentation(pages=pages))
     llm.generate([PROMPTS[0]], PARAMS[0])
     cache = weakref.ref(llm._rounds._places.batches[0].cache)
+    assert pages.nbytes > llm.residency.device_bytes
     llm.close()
     gc.collect()
     assert cache() is None
+    assert not pages.nbytes
+    with pytest.raises(ArgumentError, match="this LLM is closed"):
+        _ = llm.runtime
 
 
 def test_what_fails_in_a_round_is_raised_in_all_its_callers(
@@ -213,6 +219,21 @@ def test_what_fails_in_a_round_is_raised_in_all_its_callers(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(caller, (6, 13))) == ["the disk died"] * 2
     assert answers(llm, 6) == expected[6]
+
+
+def test_a_cuda_error_ends_all_callers_and_the_llm(checkpoint: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with LLM(checkpoint, PLAN) as llm:
+        in_round(llm, fail, after=4)
+        with ThreadPoolExecutor(8) as pool:  # more than have a place
+            found = [pool.submit(answers, llm, i) for i in range(8)]
+            for one in found:
+                with pytest.raises((RuntimeError, ArgumentError), match="an illegal memory access"):
+                    one.result()
+        with pytest.raises(ArgumentError, match="is closed: CUDA error: an illegal"):
+            llm.work(lambda: False)
 
 
 def test_closing_from_another_thread_ends_all_callers(checkpoint: Path) -> None:

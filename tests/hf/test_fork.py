@@ -61,6 +61,19 @@ def test_a_model_in_memory_computes_in_a_forked_process(checkpoint: Path) -> Non
         holder.join()
 
 
+def test_a_model_on_a_gpu_says_how_to_start_a_process(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with qoff.load(checkpoint)[0] as model:
+        store = model.runtime.store
+        monkeypatch.setattr(store._transfers, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(store._opener, "_on_gpu", True)
+        for work in (lambda: model(IDS), lambda: model.generate(IDS, max_new_tokens=2)):
+            told = in_child(work)
+            assert told.startswith(f"ArgumentError: this model was opened by process {os.getpid()}")
+            assert "'spawn'" in told
+
+
 def test_a_runtime_that_is_dropped_in_a_forked_process_waits_for_nothing(checkpoint: Path) -> None:
     """Its finalizer closes nothing there, although locks may be held by threads that are lost."""
     least, _ = load_budgets(checkpoint)

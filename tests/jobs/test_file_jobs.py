@@ -19,7 +19,7 @@ import pytest
 from bench.batch_kills import answers
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError, DiskWriteError, FormatError, QoffError
-from qoff.hf.load import source_stamps
+from qoff.hf.stamps import source_stamps
 from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.journal import BLOCK, Journal, Places
 from qoff.jobs.lines import IdSet, Line, prompt, read_lines

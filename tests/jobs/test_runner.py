@@ -146,6 +146,12 @@ def test_faults_of_the_machine_are_not_of_requests(error: QoffError, tmp_path: P
     assert not (tmp_path / "errors").exists()
 
 
+def test_an_error_of_cuda_is_of_no_request(tmp_path: Path) -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert ran(tmp_path, Stubborn(error), "poison\n").error is error
+    assert not (tmp_path / "errors").exists()
+
+
 def test_a_job_ends_where_all_requests_break_their_rounds(tmp_path: Path) -> None:
     error = RuntimeError("the device is gone")
     assert ran(tmp_path, Stubborn(error), "poison\n" * 9).error is error

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from os import preadv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from qoff.memory import (
     plan_residency,
     residency_of,
 )
+from qoff.memory.turn import Turn
 from tests.instruments import POISON
 from tests.memory.checkpoints import Truth, all_names, same_bits, write_checkpoint
 from tests.memory.kinds import racing_transfers
@@ -311,3 +315,53 @@ def test_rows_that_are_not_there_are_refused(small: Checkpoint) -> None:
         for ids in ([100], [-1], [0, 1000]):
             with pytest.raises(OpError, match="rows 0 to 99"):
                 store.gather_rows("model.embed_tokens", torch.tensor(ids))
+
+
+def go_through(
+    store: WeightStore, first: Sequence[Unit], then: Callable[[], None] = lambda: None
+) -> None:
+    """A turn of these units, and of all."""
+    with Turn(store) as turn:
+        for unit in first:
+            turn.acquire(unit)
+        then()
+        for unit in UNITS:
+            turn.acquire(unit)
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, of: object, name: str, after: bool) -> None:
+    """Have Ctrl-C come the next time that something is called, before it is done or after it."""
+    work = getattr(of, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(of, name, work)
+        if not after:
+            signal.raise_signal(signal.SIGINT)
+        found = work(*args, **kwargs)
+        if after:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(of, name, interrupted)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["read_unit", "recycle", "acquire", "release"])
+def test_an_interrupt_loses_no_slot(
+    name: str, after: bool, small: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    plan = residency_of(small, set(), slots=2)
+    try:
+        with WeightStore(small, plan, transfers=ThreadTransfers()) as store:
+            for unit in UNITS:  # once more than there are slots
+                of: object = store if name in ("acquire", "release") else store._transfers
+                with pytest.raises(KeyboardInterrupt):
+                    go_through(store, [unit], partial(interrupting, monkeypatch, of, name, after))
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+                ring = store._ring
+                assert len(ring._free) + len(ring._loads) == plan.slots
+                assert not any(load.holders for load in ring._loads)
+            go_through(store, UNITS)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference
+from qoff.models import adapter_layers
 from qoff.models.adapters import AdapterFile, Adapters
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.names import layer_weights
@@ -201,3 +203,12 @@ def test_adapters_of_other_models_and_folders_without_one_are_refused(
         AdapterFile(tmp_path / "missing", spec)
     with pytest.raises(ArgumentError, match="there is no adapter 'b'; there are: 'a'"):
         Adapters({"a": saved[1]}, PlainRun(saved[0], cpu).decoder.spec).number("b")
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "no more locked memory")
+
+    monkeypatch.setattr(adapter_layers, "pinned_memory", refuse)
+    with pytest.warns(UserWarning, match="cannot be pinned .no more locked memory"):
+        assert adapter_layers._pinned(4096).nbytes == 4096

@@ -32,7 +32,7 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
-from tests.instruments import POISON
+from tests.instruments import POISON, KeptPages
 from tests.memory.kinds import racing_transfers
 from tests.tiny_models import budgets, take_turns, tiny_checkpoint
 
@@ -113,6 +113,19 @@ def test_every_residency_gives_the_same_bits(
         stats = runtime.stats()
     assert stats.arena_peak <= stats.arena_capacity == plan.device_bytes
     assert stats.slot_bytes == plan.slots * plan.slot_bytes
+
+
+def test_a_closed_runtime_gives_its_weights_back(llama: Path) -> None:
+    pages = KeptPages()
+    runtime = Runtime(llama, instrumentation=Instrumentation(pages=pages))
+    logits_of(runtime)
+    assert isinstance(runtime.decoder, Decoder)
+    assert runtime.decoder.replays is not None
+    assert runtime.decoder.replays.recorded
+    assert pages.nbytes
+    runtime.close()
+    assert not pages.nbytes
+    runtime.close()
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 import qoff
 from qoff.checkpoint import Checkpoint
+from qoff.memory.plan import plan_residency
+from qoff.models.convert.convert import convert
 from qoff.plan import Plan, default
 from qoff.plan import explain as explaining
 from qoff.plan.explain import explain
@@ -18,7 +21,8 @@ from qoff.plan.machine import beside_plan
 from qoff.plan.manual import Memory
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
-from tests.tiny_models import tiny_checkpoint
+from qoff.quant import QuantConfig
+from tests.tiny_models import tiny_checkpoint, tiny_model
 
 from .machines import GIB, MIB, machine, sizes
 
@@ -192,3 +196,36 @@ def test_the_disk_has_to_have_room_for_the_checkpoint_and_the_plan() -> None:
         one = replace(found, machine=on, found=replace(found.found, memory=spilled))
         noted = [x for x in one.warnings() if "the plan 1.0 MiB more" in x]
         assert bool(noted) == said
+
+
+def test_a_bound_of_a_gpu_alone_leaves_host_memory_to_what_is_free(
+    free: dict[str, int], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    gpu, free["host"] = torch.device("cuda"), 6 * MIB
+    assert default.host_bound(gpu, 5 * MIB, None) == 6 * MIB
+    assert default.host_bound(gpu, 5 * MIB, None, share=0.5) == 3 * MIB
+    assert default.host_bound(gpu, 5 * MIB, 0) == 0
+    assert default.host_bound(gpu, None, None) is default.host_bound(CPU, 5 * MIB, None) is None
+    plan, checkpoint = Plan(device_memory=5 * MIB), Checkpoint.open(path)
+    assert default.plan_within_limit(plan, checkpoint, gpu).host_memory == 6 * MIB
+    none = replace(plan, host_memory=0)
+    assert default.plan_within_limit(none, checkpoint, gpu) == none
+    assert default.plan_within_limit(plan, checkpoint, CPU) == plan
+
+
+def test_on_a_gpu_codes_of_six_bits_are_counted_as_bytes(
+    free: dict[str, int], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    source = tiny_model(tmp_path_factory.getbasetemp(), "llama")
+    quant = QuantConfig(bits=6, head_bits=6, group_size=32, solver="rtn")
+    checkpoint = Checkpoint.open(convert(source, tmp_path / "six", quant=quant))
+    stored = sum(file.nbytes for file in checkpoint.files)
+    placed = plan_residency(checkpoint, None, packing="split32").resident_bytes
+    assert placed > stored
+    for tight, roomy, device in ((stored, placed, "cuda"), (stored - 4096, stored, "cpu")):
+        where = torch.device(device)
+        free["device"] = tight + 256 * MIB
+        assert default.default_bounds(checkpoint, where)[0] == free["device"]
+        free["device"] = roomy + 257 * MIB
+        assert default.default_bounds(checkpoint, where) == (None, None)

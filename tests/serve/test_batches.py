@@ -295,6 +295,28 @@ def test_a_batch_goes_on_after_a_restart(checkpoint: Path, tmp_path: Path) -> No
         assert [path.name for path in (tmp_path / "batches").iterdir()] == [f"{made.id}.json"]
 
 
+def test_an_error_of_cuda_ends_the_engine_and_only_the_batch_in_hand(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    asked = threading.Event()
+
+    def fails(_: object) -> None:
+        assert asked.wait(20)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with running(checkpoint, OPTIONS, files=tmp_path) as served, served.client() as client:
+        assert served.engine.llm is not None
+        schedule: Any = served.engine.llm._rounds._schedule
+        schedule.round = fails
+        made = [batch_of(client, line(0)) for _ in range(2)]
+        asked.set()
+        assert served.engine.ended.wait(20)
+        assert served.ask("/health")[0] == 503
+        ended(client, made[0].id, "failed")
+    with running(checkpoint, OPTIONS, files=tmp_path) as served, served.client() as client:
+        assert ended(client, made[1].id).request_counts.completed == 1
+
+
 @pytest.mark.parametrize(
     ("adapter", "thinking", "said"),
     [("b", True, "adapters sql was"), ("a", False, "reasoning format was 'none' and is None")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_loss_and_gradients_are_those_of_torch(
             assert p.grad is None
             assert not sums[p].any()
     torch.testing.assert_close(model(hidden, labels) * 0.25, wanted)  # outside of a pass, its own
+
+
+def test_kernels_are_launched_on_the_gpu_that_has_the_hidden_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, current = Model(nn.Linear(WIDTH, VOCABULARY)), list[torch.device]()
+
+    def guard(device: torch.device) -> nullcontext[None]:
+        current.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(work, "device_guard", guard)
+    fused = FusedHead(model)
+    fused.begin(torch.empty(fused.logits_bytes(4), dtype=torch.uint8), torch.zeros_like)
+    hidden, labels = torch.randn(1, 4, WIDTH), torch.randint(0, VOCABULARY, (1, 4))
+    TrainingPass(lambda: fused.share_of(model(hidden, labels), 1.0), 1.0).advance()
+    assert current == [hidden.device]
 
 
 @pytest.mark.parametrize(("name", "fused"), [("llama", True), ("gemma2", False)])

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import KV_SENSITIVITY_FILE as FILE
 from qoff.errors import (
@@ -35,6 +34,7 @@ from qoff.errors import (
 from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
 from qoff.eval.texts import CALIBRATION_TEXT, begun, digest, encode, read_text
+from qoff.hf.device import device_for
 from qoff.hf.load import find_checkpoint, load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
@@ -120,13 +120,13 @@ def kv_for_bits(
     where predictions are no finite numbers, and the errors of `qoff.load`.
     """
     _check_bits(bits)
-    where = resolve_device(device)
+    where = device_for(model, device, revision, trust_remote_code)
     checkpoint = find_checkpoint(
         model,
         quant=quant,
         cache_dir=cache_dir,
         revision=revision,
-        for_cpu=where.type == "cpu",
+        device=where,
         trust_remote_code=trust_remote_code,
     )
     found = KVSensitivity.read(checkpoint)

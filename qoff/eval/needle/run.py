@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qoff.budgets import resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.hf.cache import QoffCache
+from qoff.hf.device import device_for
 from qoff.hf.load import AUTO, find_checkpoint, load, load_tokenizer
 from qoff.plan import Plan
 
@@ -55,8 +55,8 @@ def run(
     for those without room for a question, and the errors of `qoff.LLM` and `qoff.load`.
     """
     resources = resources or NeedleResources()
-    device = resolve_device(resources.options.get("device", AUTO))
-    path = find_checkpoint(model_path, for_cpu=device.type == "cpu")
+    device = device_for(model_path, resources.options.get("device", AUTO))
+    path = find_checkpoint(model_path, device=device)
     _check_positions(path, max(settings.lengths))
     if not caches:
         raise ArgumentError("there is no cache setting; name one at least")

@@ -22,7 +22,8 @@ from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
-from qoff.hf.load import is_checkpoint, source_stamps
+from qoff.hf.load import is_checkpoint
+from qoff.hf.stamps import source_stamps
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant
 from qoff.measure.model_rates import Sequences

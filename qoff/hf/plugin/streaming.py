@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.checkpoint.layout import QuantEntry, TensorEntry, WeightFile
 from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.device import check_packing
 from qoff.hf.packed.module import PackedModule, packing_for
 from qoff.kernels.layout.packing import read_bits
 from qoff.memory import Residency, WeightStore, place_in_host, residency_of
@@ -100,7 +101,11 @@ class Streaming:
         return places
 
     def leave_out(self, places: Mapping[int, str]) -> None:
-        """Hide these layers' parameters, stored buffers and files from transformers' loading."""
+        """Hide these layers' parameters, stored buffers and files from transformers' loading.
+
+        Raises ArgumentError for a checkpoint in the CPU's packing where a GPU computes.
+        """
+        check_packing(self._checkpoint.path, self._checkpoint.config, self.device)
         self._places = places
         for i in places:
             for name in {target for stored in self._units[i] for target in stored.targets}:

@@ -17,6 +17,7 @@ from qoff.kernels.reference.linear import ended
 from qoff.kvcache import KVCache, KVQuant
 from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.host.mixed import host_cache
+from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.stateful import device_cache
 from qoff.kvcache.states import StateCache
 from qoff.memory import EXPERTS, HEAD, Unit, Weights
@@ -93,13 +94,19 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
     if on_device:
         check_on_gpu(spec)
     if kv is not None:
-        kv.forms(head_shapes(spec))
+        try:
+            kv.forms(head_shapes(spec))
+        except UnpackableError as error:
+            if not on_device:
+                raise
+            raise UnpackableError(f"{error}, but on a GPU all are; use device='cpu'") from error
     if not on_device:
         return
     if kv is None:
         raise ArgumentError(
-            "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8), the closest to none, "
-            "or kv=KVQuant(4, 4), the smallest"
+            "on a GPU the KV cache is packed: say how, with kv=KVQuant(8, 8) (--kv 8), the closest "
+            "to none, or kv=KVQuant(4, 4) (--kv 4), the smallest; a float32 one is on the CPU, "
+            "with device='cpu' (--device cpu)"
         )
     if kv.attention_top < 1 or kv.sinks:
         raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
@@ -281,6 +288,13 @@ class Decoder:
     def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
         return [] if self._whole is None else self._whole.following.tokens(run, *choosing)
+
+    def forget_weights(self) -> None:
+        """Hold no weights any more: what was recorded has them, and no pass is replayed after."""
+        self.layer.forget_weights()
+        if self.replays is not None:
+            self.replays.forget()
+        self.replays = self._whole = None
 
     def embedded(self, ids: Tensor, run: ForwardPass) -> Tensor:
         """What the first layer is given, [M, hidden_size] on the device; the pass has the rest."""

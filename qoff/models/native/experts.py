@@ -69,6 +69,10 @@ class Experts:
         self.spec, self._ops, self._routing = spec, ops, spec.routing
         self._views: dict[tuple[int, ...], list[QExperts]] = {}  # by where they lie
 
+    def forget_weights(self) -> None:
+        """Hold no weights any more."""
+        self._views.clear()
+
     def compute(
         self,
         x: Tensor,

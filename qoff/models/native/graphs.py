@@ -156,6 +156,12 @@ class Replays:
         found = self._memory("found", x.expand(MOST, -1)), self._memory("at", x[:1])
         return GraphSteps(replayed, self._recording_of, counters, x, result, ending, *found)
 
+    def forget(self) -> None:
+        """Let go of all recordings, which hold weights, and of the memory that they share."""
+        self._entries.clear()
+        self._dequantizing.clear()
+        self._fixed.clear()
+
     def _recording_of(self, work: Callable[[], None]) -> Replay | None:
         """A replay of work; None where it cannot be recorded, and nothing is any more."""
         try:
@@ -208,8 +214,7 @@ class Replays:
 
     def _give_up(self, error: Exception) -> None:
         self.failed += 1
-        self._entries.clear()
-        self._fixed.clear()
+        self.forget()
         reason = " ".join(str(error).split())
         warnings.warn(
             f"a CUDA graph could not be recorded ({type(error).__name__}: {reason}); this model "

@@ -82,6 +82,11 @@ class Layer:
         if run.adapters is not None:
             run.added = run.adapters.layers[layer]
 
+    def forget_weights(self) -> None:
+        """Hold no weights any more."""
+        if self._experts is not None:
+            self._experts.forget_weights()
+
     def until_experts(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None
     ) -> Generator[Unit, Weights, Chosen]:
