@@ -18,7 +18,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
 from qoff.kernels.layout.distribution import Choice
-from qoff.kernels.ops import Scratch, new_scratch, with_scratch
+from qoff.kernels.ops import Scratch, new_scratch, ops_for, with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import ThreadTransfers, Transfers, WeightStore, plan_residency
 from qoff.memory.experts import ExpertStats
@@ -138,6 +138,7 @@ class Runtime:
             self.decoder = Decoder(spec, ops, *embed)
         if cpu_experts:
             _check_cpu_experts(self.decoder, ops.CACHE == "device")
+            ops_for(torch.device("cpu"))  # compiles them, if nobody has
         transfers = transfers or transfers_to(where)
         try:
             if callable(host_memory):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -27,13 +30,17 @@ from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
 from qoff.memory.experts.on_cpu import CpuExperts
 from qoff.memory.instrumentation import PLAIN, Instrumentation
+from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.memory.plan import Expert
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native import cpu_pairs
+from qoff.models.native.choices import Choice
+from qoff.models.native.cpu_pairs import CpuPairs
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
 from tests.instruments import threads_beside
+from tests.memory.kinds import SimulatedStream
 from tests.models.test_triton_decoder import KV8, interpreted, triton_ops
 from tests.models.test_triton_decoder import checkpoint as dense_checkpoint
 from tests.tiny_models import QUANT, save_model
@@ -47,12 +54,19 @@ SMALL: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 2, "num_key_valu
 SMALL |= {"num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": 32}
 READ = [5, 9, 11, 3, 30, 17, 8], [12]
 TOKENS = sum(map(len, READ))
-PROMPTS = [[5, 9, 11, 3], [30, 17], [8, 12, 4, 21, 6]]
+PROMPTS = [[5, 9, 11, 3], [30, 17], [8, 12, 4, 21, 6], [7, 7], [19, 25, 10]]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-# Without biases, with them, and with weights of inputs.
+# Without biases, with them, beside a shared expert or an MLP, and with weights of inputs.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3-moe": {"decoder_sparse_step": 1, "num_experts": 16},
+    "qwen3-moe": {"decoder_sparse_step": 1, "num_experts": 32},
     "gpt-oss": {},
+    "qwen2-moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "gemma4-moe": {
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 512,
+        "sliding_window": 40,
+        "moe_intermediate_size": 32,
+    },
     "llama4": {"no_rope_layer_interval": 2, "attention_chunk_size": 40},
 }
 
@@ -76,7 +90,7 @@ def w4_linear(x: Tensor, weight: QTensor, bias: Tensor | None, end: Any, scratch
     return y if end.out is None else end.out.copy_(y)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A mixture, its logits where all of it is on the device, and the bytes that this takes."""
 
@@ -111,6 +125,7 @@ def logits_of(runtime: Runtime) -> Tensor:
     return torch.cat(found)
 
 
+@cache
 def slots_of(model: Model) -> dict[int, int]:
     """A budget for each number of slots that the device may have for experts."""
     checkpoint, found = Checkpoint.open(model.path), dict[int, int]()
@@ -133,15 +148,16 @@ def test_the_logits_are_those_of_the_device(models: Callable[[str], Model], fami
     model = models(family)
     before = set(threading.enumerate())
     with opened(model, 2) as runtime:
-        cache, plan = runtime.store.experts, runtime.residency
+        cache, plan, experts = runtime.store.experts, runtime.residency, runtime.spec.experts
         assert cache is not None
+        assert experts is not None
         cache.record = []
         assert_close(logits_of(runtime), model.logits, tolerance=FLOAT16_LOGITS[0])
         done = cache.stats
         chosen = {Expert(layer, n) for layer, numbers in cache.record for n in numbers}
         there = np.flatnonzero(cache.now.slots >= 0)
         everyone = [Expert(i, n) for i, count in enumerate(cache.counts) for n in range(count)]
-        pairs = TOKENS * runtime.spec.experts.top_k * sum(count > 0 for count in cache.counts)
+        pairs = TOKENS * experts.top_k * sum(count > 0 for count in cache.counts)
     assert len(plan.cpu_experts) == len(everyone) - 2
     assert not plan.cpu_experts.intersection(chosen)
     assert not plan.cpu_experts.intersection(everyone[key] for key in there)
@@ -218,9 +234,54 @@ def test_an_interrupt_leaves_nothing_running(
         assert torch.equal(logits_of(runtime), expected)
 
 
-def test_batches_of_an_llm(models: Callable[[str], Model]) -> None:
-    model = models("qwen3-moe")
-    plan = Plan(batch_size=1, batches=3, context=64, prefill_tokens=8, kv=KVQuant(8, 8, window=16))
+def test_on_their_way_past_a_copy_stream(models: Callable[[str], Model]) -> None:
+    model = models("gpt-oss")
+    with opened(model, 2) as runtime:
+        expected = logits_of(runtime)
+    transfers = CudaTransfers("cpu", stream=SimulatedStream)
+    with opened(model, 2, transfers=transfers) as runtime:
+        plan = runtime.residency
+        assert plan.host_staging == 2
+        assert runtime.store.host_arena.used <= plan.host_bytes
+        assert torch.equal(logits_of(runtime), expected)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes that `cpu_pairs` has allocated: those that are there, and the most at a time."""
+    empty, count = torch.empty, {"now": 0, "most": 0}
+
+    def given_back(nbytes: int) -> None:
+        count["now"] -= nbytes
+
+    def counted(*shape: Any, **options: Any) -> Tensor:
+        found = empty(*shape, **options)
+        if sys._getframe(1).f_globals["__name__"] == cpu_pairs.__name__:
+            count["now"] += found.nbytes
+            count["most"] = max(count.values())
+            weakref.finalize(found, given_back, found.nbytes)
+        return found
+
+    monkeypatch.setattr(torch, "empty", counted)
+    return count
+
+
+def test_batches_of_an_llm(
+    models: Callable[[str], Model], taken: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compute = models("qwen3-moe"), cpu_pairs._compute
+    plan = Plan(batch_size=1, batches=5, context=64, prefill_tokens=8, kv=KVQuant(8, 8, window=16))
+    together, asked, finish = list[int](), threading.Event(), CpuPairs.finish
+
+    def computed(*arguments: Any) -> Tensor:
+        together.append(len(arguments[3]))
+        assert asked.wait(20)
+        return compute(*arguments)
+
+    def finished(pairs: CpuPairs, choices: list[Choice]) -> None:
+        asked.set()
+        finish(pairs, choices)
+
     with LLM(model.path, plan, _instrumentation=HOOKS) as llm:
         memory = llm.memory
         expected = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
@@ -228,17 +289,23 @@ def test_batches_of_an_llm(models: Callable[[str], Model]) -> None:
     plan = replace(plan, cpu_experts=True, host_memory=1 << 26)
     executor = llm._rounds.current.opened.executor
     memory = executor._memory_of(tiled=True)
-    found = []
+    found, most = [], []
+    monkeypatch.setattr(cpu_pairs, "_compute", computed)
+    monkeypatch.setattr(CpuPairs, "finish", finished)
     for schedule in ("block", "sequential"):
+        together.clear()
+        asked.clear()
         device = memory.total("device") + slots_of(model)[3]
         some = replace(plan, schedule=schedule, device_memory=device)
         with LLM(model.path, some, _instrumentation=HOOKS) as llm:
             found.append([one.token_ids for one in llm.generate(PROMPTS, PARAMS)])
             done, residency = llm.runtime.store.stats.experts, llm.runtime.residency
             counted = llm.memory.total("host")
-            assert counted > 0 < done.on_cpu
+            assert counted >= taken["most"] > 0 < done.on_cpu
             assert counted + residency.host_bytes <= 1 << 26
+        most.append(max(together))
     assert found[0] == found[1]
+    assert most[0] > most[1] == 1  # passes of a round are computed together
     assert [one[0] for one in found[0]] == [one[0] for one in expected]
 
 

@@ -136,7 +136,7 @@ class ExpertCache:
         return ExpertStats(saved=self._host.saved, on_cpu=computed, **self.now.counted)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
-        """Some of the experts, one at least, that stay where they are until `release`.
+        """Some of the experts, one at least of any, that stay where they are until `release`.
 
         Waits if none is there. Raises what went wrong in reading them, ArgumentError when closed.
         """
@@ -149,7 +149,7 @@ class ExpertCache:
     def bring(self, chosen: ChosenExperts) -> tuple[Keys, Keys]:
         """As `acquire`: the numbers of experts, and their slots."""
         first = int(self.policy.first[chosen.layer])
-        wanted = first + np.array(chosen.numbers)
+        wanted = first + np.array(chosen.numbers, dtype=np.int64)
         with self._lock:
             if self.closed:
                 raise ArgumentError("the weight store is closed")

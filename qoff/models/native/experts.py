@@ -116,11 +116,13 @@ class Experts:
         pairs: CpuPairs | None = mixture.on_cpu
         wanted_ones = set[int]().union(*(choice.ids.flatten().tolist() for choice in choices))
         left = sorted(n for n in wanted_ones if pairs is None or not pairs.has(n))
-        while left:
+        others = pairs is not None and mixture.passes > 1  # may begin what the CPU is to compute
+        while left or others:
+            others = False
             wanted = ChosenExperts(layer, tuple(left), guesses)
             found = yield from wait_for(run, wanted)
             wave = cast(ExpertWave, found[EXPERTS])
-            if mixture.wave is not wave:
+            if mixture.wave is not wave and wave.numbers:
                 mixture.wave = wave
                 mlp = self._mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
                 self._compute_wave(mixture.choices, wave, mlp, run.input if into is None else into)
