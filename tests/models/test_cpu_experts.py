@@ -177,7 +177,8 @@ def test_no_bit_depends_on_the_cache_of_the_device(
     count = len(plan.cpu_experts)
     host = plan.host_bytes - (count - 3) * plan.cpu_expert_bytes // count
     found: list[Tensor] = []
-    on_cpu = set[frozenset[Expert]]()
+    on_cpu, event = set[frozenset[Expert]](), Mock()
+    monkeypatch.setattr(cpu_pairs, "_marked", lambda _: event)  # as on a GPU
     for slots, together in ((2, 4096), (most, 4096), (2, 5)):
         monkeypatch.setattr(cpu_pairs, "WAVE_PAIRS", together)
         with opened(model, slots, host_memory=host) as runtime:
@@ -186,6 +187,7 @@ def test_no_bit_depends_on_the_cache_of_the_device(
             found.append(logits_of(runtime))
             done = runtime.store.stats.experts
             assert done.misses > 0 < done.on_cpu
+        assert event.synchronize.call_count
     assert len(on_cpu) == 1
     assert {one.layer for one in on_cpu.pop()} == {0, 1}
     assert torch.equal(found[0], found[1])

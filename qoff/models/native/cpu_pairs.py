@@ -111,7 +111,7 @@ class CpuPairs:
     def _start(self) -> None:
         """Give the thread as much as it may have."""
         while self._waiting and len(self._running) < AHEAD:
-            if len(self._copied) == AHEAD:  # else these could take any amount of memory
+            while len(self._copied) >= AHEAD:  # else these could take any amount of memory
                 self._copied.popleft().synchronize()
             some = self._next()
             x = some[0].choice.x
