@@ -1,4 +1,4 @@
-"""Experts that the CPU computes beside a GPU, whose ops Triton interprets on the CPU here."""
+"""Experts that the CPU computes beside a GPU; without one Triton interprets its ops on the CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from qoff.models.native.choices import Choice
 from qoff.models.native.cpu_pairs import CpuPairs
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
-from tests.instruments import threads_beside
+from tests.engine.test_llm_device import ON_GPU
+from tests.instruments import POISON, threads_beside
 from tests.memory.kinds import SimulatedStream
 from tests.models.test_triton_decoder import KV8, interpreted, triton_ops
 from tests.models.test_triton_decoder import checkpoint as dense_checkpoint
@@ -47,9 +48,7 @@ from tests.tiny_models import QUANT, save_model
 from tests.tolerances import FLOAT16_LOGITS, assert_close
 from tests.triton_module import triton_module
 
-pytestmark = interpreted
-
-HOOKS = Instrumentation(poison=True, ops=triton_ops)
+HOOKS = POISON if ON_GPU else Instrumentation(poison=True, ops=triton_ops)
 SMALL: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": 32}
 READ = [5, 9, 11, 3, 30, 17, 8], [12]
@@ -71,9 +70,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(
+    scope="module",
+    params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)],
+    autouse=True,
+)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "interpreter" and ON_GPU:
+        pytest.skip("Triton interprets kernels only where there is no GPU")
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attention, cache and experts are Triton's; the decoder's tests run it on all kernels."""
+    if ON_GPU:
+        return
     attention = triton_module("attention.op")
     monkeypatch.setattr(attention, "rope", elementwise.rope)
     for module in (triton_ops, attention):
@@ -95,12 +107,13 @@ class Model:
     """A mixture, its logits where all of it is on the device, and the bytes that this takes."""
 
     path: Path
+    device: str
     logits: Tensor
     nbytes: int
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Callable[[str], Model]:
     made: dict[str, Model] = {}
 
     def model(family: str) -> Model:
@@ -108,8 +121,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
             folder = tmp_path_factory.mktemp(family)
             save_model(folder / "model", family, **SMALL, **FAMILIES[family])
             path = convert(folder / "model", folder / "checkpoint", quant=QUANT)
-            with Runtime(path, kv=KV8, instrumentation=HOOKS) as runtime:
-                made[family] = Model(path, logits_of(runtime), runtime.residency.device_bytes)
+            with Runtime(path, kv=KV8, device=device, instrumentation=HOOKS) as runtime:
+                logits, plan = logits_of(runtime), runtime.residency
+            made[family] = Model(path, device, logits, plan.device_bytes)
         return made[family]
 
     return model
@@ -121,7 +135,7 @@ def logits_of(runtime: Runtime) -> Tensor:
     for tokens in READ:
         ragged = Ragged.of([len(tokens)], cache.lengths)
         run = ForwardPass(torch.tensor(tokens), ragged, cache, None)
-        found.append(runtime.forward(run).clone())
+        found.append(runtime.forward(run).cpu().clone())
     return torch.cat(found)
 
 
@@ -139,8 +153,8 @@ def slots_of(model: Model) -> dict[int, int]:
 def opened(model: Model, slots: int, **options: Any) -> Runtime:
     """With so many slots for experts on the device."""
     given: dict[str, Any] = {"host_memory": 1 << 30, "cpu_experts": True, **options}
-    budget = slots_of(model)[slots]
-    return Runtime(model.path, kv=KV8, device_memory=budget, instrumentation=HOOKS, **given)
+    given |= {"device": model.device, "device_memory": slots_of(model)[slots]}
+    return Runtime(model.path, kv=KV8, instrumentation=HOOKS, **given)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,7 +192,8 @@ def test_no_bit_depends_on_the_cache_of_the_device(
     host = plan.host_bytes - (count - 3) * plan.cpu_expert_bytes // count
     found: list[Tensor] = []
     on_cpu, event = set[frozenset[Expert]](), Mock()
-    monkeypatch.setattr(cpu_pairs, "_marked", lambda _: event)  # as on a GPU
+    if not ON_GPU:
+        monkeypatch.setattr(cpu_pairs, "_marked", lambda _: event)  # as on a GPU
     for slots, together in ((2, 4096), (most, 4096), (2, 5)):
         monkeypatch.setattr(cpu_pairs, "WAVE_PAIRS", together)
         with opened(model, slots, host_memory=host) as runtime:
@@ -187,7 +202,7 @@ def test_no_bit_depends_on_the_cache_of_the_device(
             found.append(logits_of(runtime))
             done = runtime.store.stats.experts
             assert done.misses > 0 < done.on_cpu
-        assert event.synchronize.call_count
+        assert ON_GPU or event.synchronize.call_count
     assert len(on_cpu) == 1
     assert {one.layer for one in on_cpu.pop()} == {0, 1}
     assert torch.equal(found[0], found[1])
@@ -236,6 +251,7 @@ def test_an_interrupt_leaves_nothing_running(
         assert torch.equal(logits_of(runtime), expected)
 
 
+@interpreted
 def test_on_their_way_past_a_copy_stream(models: Callable[[str], Model]) -> None:
     model = models("gpt-oss")
     with opened(model, 2) as runtime:
@@ -284,7 +300,8 @@ def test_batches_of_an_llm(
         asked.set()
         finish(pairs, choices)
 
-    with LLM(model.path, plan, _instrumentation=HOOKS) as llm:
+    where: dict[str, Any] = {"device": model.device, "_instrumentation": HOOKS}
+    with LLM(model.path, plan, **where) as llm:
         memory = llm.memory
         expected = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
     assert memory.total("host") == 0
@@ -297,9 +314,9 @@ def test_batches_of_an_llm(
     for schedule in ("block", "sequential"):
         together.clear()
         asked.clear()
-        device = memory.total("device") + slots_of(model)[3]
-        some = replace(plan, schedule=schedule, device_memory=device)
-        with LLM(model.path, some, _instrumentation=HOOKS) as llm:
+        budget = memory.total("device") + slots_of(model)[3]
+        some = replace(plan, schedule=schedule, device_memory=budget)
+        with LLM(model.path, some, **where) as llm:
             found.append([one.token_ids for one in llm.generate(PROMPTS, PARAMS)])
             done, residency = llm.runtime.store.stats.experts, llm.runtime.residency
             counted = llm.memory.total("host")
@@ -314,14 +331,14 @@ def test_batches_of_an_llm(
 def test_what_has_no_experts_for_the_cpu_is_refused(
     models: Callable[[str], Model], tmp_path: Path
 ) -> None:
-    path, plan = models("qwen3-moe").path, Plan(context=64, cpu_experts=True)
-    for where, hooks, message in (
-        (path, PLAIN, "a CPU computes all experts"),
-        (path, HOOKS, "no expert stays in host memory"),
-        (dense_checkpoint(tmp_path), HOOKS, "needs a mixture"),
+    model, plan = models("qwen3-moe"), Plan(context=64, cpu_experts=True)
+    for path, device, hooks, message in (
+        (model.path, "cpu", PLAIN, "a CPU computes all experts"),
+        (model.path, model.device, HOOKS, "no expert stays in host memory"),
+        (dense_checkpoint(tmp_path), model.device, HOOKS, "needs a mixture"),
     ):
         with pytest.raises(ArgumentError, match=message) as refused:
-            LLM(where, plan, device="cpu", _instrumentation=hooks)
+            LLM(path, plan, device=device, _instrumentation=hooks)
         assert "\n" not in str(refused.value)
     with pytest.raises(ArgumentError, match="cpu_experts is 1"):
         Plan(cpu_experts=1)  # type: ignore[arg-type]
