@@ -31,7 +31,7 @@ _FREE = frozenset({"draft_tokens", "draft_model", "share_prefixes", "spill_folde
 # What the planner chooses: where an option says one of these, it chooses nothing.
 _CHOSEN = (
     *("batch_size", "batches", "prefill_tokens", "cpu_attention", "activations", "schedule"),
-    *("kv_device", "kv_host"),
+    *("kv_device", "kv_host", "cpu_experts"),
 )
 _BOUNDS = ("device_memory", "host_memory", "max_memory")
 
@@ -45,6 +45,9 @@ class PlanOptions:
     context: int = Option(2048, min=1, help="Tokens of prompt and answer together.")
     prefill_tokens: int = Option(1024, min=1, help="Prompt tokens of one pass.")
     cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
+    cpu_experts: bool = Option(
+        False, "--cpu-experts", help="On a GPU: the CPU computes experts that host memory holds."
+    )
     activations: str = Option("device", help="Where waiting batches' are: device, host, disk.")
     schedule: str = Option("block", help="block: layer by layer; sequential: batch by batch.")
     draft_tokens: int = Option(

@@ -179,6 +179,7 @@ class Executor(ABC):
         return {
             "slots": self.plan.slots,
             "activation_bits": self.plan.activation_bits,
+            "cpu_experts": self.plan.cpu_experts,
             "transfers": transfers,
             "device": self.device,
             "dtype": self.dtype,

@@ -75,7 +75,7 @@ class Schedule:
         return followed_tokens(self._decoder, self._store, run, choice, most, noise)
 
     def _together(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
-        mixture = RoundMixture()
+        mixture = RoundMixture(passes=len(passes))
         for one in passes:
             one.mixture = mixture
         steps = [self._decoder.steps(one) for one in passes]

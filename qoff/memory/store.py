@@ -366,7 +366,7 @@ class WeightStore:
                 for name, local in names.items()
                 if name in self._resident
             }
-        return StreamedExperts(counts[layer], following, guessing)
+        return StreamedExperts(counts[layer], following, guessing, self.experts.on_cpu)
 
     def _check(self, unit: Unit) -> None:
         self._opener.check()
@@ -384,7 +384,7 @@ def _with_experts(checkpoint: Checkpoint, plan: Residency) -> set[Unit]:
     """Layers whose files are checked when the first of their experts comes from there."""
     if not plan.expert_slots:
         return set()
-    in_host = {unit.layer for unit in plan.host if isinstance(unit, Expert)}
+    in_host = {unit.layer for unit in plan.host | plan.cpu_experts if isinstance(unit, Expert)}
     layers = enumerate(checkpoint.layers)
     return {i for i, file in layers if any(map(is_expert, file.weights)) and i not in in_host}
 

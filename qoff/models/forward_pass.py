@@ -144,18 +144,21 @@ class Begun(NamedTuple):
 class RoundMixture:
     """What passes of a round have in common where experts come one by one.
 
-    choices: of `native.experts`, of all passes that wait. wave: computed last, for all of these.
+    choices: of `native.choices`, of all passes that wait. wave: computed last, for all of these.
+    on_cpu: `native.cpu_pairs.CpuPairs`, what the CPU computes of them. passes: of the round.
     """
 
     choices: list[Any] = field(default_factory=list)
     wave: object = None
+    on_cpu: Any = None
+    passes: int = 1
 
     def done(self, choices: Sequence[object]) -> None:
         """A pass waits no more."""
         for one in choices:
             self.choices.remove(one)
         if not self.choices:
-            self.wave = None
+            self.wave = self.on_cpu = None
 
 
 @dataclass(eq=False)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from qoff.budgets import device_guard, give_back, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
-from qoff.errors import BudgetError, UnsupportedModelError
+from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
 from qoff.kernels.layout.distribution import Choice
-from qoff.kernels.ops import Scratch, new_scratch, with_scratch
+from qoff.kernels.ops import Scratch, new_scratch, ops_for, with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import ThreadTransfers, Transfers, WeightStore, plan_residency
 from qoff.memory.experts import ExpertStats
@@ -39,6 +39,10 @@ from .spec import DecoderSpec
 from .stored import check_checkpoint
 
 AnyDecoder: TypeAlias = Decoder | ModuleDecoder
+_NONE_ON_CPU = (
+    "cpu_experts: no expert stays in host memory, as all have room on the device, or host_memory "
+    "has none for one; leave it out, or use a smaller device_memory or a larger host_memory"
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Runtime:
     dequantized in `scratch`, by default one that fits device_memory and keeps nothing. verify:
     compare each file with its checksum. trust_remote_code: run code that came with a model
     transformers does not have. reserves: bytes within device_memory to keep free for the caller,
-    without and with layers in tiles; the first that leave enough for the weights are taken. One
+    without and with layers in tiles; the first that leave enough for the weights are taken.
+    cpu_experts: on a GPU, the CPU computes the experts that host_memory holds. One
     forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
     small, OpError for a device that is not there, and the errors of `Checkpoint.open`. In a forked
     process it runs on a CPU, if nothing streams; else passes raise ArgumentError.
@@ -93,6 +98,7 @@ class Runtime:
         instrumentation: Instrumentation = PLAIN,
         verify: bool = True,
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
+        cpu_experts: bool = False,
     ) -> None:
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         where = resolve_device(device)
@@ -130,6 +136,9 @@ class Runtime:
                 replays = Replays(where, while_done=ops.RECORDER())
             embed = self._embed, where, hidden, replays, self._embed_layers
             self.decoder = Decoder(spec, ops, *embed)
+        if cpu_experts:
+            _check_cpu_experts(self.decoder, ops.CACHE == "device")
+            ops_for(torch.device("cpu"))  # compiles them, if nobody has
         transfers = transfers or transfers_to(where)
         try:
             if callable(host_memory):
@@ -146,9 +155,12 @@ class Runtime:
                     host_staging=transfers.host_staging,
                     in_place=transfers.in_place(instrumentation),
                     one_by_one=isinstance(self.decoder, Decoder),
+                    cpu_experts=cpu_experts,
                 ),
                 workspace,
             )
+            if cpu_experts and not residency.cpu_experts:
+                raise ArgumentError(_NONE_ON_CPU)
             on_host = residency.host_bytes + (residency.device_bytes if where.type == "cpu" else 0)
             instrumentation.check_memory(on_host, "weights and working space")
         except BaseException:
@@ -299,6 +311,14 @@ def followed_tokens(
         return []
     with store.use(HEAD):
         return decoder.follow_with_tokens(run, *choosing)
+
+
+def _check_cpu_experts(decoder: AnyDecoder, on_gpu: bool) -> None:
+    """Raise ArgumentError for a device or a model that has no experts for a CPU beside it."""
+    if not on_gpu:
+        raise ArgumentError("cpu_experts is for a GPU: a CPU computes all experts; leave it out")
+    if not isinstance(decoder, Decoder) or decoder.spec.experts is None:
+        raise ArgumentError("cpu_experts needs a mixture of experts that qoff computes itself")
 
 
 def _planned(

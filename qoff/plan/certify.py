@@ -275,7 +275,8 @@ class Certifier:
             missed = 1 - residency.expert_slots / count
             of_all = self.cost.sizes.expert_bytes * count
             held = max(0, residency.host_weight_bytes - streamed[HOST])
-            kept = min(_kept(residency), int(missed * of_all))  # none of these is on the device
+            elsewhere = _kept(residency) + residency.cpu_expert_bytes  # none is on the device
+            kept = min(elsewhere, int(missed * of_all))
             streamed[HOST] += int(missed * held) + kept
             streamed[DISK] += max(0, int(missed * (of_all - held)) - kept)
         resident = max(0, self.cost.weight_bytes - streamed[HOST] - streamed[DISK])

@@ -23,6 +23,7 @@ from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
+from qoff.models.native.cpu_pairs import cpu_pairs_bytes
 from qoff.models.native.decoder import check_on_gpu
 from qoff.models.native.graph_steps import MOST
 from qoff.models.native.pass_bytes import embedded_bytes, held_bytes, layer_bytes, logits_bytes
@@ -88,6 +89,8 @@ def memory_on_gpu(
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape, _ in kinds)
         passes, threads = plan.passes(spec.vocab_size), pool_threads()
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for _, form in kinds)
+    if plan.cpu_experts and spec.experts is not None:
+        work[HOST] += cpu_pairs_bytes(spec, plan.tokens_of_passes, dtype)
     hidden = plan.hidden_bytes(spec.hidden_size, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     if spec.linear is not None:

@@ -46,9 +46,10 @@ class Plan:
     which is rounded; which prompts find one depends on what is computed when they are read.
     draft_tokens: of each answer, so many tokens are drafted from what it and its prompt have so far
     and go through one pass; those that the model chooses, too, need no passes of their own, which
-    pays where a pass reads weights from disk or host memory. draft_model: a small model with the
-    same tokenizer, which stays on the device and drafts them instead. token_s: seconds between two
-    tokens of a sequence at most. adapt: where rounds take longer or less long than expected, the
+    pays where a pass reads weights from disk or host memory. cpu_experts: on a GPU, experts of a
+    mixture that stay in host memory are computed there by the CPU and never come to the device.
+    draft_model: a small model with the same tokenizer, which stays on the device and drafts them
+    instead. token_s: seconds between two tokens of a sequence at most. adapt: where rounds take longer or less long than expected, the
     schedule and how many sequences and prompts a round has follow what the machine does then, and
     where that pays, the running sequences end, and the rest goes on with another plan in the same
     memory; "rounds": without the latter. On a CPU no token depends on it without share_prefixes and
@@ -64,6 +65,7 @@ class Plan:
     kv: KVQuant = field(default_factory=KVQuant)
     kv_placement: KVPlacement = field(default_factory=KVPlacement)
     cpu_attention: Literal["auto", "always", "never"] = "auto"
+    cpu_experts: bool = False  # those in host memory are computed there
     activations: Tier = "device"
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
@@ -92,8 +94,9 @@ class Plan:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; use qoff.{kind.__name__}")
         if self.spill_folder is not None:
             object.__setattr__(self, "spill_folder", Path(self.spill_folder))
-        if not isinstance(self.share_prefixes, bool):
-            raise ArgumentError(f"share_prefixes is {self.share_prefixes!r}; use True or False")
+        for name in ("share_prefixes", "cpu_experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; use True or False")
         if not isinstance(self.adapt, bool) and self.adapt != "rounds":
             raise ArgumentError(f"adapt is {self.adapt!r}; use True, 'rounds' or False")
         if self.token_s is not None and not (is_number(self.token_s) and self.token_s > 0):

@@ -170,6 +170,10 @@ def test_batch_refuses_options_that_it_would_not_use(
     assert "leave out --raw and the options" in fail("batch", packable, prompts, "--temperature", 0)
 
 
+def test_batch_refuses_experts_for_the_cpu_on_a_cpu(packable: Path, prompts: Path) -> None:
+    assert "a CPU computes all experts" in fail("batch", packable, prompts, "--cpu-experts")
+
+
 def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:
     assert "a CPU computes in float32" in fail(
         "batch", packable, prompts, *BATCH, "--device", "cpu", "--dtype", "float16"

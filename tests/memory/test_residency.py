@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from unittest.mock import Mock
 
 import pytest
@@ -128,10 +129,38 @@ def test_layers_that_lie_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch
     assert counts[1] <= 1.2 * counts[0]
 
 
-def test_host_memory_holds_no_more_slots_than_experts_that_are_elsewhere() -> None:
+def mixture_of_experts(packing: str = "rows16") -> Checkpoint:
+    """12 layers of 16 experts."""
     mixture = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2}
     mixture |= {"moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    checkpoint = ModelSizes.of({**SMALL, **mixture, "mlp_only_layers": []}).checkpoint
+    config = {**SMALL, **mixture, "mlp_only_layers": []}
+    return ModelSizes.of(config, QuantConfig(packing=packing)).checkpoint
+
+
+def test_experts_for_the_cpu_are_spread_over_the_layers() -> None:
+    checkpoint = mixture_of_experts("split32")
+    everything = residency_of(checkpoint, all_names(checkpoint), packing="split32").device_bytes
+    for tenths, host in ((3, everything // 4), (5, everything // 3), (7, 1 << 40)):
+        plan = plan_residency(
+            checkpoint,
+            everything * tenths // 10,
+            packing="split32",
+            host_memory=host,
+            cpu_experts=True,
+        )
+        layers = Counter(one.layer for one in plan.cpu_experts)
+        assert plan.host_bytes <= host
+        assert not plan.host_expert_slots
+        assert len(layers) == 12
+        assert max(layers.values()) - min(layers.values()) <= 1
+        away = 12 * 16 - plan.expert_slots
+        assert plan.cpu_experts
+        assert len(plan.cpu_experts) == away or host - plan.host_bytes < 2 * plan.expert_bytes
+    assert len(plan.cpu_experts) == away
+
+
+def test_host_memory_holds_no_more_slots_than_experts_that_are_elsewhere() -> None:
+    checkpoint = mixture_of_experts()
     everything = residency_of(checkpoint, all_names(checkpoint)).device_bytes
     plan = plan_residency(checkpoint, everything * 9 // 10, host_memory=1 << 40)
     assert not plan.host_expert_slots  # all are sources there

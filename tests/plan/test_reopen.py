@@ -44,6 +44,13 @@ def running(plan: Plan = PLAN, profile: MachineProfile | None = None) -> Running
         return RunningPlan(sizes(), plan, executor.memory, residency, profile, torch.float32)
 
 
+def test_a_plan_whose_experts_the_cpu_computes_stays() -> None:
+    now = running()
+    assert better_plan(now, KNOBS, LEFT) is not None
+    now.plan = replace(now.plan, cpu_experts=True)
+    assert better_plan(now, KNOBS, LEFT) is None
+
+
 def test_a_better_plan_takes_no_more_memory_and_cuts_prompts_alike() -> None:
     found = better_plan(running(), KNOBS, LEFT)
     assert found is not None

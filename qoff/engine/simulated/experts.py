@@ -12,8 +12,9 @@ from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights, WeightStore
 from qoff.memory.experts import ExpertWave, StreamedExperts
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.choices import Chosen
 from qoff.models.native.decoder import Decoder
-from qoff.models.native.experts import Chosen, Experts, likeliest
+from qoff.models.native.experts import Experts, likeliest
 from qoff.models.native.layer import Layer
 from qoff.models.native.linear import Steps, wait_for
 from qoff.models.spec_parts import ExpertsSpec

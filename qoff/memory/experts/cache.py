@@ -25,11 +25,11 @@ from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers
 from qoff.memory.load import FileChecks
 from qoff.memory.plan import ChosenExperts, Residency, Unit, Weight, view
-from qoff.memory.plan.experts import layer_experts
-from qoff.memory.plan.residency import expert_units
+from qoff.memory.plan.experts import expert_units, layer_experts
 
 from .host import HostSlots
 from .moves import ExpertMoves, MakeMoves
+from .on_cpu import CpuExperts
 from .policy import Keys, NextUse, Policy
 from .state import AGE, FEW, LEAST_ACCURACY, NEARLY_ALL, CacheState
 
@@ -47,6 +47,7 @@ class ExpertStats:
     guessed: int = 0  # that came before a pass asked for them
     wrong: int = 0  # that were read, and left before any pass asked for them
     bytes: int = 0  # of all that came to the device
+    on_cpu: int = 0  # pairs of a token and an expert that the CPU computed
 
     @property
     def accuracy(self) -> float:
@@ -61,6 +62,7 @@ class StreamedExperts:
     count: int
     following: int | None  # the next layer with any
     guessing: Mapping[str, Weight]  # its resident weights by local name, to guess with
+    on_cpu: CpuExperts | None  # those of all layers that never come
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +81,8 @@ class ExpertCache:
 
     Those of `sources` are copied from host memory, the others read from disk, and their files
     checked once unless `checks` knows them. What leaves the device may stay in slots in host memory
-    (`HostSlots`), and comes from there again. For one pass, or round of passes, at a time. record:
-    lists the layer and the experts of every request.
+    (`HostSlots`), and comes from there again. Those `on_cpu` never come. For one pass, or round of
+    passes, at a time. record: lists the layer and the experts of every request.
     """
 
     def __init__(
@@ -118,6 +120,11 @@ class ExpertCache:
         sizes = [some.nbytes if some.count else 0 for some in self._layers]
         self.now = CacheState(count, self.counts, sizes)
         self._stays = np.array([one in sources for one in experts], dtype=bool)  # in host memory
+        self.on_cpu: CpuExperts | None = None
+        self._comes = np.ones(len(experts), dtype=bool)
+        if residency.cpu_experts:
+            self._comes = np.array([one not in residency.cpu_experts for one in experts])
+            self.on_cpu = CpuExperts(checkpoint, residency, host_arena, transfers)
         self._matrices: dict[int, tuple[QExperts, QExperts, tuple[Tensor, Tensor]]] = {}
         self._lock = threading.Lock()
         self.closed = False
@@ -125,10 +132,11 @@ class ExpertCache:
 
     @property
     def stats(self) -> ExpertStats:
-        return ExpertStats(saved=self._host.saved, **self.now.counted)
+        computed = self.on_cpu.pairs if self.on_cpu else 0
+        return ExpertStats(saved=self._host.saved, on_cpu=computed, **self.now.counted)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
-        """Some of the experts, one at least, that stay where they are until `release`.
+        """Some of the experts, one at least of any, that stay where they are until `release`.
 
         Waits if none is there. Raises what went wrong in reading them, ArgumentError when closed.
         """
@@ -141,7 +149,7 @@ class ExpertCache:
     def bring(self, chosen: ChosenExperts) -> tuple[Keys, Keys]:
         """As `acquire`: the numbers of experts, and their slots."""
         first = int(self.policy.first[chosen.layer])
-        wanted = first + np.array(chosen.numbers)
+        wanted = first + np.array(chosen.numbers, dtype=np.int64)
         with self._lock:
             if self.closed:
                 raise ArgumentError("the weight store is closed")
@@ -172,6 +180,8 @@ class ExpertCache:
         self.closed = True
         self._matrices.clear()
         self.now.free.clear()
+        if self.on_cpu:
+            self.on_cpu.close()
 
     def _note(self, chosen: ChosenExperts, wanted: Keys) -> None:
         """Count a request that is not for what is left of the last one."""
@@ -185,7 +195,8 @@ class ExpertCache:
         self.policy.use(chosen.layer, wanted)
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
-        self.now.guesses = self._guesses(chosen)
+        guesses = self._guesses(chosen)
+        self.now.guesses = guesses[self._comes[guesses]]
         self.now.doubtful = self._missing(self.now.guesses)
         self._count(guesses=len(self.now.doubtful))
 
@@ -194,7 +205,7 @@ class ExpertCache:
         first = self.policy.first
         if chosen.guesses:
             return np.array([int(first[one.layer]) + one.number for one in chosen.guesses])
-        if len(chosen.numbers) < NEARLY_ALL * self.counts[chosen.layer]:
+        if len(chosen.numbers) < NEARLY_ALL * self._comes[slice(*first[chosen.layer :][:2])].sum():
             return self.now.guesses[:0]
         layers = [*range(chosen.layer + 1, len(self.counts)), *range(chosen.layer)]
         layer = next((layer for layer in layers if self.counts[layer]), None)

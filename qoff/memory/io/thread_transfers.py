@@ -33,7 +33,8 @@ class ThreadTransfers(Transfers):
         self._copies = self._new_copies(instrumentation)
         self._threads.append(self._copies)
         arenas = super().open(residency, instrumentation)
-        self._staging = arenas["device"].alloc(residency.staging_bytes, "staging for repacking")
+        if residency.staging_bytes:  # all is repacked alike
+            self._staging = arenas["device"].alloc(residency.staging_bytes, "staging for repacking")
         return arenas
 
     @property

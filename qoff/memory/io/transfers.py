@@ -172,6 +172,8 @@ class Transfers(ABC):
         self._instrumentation = instrumentation
         sizes = {"device": residency.device_bytes, "host": residency.host_bytes}
         self._tiers = TierArenas(sizes, self._stream, instrumentation.pages)
+        staging = residency.cpu_staging_bytes
+        self._staging = self._tiers.arenas["host"].alloc(staging, "staging for repacking")
         return self._tiers.arenas
 
     @property

@@ -7,7 +7,7 @@ straight into the slot; else it is of exactly their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import TypeGuard
@@ -17,7 +17,9 @@ from qoff.errors import FormatError
 from qoff.memory.arena import PAGE
 
 from .image import FileRange, Image, image_of
-from .units import expert_number, is_expert
+from .units import Expert, expert_number, is_expert
+
+CPU_PACKING = "rows16"  # of experts that a CPU computes beside a GPU
 
 
 class LayerExperts:
@@ -79,6 +81,13 @@ class LayerExperts:
 def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:
     """The experts of all layers, in their order."""
     return [LayerExperts(file, packing) for file in checkpoint.layers]
+
+
+def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:
+    """All experts of all layers, in the order of their files."""
+    return [
+        Expert(layer, number) for layer, some in enumerate(experts) for number in range(some.count)
+    ]
 
 
 def _dense(entry: WeightEntry) -> TypeGuard[TensorEntry]:

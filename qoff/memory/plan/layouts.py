@@ -8,9 +8,8 @@ from functools import cache, cached_property, lru_cache
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile, tensors_of
 
-from .experts import LayerExperts, layer_experts
+from .experts import LayerExperts, expert_units, layer_experts
 from .parts import Total, UnitPlan, plan_unit, streamed_bytes
-from .residency import expert_units
 from .units import (
     HEAD,
     Tile,

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
-from qoff.memory.arena import PAGE
+from qoff.memory.arena import PAGE, round_up
 
+from .experts import CPU_PACKING, expert_units, layer_experts
 from .layouts import Choice, Layouts
 from .residency import Residency, check_slots, joined, rows_image
-from .units import HEAD, Unit, row_tables, unit_weights
+from .units import HEAD, Expert, Unit, row_tables, unit_weights
 
 _LOAD_BYTES = 64 << 20  # at most, of a staging buffer when all weights are resident
 _LEAST_LOAD_BYTES = 256 << 10
@@ -36,6 +37,7 @@ def plan_residency(
     one_by_one: bool = True,
     layouts: Layouts | None = None,
     in_place: bool = False,
+    cpu_experts: bool = False,
 ) -> Residency:
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
@@ -51,8 +53,10 @@ def plan_residency(
     Up to `host_memory` bytes (None: as many as buffers need) hold the sources of streaming units,
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
     go straight to the device). With `in_place` these units are computed with where they lie; there
-    are no slots where that is all of them. A budget that is too small is refused with the minimum:
-    raises BudgetError with the budget and the least bytes any plan takes.
+    are no slots where that is all of them. With `cpu_experts` those experts that have no room on
+    the device are in host memory for the CPU to compute, as many as fit. A budget that is too small
+    is refused with the minimum: raises BudgetError with the budget and the least bytes any plan
+    takes.
     """
     layouts = layouts or Layouts(checkpoint, packing)
     search = _Search(layouts, slots, workspace, tiled_workspace)
@@ -80,7 +84,7 @@ def plan_residency(
             )
         choice = found
     plan = search.residency(choice, device_memory)
-    plan = place_in_host(checkpoint, plan, host_memory, host_staging, layouts)
+    plan = place_in_host(checkpoint, plan, host_memory, host_staging, layouts, cpu_experts)
     return replace(plan, slots=0) if in_place and plan.host.issuperset(plan.streamed) else plan
 
 
@@ -90,13 +94,14 @@ def place_in_host(
     host_memory: int | None,
     host_staging: int = 0,
     layouts: Layouts | None = None,
+    cpu_experts: bool = False,
 ) -> Residency:
     """The plan with `host_staging` buffers and as many sources in host memory as fit beside them.
 
     Experts that come one by one are all loaded where all of them fit; else what other sources leave
-    is slots for those that leave the device. Rows of tables come from host memory when there is
-    room besides all that streams.
-    Raises BudgetError when the buffers do not fit.
+    is slots for those that leave the device. With `cpu_experts` it is those that the CPU computes,
+    evenly spread, up to all that the device has no slots for. Rows of tables come from host memory
+    when there is room besides all that streams. Raises BudgetError when the buffers do not fit.
     """
     buffer = plan.slot_bytes or min(plan.resident_bytes, _LOAD_BYTES)
     if not plan.slot_bytes and host_staging and host_memory is not None:
@@ -115,12 +120,15 @@ def place_in_host(
     left = host_memory - staging
     nbytes: Mapping[Unit, int] = plan.streamed if left else {}
     one_by_one: Mapping[Unit, int] = {}
-    if left and plan.expert_slots:
+    if left and plan.expert_slots and not cpu_experts:
         one_by_one = (layouts or Layouts(checkpoint, plan.packing)).expert_bytes
         if sum(nbytes.values()) + sum(one_by_one.values()) <= left:
             nbytes, one_by_one = {**nbytes, **one_by_one}, {}
     chosen = spread_evenly(nbytes, left)
     used = sum(nbytes[unit] for unit in chosen)
+    if cpu_experts and plan.expert_slots:
+        plan = _with_cpu_experts(checkpoint, plan, left - used)
+        left -= plan.on_cpu_bytes
     if one_by_one:
         # Never on both: what is not on the device, and what is on its way there.
         away = len(one_by_one) - plan.expert_slots + min(plan.expert_slots, _EXPERTS_AT_ONCE)
@@ -132,6 +140,28 @@ def place_in_host(
         if table not in plan.resident and used + rows <= left:
             chosen, used = chosen | {table}, used + rows
     return replace(plan, host=chosen, host_weight_bytes=used)
+
+
+def _with_cpu_experts(checkpoint: Checkpoint, plan: Residency, room: int) -> Residency:
+    """The plan with as many experts for the CPU as fit, of those that are not on the device."""
+    layers = layer_experts(checkpoint, CPU_PACKING)
+    some = [experts for experts in layers if experts.count]
+    staging = max(experts.staging_bytes for experts in some)
+    bias = max(experts.bias_bytes for experts in some)
+    nbytes: dict[Unit, int] = {one: layers[one.layer].nbytes + bias for one in expert_units(layers)}
+    away = sum(nbytes.values()) - plan.expert_slots * max(nbytes.values())
+    beside = round_up(staging, PAGE) + PAGE * (bias > 0)
+    found = spread_evenly(nbytes, max(0, min(room - beside, away)))
+    chosen = frozenset(one for one in found if isinstance(one, Expert))
+    if not chosen:
+        return plan
+    return replace(
+        plan,
+        cpu_experts=chosen,
+        cpu_expert_bytes=sum(layers[one.layer].nbytes for one in chosen),
+        cpu_bias_bytes=len(chosen) * bias,
+        cpu_staging_bytes=staging,
+    )
 
 
 def spread_evenly(nbytes: Mapping[Unit, int], budget: int) -> frozenset[Unit]:

@@ -17,7 +17,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.memory.arena import PAGE, round_up
 
-from .experts import LayerExperts, layer_experts
+from .experts import LayerExperts, expert_units, layer_experts
 from .image import Image, make_image
 from .parts import Total, kept_images, plan_unit, streamed_bytes, streamed_image
 from .tiles import tile_image
@@ -55,6 +55,10 @@ class Residency:
     expert_bytes: int = 0  # of one of them
     host_expert_slots: int = 0  # in host memory, for experts that left the others
     expert_bias_bytes: int = 0  # of the biases of the expert in a slot, which lie together
+    cpu_experts: frozenset[Expert] = frozenset()  # that the CPU computes where they stay, the host
+    cpu_expert_bytes: int = 0  # of all of them
+    cpu_bias_bytes: int = 0  # of their biases
+    cpu_staging_bytes: int = 0  # for repacking them while they are loaded
 
     @property
     def device_bytes(self) -> int:
@@ -72,7 +76,13 @@ class Residency:
     def host_bytes(self) -> int:
         """Bytes of the host arena."""
         kept = self.host_expert_slots * self.expert_bytes
-        return self.host_weight_bytes + self.host_staging_bytes + kept
+        return self.host_weight_bytes + self.host_staging_bytes + kept + self.on_cpu_bytes
+
+    @property
+    def on_cpu_bytes(self) -> int:
+        """Bytes of the host arena for experts that the CPU computes."""
+        beside = round_up(self.cpu_bias_bytes, PAGE) + round_up(self.cpu_staging_bytes, PAGE)
+        return self.cpu_expert_bytes + beside
 
     @property
     def device_weight_bytes(self) -> int:
@@ -228,13 +238,6 @@ def host_images(
         if table in plan.host:
             images[table] = rows_image(checkpoint, table)
     return images
-
-
-def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:
-    """All experts of all layers, in the order of their files."""
-    return [
-        Expert(layer, number) for layer, some in enumerate(experts) for number in range(some.count)
-    ]
 
 
 def rows_image(checkpoint: Checkpoint, table: str) -> Image:

@@ -27,11 +27,12 @@ from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
 from qoff.kvcache.states import StateCache
 from qoff.memory import Weights
+from qoff.memory.experts.on_cpu import MATRICES
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import head_shapes, logits_ending
-from qoff.models.native.experts import MATRICES, Experts
+from qoff.models.native.experts import Experts
 from qoff.models.native.layer import Layer
 from qoff.models.native.linear import norm_of
 from qoff.models.native.per_layer import table_scale

@@ -33,7 +33,7 @@ from qoff.models.forward_pass import (
 )
 from qoff.models.spec import DecoderSpec
 
-from .experts import Chosen
+from .choices import Chosen
 from .following import check_ids
 from .graphs import Replays
 from .layer import Layer

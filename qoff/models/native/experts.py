@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,50 +15,14 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.upload import on_device
 from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights
 from qoff.memory.experts import ExpertWave
+from qoff.memory.experts.on_cpu import MATRICES, CpuExperts
 from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass
 from qoff.models.names import CORRECTION, GAINS
 from qoff.models.spec_parts import ExpertsSpec
 
+from .choices import Choice, Pairs
+from .cpu_pairs import CpuPairs
 from .linear import Steps, vector, wait_for
-
-MATRICES = ("gate_up_proj", "down_proj")
-
-
-@dataclass(eq=False)
-class Choice:
-    """What the router chose for some tokens, and what their experts gave so far."""
-
-    part: slice  # of the pass's tokens
-    x: Tensor  # inputs of the experts, [M, H]
-    ids: Tensor  # int64 [M, T], in host memory
-    weights: Tensor  # [M, T]
-    weighted: Tensor | None = None  # [M, T, H], if not all came at once
-
-
-@dataclass(eq=False)
-class Chosen:
-    """What tokens of a pass want of a layer whose experts come one by one.
-
-    guesses: of the next layer with any, int64 [M, T] in host memory; None: nothing is known.
-    """
-
-    choices: list[Choice]
-    guesses: Tensor | None
-
-    def copy(self) -> Chosen:
-        """The same in memory of its own."""
-        choices = [
-            Choice(c.part, c.x.clone(), c.ids.clone(), c.weights.clone()) for c in self.choices
-        ]
-        return Chosen(choices, None if self.guesses is None else self.guesses.clone())
-
-
-class Pairs(NamedTuple):
-    """Some tokens and experts of a choice that are computed, int64 [P] in host memory each."""
-
-    choice: Choice
-    places: Tensor  # among all of the choice
-    slots: Tensor  # where the experts are
 
 
 class Experts:
@@ -108,34 +71,68 @@ class Experts:
         choices: list[Choice],
         guesses: tuple[Expert, ...],
         into: Tensor | None = None,
+        on_cpu: CpuExperts | None = None,
     ) -> Steps:
         """hidden += the outputs of experts that come in waves, as `compute` would have it.
 
-        into: in place of the hidden states, [M, hidden_size].
+        into: in place of the hidden states, [M, hidden_size]. on_cpu: experts that do not come; the
+        CPU computes them meanwhile.
 
         What a pair of a token and an expert gives is kept until all have come and summed in the
         router's order, so that it does not matter in which waves they came. The first pass of a
         round that has a wave computes what all passes want of it.
         """
-        left = sorted(set().union(*(choice.ids.flatten().tolist() for choice in choices)))
         if into is not None:
             into.zero_()
         mixture = run.mixture
         mixture.choices += choices
-        while left:
-            wanted = ChosenExperts(layer, tuple(left), guesses)
-            found = yield from wait_for(run, wanted)
-            wave = cast(ExpertWave, found[EXPERTS])
-            if mixture.wave is not wave:
-                mixture.wave = wave
-                mlp = self._mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
-                self._compute_wave(mixture.choices, wave, mlp, run.input if into is None else into)
-            left = [number for number in left if number not in wave.numbers]
+        if on_cpu is None or layer not in on_cpu.layers:
+            yield from self._waves(layer, weights, run, choices, guesses, into)
+        else:
+            if mixture.on_cpu is None:
+                mixture.on_cpu = CpuPairs(layer, self.spec, on_cpu)
+            pairs: CpuPairs = mixture.on_cpu
+            try:
+                pairs.add(choices)
+                yield from self._waves(layer, weights, run, choices, guesses, into)
+                pairs.finish(choices)
+            except BaseException:
+                pairs.abandon()
+                raise
         mixture.done(choices)
         for choice in choices:
             if choice.weighted is not None:
                 hidden = (run.input if into is None else into)[choice.part]
                 self._ops.add_experts(choice.weighted, residual=hidden, out=hidden)
+        return run.input
+
+    def _waves(
+        self,
+        layer: int,
+        weights: Weights,
+        run: ForwardPass,
+        choices: list[Choice],
+        guesses: tuple[Expert, ...],
+        into: Tensor | None,
+    ) -> Steps:
+        """Wait for the experts that come, and compute them."""
+        mixture = run.mixture
+        pairs: CpuPairs | None = mixture.on_cpu
+        wanted_ones = set[int]().union(*(choice.ids.flatten().tolist() for choice in choices))
+        left = sorted(n for n in wanted_ones if pairs is None or not pairs.has(n))
+        others = pairs is not None and mixture.passes > 1  # may begin what the CPU is to compute
+        while left or others:
+            others = False
+            wanted = ChosenExperts(layer, tuple(left), guesses)
+            found = yield from wait_for(run, wanted)
+            wave = cast(ExpertWave, found[EXPERTS])
+            if mixture.wave is not wave and wave.numbers:
+                mixture.wave = wave
+                mlp = self._mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
+                self._compute_wave(mixture.choices, wave, mlp, run.input if into is None else into)
+            left = [number for number in left if number not in wave.numbers]
+            if pairs is not None:
+                pairs.take()
         return run.input
 
     def by_jobs(

@@ -20,7 +20,8 @@ from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
-from .experts import Choice, Chosen, Experts, likeliest
+from .choices import Choice, Chosen
+from .experts import Experts, likeliest
 from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
@@ -376,7 +377,11 @@ class Layer:
             )
             return run.input
         guesses = likeliest(streamed.following, chosen.guesses)
-        return (yield from experts.in_waves(layer, weights, run, chosen.choices, guesses, into))
+        return (
+            yield from experts.in_waves(
+                layer, weights, run, chosen.choices, guesses, into, streamed.on_cpu
+            )
+        )
 
     def _guesses(
         self, experts: Experts, streamed: StreamedExperts, hidden: Tensor

@@ -1,0 +1,45 @@
+"""What tokens of a pass want of a layer's experts, and what these gave so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Choice:
+    """What the router chose for some tokens, and what their experts gave so far."""
+
+    part: slice  # of the pass's tokens
+    x: Tensor  # inputs of the experts, [M, H]
+    ids: Tensor  # int64 [M, T], in host memory
+    weights: Tensor  # [M, T]
+    weighted: Tensor | None = None  # [M, T, H], if not all came at once
+
+
+@dataclass(eq=False)
+class Chosen:
+    """What tokens of a pass want of a layer whose experts come one by one.
+
+    guesses: of the next layer with any, int64 [M, T] in host memory; None: nothing is known.
+    """
+
+    choices: list[Choice]
+    guesses: Tensor | None
+
+    def copy(self) -> Chosen:
+        """The same in memory of its own."""
+        choices = [
+            Choice(c.part, c.x.clone(), c.ids.clone(), c.weights.clone()) for c in self.choices
+        ]
+        return Chosen(choices, None if self.guesses is None else self.guesses.clone())
+
+
+class Pairs(NamedTuple):
+    """Some tokens and experts of a choice that are computed, int64 [P] in host memory each."""
+
+    choice: Choice
+    places: Tensor  # among all of the choice
+    slots: Tensor  # where the experts are
