@@ -49,11 +49,12 @@ class Plan:
     pays where a pass reads weights from disk or host memory. cpu_experts: on a GPU, experts of a
     mixture that stay in host memory are computed there by the CPU and never come to the device.
     draft_model: a small model with the same tokenizer, which stays on the device and drafts them
-    instead. token_s: seconds between two tokens of a sequence at most. adapt: where rounds take longer or less long than expected, the
-    schedule and how many sequences and prompts a round has follow what the machine does then, and
-    where that pays, the running sequences end, and the rest goes on with another plan in the same
-    memory; "rounds": without the latter. On a CPU no token depends on it without share_prefixes and
-    prompt_logprobs. Raises ArgumentError for values out of range.
+    instead. token_s: seconds between two tokens of a sequence at most. adapt: where rounds take
+    longer or less long than expected, the schedule and how many sequences and prompts a round has
+    follow what the machine does then, and where that pays, the running sequences end, and the rest
+    goes on with another plan in the same memory; "rounds": without the latter. On a CPU no token
+    depends on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values out of
+    range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
