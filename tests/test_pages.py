@@ -44,6 +44,7 @@ OTHERS = {
     "--pause",
     "--requests",
     "--gguf",
+    "--like",
 }
 
 

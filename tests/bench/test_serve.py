@@ -19,11 +19,10 @@ def test_clients_are_counted_and_errors_end_the_bench(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_IN", 2)
-    monkeypatch.setattr(serve, "_PAUSE_S", 0.01)
     checkpoint = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
     with running(checkpoint) as served:
         out = tmp_path / "out.json"
-        url = ["--url", served.url, "--model", MODEL, "--name", "here"]
+        url = ["--url", served.url, "--model", MODEL, "--name", "here", "--pause", "0.01"]
         serve.main([*url, "--quick", "--clients", "1,3", "--out", str(out)])
         with pytest.raises(QoffError, match="404"):
             asyncio.run(serve.ask(Address(served.url, "other"), "a"))

@@ -106,9 +106,8 @@ def test_answers_are_those_with_all_blocks(
             assert all(most[number, tier] <= one.blocks[tier] for tier in TIERS)
             if group.reach:
                 assert max(most[number, tier] for tier in TIERS) > 0
-    keeps = replace(plan, share_prefixes=True).block_plans(
-        llm._executor.shapes, llm._executor.forms
-    )
+        shapes, forms = llm._executor.shapes, llm._executor.forms
+    keeps = replace(plan, share_prefixes=True).block_plans(shapes, forms)
     here, all_kept = (sum(x.tier_bytes().values()) for x in (memory.blocks, keeps))
     assert here == all_kept if plan.share_prefixes else here < 0.95 * all_kept
 

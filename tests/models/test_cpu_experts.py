@@ -302,12 +302,10 @@ def test_batches_of_an_llm(
 
     where: dict[str, Any] = {"device": model.device, "_instrumentation": HOOKS}
     with LLM(model.path, plan, **where) as llm:
-        memory = llm.memory
+        assert llm.memory.total("host") == 0
+        memory = llm._rounds.current.opened.executor._memory_of(tiled=True)
         expected = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
-    assert memory.total("host") == 0
     plan = replace(plan, cpu_experts=True, host_memory=1 << 26)
-    executor = llm._rounds.current.opened.executor
-    memory = executor._memory_of(tiled=True)
     found, most = [], []
     monkeypatch.setattr(cpu_pairs, "_compute", computed)
     monkeypatch.setattr(CpuPairs, "finish", finished)
