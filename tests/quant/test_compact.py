@@ -42,8 +42,8 @@ def test_little_is_lost_to_ranges_of_floats(
     floats = quantize(w, bits, 32, solver, scale_dtype=torch.float32)
     found = quantize(w, bits, 32, solver, scale_dtype=COMPACT)
     lost, best = (float((q.dequantize() - w).square().mean()) for q in (found, floats))
-    most = {4: 1.35, 6: 1.45, 8: 1.6}  # zero points are 256ths, as codes of 8 bits
-    assert lost < most[bits] * best
+    # Zero points are 256ths: in 2,500 draws at most 1.12 times with 4 bits, 1.46 with 6, 1.51 with 8.
+    assert lost < (1.2 if bits == 4 else 1.6) * best
     assert found.nbytes * 8 == w.numel() * (bits + 0.5)
 
 
