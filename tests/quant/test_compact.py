@@ -42,7 +42,7 @@ def test_little_is_lost_to_ranges_of_floats(
     floats = quantize(w, bits, 32, solver, scale_dtype=torch.float32)
     found = quantize(w, bits, 32, solver, scale_dtype=COMPACT)
     lost, best = (float((q.dequantize() - w).square().mean()) for q in (found, floats))
-    # Zero points are 256ths: in 2,500 draws at most 1.12 times with 4 bits, 1.46 with 6, 1.51 with 8.
+    # Zero points are 256ths: of 2,500 draws at most 1.12 with 4 bits, 1.46 with 6, 1.51 with 8.
     assert lost < (1.2 if bits == 4 else 1.6) * best
     assert found.nbytes * 8 == w.numel() * (bits + 0.5)
 
