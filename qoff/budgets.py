@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 
 from qoff.errors import ArgumentError, QoffError
+from qoff.log import say_once
 from qoff.units import parse_size
 
 logger = logging.getLogger(__name__)
-_OLDEST = (7, 5)  # compute capability of a GPU that kernels are compiled for
+OLDEST_GPU = (7, 5)  # compute capability of a GPU that kernels are compiled for
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -128,11 +128,11 @@ def unusable_gpu(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "qoff's kernels are for NVIDIA's GPUs, and this torch is a build for ROCm"
     found = torch.cuda.get_device_properties(device)
-    if (found.major, found.minor) >= _OLDEST:
+    if (found.major, found.minor) >= OLDEST_GPU:
         return ""
     return (
         f"{found.name} has compute capability {found.major}.{found.minor}, and qoff's kernels need "
-        "{}.{}".format(*_OLDEST)
+        "{}.{}".format(*OLDEST_GPU)
     )
 
 
@@ -140,13 +140,8 @@ def _takes_kernels() -> bool:
     """Whether the current GPU is one that kernels run on; a line says why not, once."""
     why = unusable_gpu(torch.device("cuda", torch.cuda.current_device()))
     if why:
-        _say_once(f"device 'auto' is the CPU: {why}")
+        say_once(logger, f"device 'auto' is the CPU: {why}")
     return not why
-
-
-@cache
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
@@ -187,7 +182,9 @@ def resolve_dtype(
         raise ArgumentError(f"hidden states on a GPU are float16 or bfloat16, not {dtype!r}")
     if wanted == torch.bfloat16 and not has_bfloat16:
         if dtype == "auto":
-            _say_once("dtype 'auto' is float16: the model is bfloat16, which this GPU has not")
+            say_once(
+                logger, "dtype 'auto' is float16: the model is bfloat16, which this GPU has not"
+            )
             return torch.float16
         raise ArgumentError("this GPU cannot multiply bfloat16; use dtype='float16'")
     assert wanted is not None

@@ -137,7 +137,7 @@ def auto_is_the_cpu() -> Iterator[None]:
     """Have tests that name no device run on the CPU, where there is a GPU, too."""
     with pytest.MonkeyPatch.context() as patch:
         if torch.cuda.is_available():
-            for module in ("qoff.budgets", "qoff.engine.llm", "qoff.hf.load"):
+            for module in ("qoff.budgets", "qoff.hf.device", "qoff.hf.load"):
                 patch.setattr(f"{module}.resolve_device", cpu_for_auto, raising=False)
         yield
 

@@ -15,6 +15,7 @@ from qoff import budgets
 from qoff.budgets import device_guard, memory_bounds, resolve_device, resolve_dtype
 from qoff.errors import ArgumentError, OpError
 from qoff.kernels.ops import ops_for
+from qoff.log import say_once
 from qoff.plan import Plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -84,7 +85,7 @@ def test_auto_is_the_cpu_beside_a_gpu_that_has_no_kernels(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gpu_of(monkeypatch, 6, 1)
-    budgets._say_once.cache_clear()
+    say_once.cache_clear()
     assert resolve_device("auto") == resolve_device("auto") == CPU
     assert "'auto' is the CPU: GTX has compute capability 6.1, and qoff's kernels" in caplog.text
     with pytest.raises(OpError, match=r"need 7\.5; use device='cpu'"):
@@ -165,7 +166,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    budgets._say_once.cache_clear()
+    say_once.cache_clear()
     assert resolve_dtype("auto", {"dtype": "float32"}, GPU) == torch.float16
     assert not caplog.records
     for _ in range(2):

@@ -19,6 +19,7 @@ SHARED = frozenset(
         "dynamo",
         "errors",
         "interrupts",
+        "log",
         "process",
         "schema",
         "settings",

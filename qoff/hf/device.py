@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from qoff.budgets import resolve_device
 from qoff.errors import ArgumentError, QoffError
 from qoff.kernels.ops import ops_for
+from qoff.log import say_once
 from qoff.models.families import converted
 from qoff.models.modules.configs import is_native
 from qoff.models.spec import DecoderSpec
@@ -47,7 +47,7 @@ def device_for(
     if reason and device != "auto":
         raise ArgumentError(f"{path_or_hub_id}: {reason} on the CPU only; use device='cpu'")
     if reason:
-        _say_once(f"{path_or_hub_id}: {reason} on the CPU only, so device 'auto' is the CPU")
+        say_once(logger, f"{path_or_hub_id}: {reason} on the CPU only, so device 'auto' is the CPU")
         return CPU
     ops_for(where)
     return where
@@ -97,8 +97,3 @@ def _by(config: Mapping[str, Any]) -> str:
         if not DecoderSpec.from_config(config).attention_layers:
             return "it has no layer that attends, and runs"
     return ""
-
-
-@cache
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
 from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from qoff.budgets import OLDEST_GPU
 from qoff.errors import OpError, QuantizationError
 from qoff.kernels.layout.packing import (
     BITS,
@@ -26,6 +26,7 @@ from qoff.kernels.layout.packing import (
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import COMPACT, SCALE_DTYPES
 from qoff.kernels.reference.quantization import nearest_levels
+from qoff.log import say_once
 
 from .solvers import SOLVERS, floats_of, solved
 
@@ -171,20 +172,15 @@ def computed(
         if home.type == "cuda" or place == home or not torch.cuda.is_available():
             raise
         reason, _, _ = str(error).partition("\n")
-        _say_once(f"quantized on the CPU, as the GPU fails: {reason}")
+        say_once(logger, f"quantized on the CPU, as the GPU fails: {reason}")
     return compute(home)
-
-
-@cache
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)
 
 
 def _fastest(device: torch.device) -> torch.device:
     """A GPU that Triton compiles for, if there is one; else the device of the matrix."""
     if device.type == "cuda" or not torch.cuda.is_available():
         return device
-    return torch.device("cuda") if torch.cuda.get_device_capability() >= (7, 5) else device
+    return torch.device("cuda") if torch.cuda.get_device_capability() >= OLDEST_GPU else device
 
 
 def _has_kernel(config: QuantConfig, device: torch.device) -> bool:

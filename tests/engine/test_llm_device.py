@@ -21,7 +21,6 @@ from qoff.engine import LLM, Completion, SamplingParams
 from qoff.engine.batch import BatchSlots
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.kernels.reference import elementwise
 from qoff.kernels.reference.experts import activate
 from qoff.kvcache import DeviceCache, KVPlacement, KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
@@ -40,7 +39,7 @@ from tests.links import Link, behind
 from tests.models.test_triton_decoder import CHANGES, least_budget
 from tests.models.test_triton_decoder import checkpoint as checkpoint_of
 from tests.tiny_models import QUANT, save_model
-from tests.triton_module import triton_module
+from tests.triton_module import interpret_few, triton_module
 
 triton_ops = triton_module("ops")
 
@@ -71,13 +70,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The decoder's tests run it on all kernels.
     """
-    if ON_GPU:
-        return
-    attention = triton_module("attention.op")
-    monkeypatch.setattr(attention, "rope", elementwise.rope)
-    for module in (triton_ops, attention):
-        monkeypatch.setattr(module, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
-    monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
+    if not ON_GPU:
+        interpret_few(monkeypatch, w4_linear)
 
 
 def w4_linear(x: Tensor, weight: QTensor, bias: None, end: Any, scratch: int) -> Tensor:

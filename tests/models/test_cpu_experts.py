@@ -24,7 +24,6 @@ from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.reference import elementwise
 from qoff.kernels.reference.experts import activate
 from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
@@ -46,7 +45,7 @@ from tests.models.test_triton_decoder import KV8, interpreted, triton_ops
 from tests.models.test_triton_decoder import checkpoint as dense_checkpoint
 from tests.tiny_models import QUANT, save_model
 from tests.tolerances import FLOAT16_LOGITS, assert_close
-from tests.triton_module import triton_module
+from tests.triton_module import interpret_few
 
 HOOKS = POISON if ON_GPU else Instrumentation(poison=True, ops=triton_ops)
 SMALL: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -84,13 +83,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attention, cache and experts are Triton's; the decoder's tests run it on all kernels."""
-    if ON_GPU:
-        return
-    attention = triton_module("attention.op")
-    monkeypatch.setattr(attention, "rope", elementwise.rope)
-    for module in (triton_ops, attention):
-        monkeypatch.setattr(module, "rms_norm", lambda *x: (elementwise.rms_norm(*x),))
-    monkeypatch.setattr(triton_ops.linear, "w4_linear", w4_linear)
+    if not ON_GPU:
+        interpret_few(monkeypatch, w4_linear)
 
 
 def w4_linear(x: Tensor, weight: QTensor, bias: Tensor | None, end: Any, scratch: Any) -> Tensor:

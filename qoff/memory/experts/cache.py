@@ -20,11 +20,10 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.qexperts import QExperts
-from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers
 from qoff.memory.load import FileChecks
-from qoff.memory.plan import ChosenExperts, Residency, Unit, Weight, view
+from qoff.memory.plan import ChosenExperts, Residency, Unit, Weight
 from qoff.memory.plan.experts import expert_units, layer_experts
 
 from .host import HostSlots
@@ -379,13 +378,8 @@ class ExpertCache:
     def of_layer(self, layer: int) -> tuple[QExperts, QExperts, tuple[Tensor, Tensor]]:
         """The matrices of a layer's experts, in all slots, and memory for their biases."""
         if layer not in self._matrices:
-            placed, (count, size) = self._layers[layer].placed, self._memory.shape
-            both: list[QExperts] = []
-            for name in ("gate_up_proj", "down_proj"):
-                first = view(placed[name], self._memory[0])
-                assert isinstance(first, QTensor)
-                both.append(QExperts.repeated(first, count, size))
-            self._matrices[layer] = (both[0], both[1], self._biases(*both))
+            both = self._layers[layer].in_slots(self._memory)
+            self._matrices[layer] = (*both, self._biases(*both))
         return self._matrices[layer]
 
     def _biases(self, gate_up: QExperts, down: QExperts) -> tuple[Tensor, Tensor]:

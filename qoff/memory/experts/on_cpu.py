@@ -15,15 +15,13 @@ from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, read_weight
 from qoff.kernels.layout.qexperts import QExperts
-from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers, UnitRead
 from qoff.memory.io.workers import Workers
-from qoff.memory.plan import Residency, view
-from qoff.memory.plan.experts import CPU_PACKING, LayerExperts
+from qoff.memory.plan import Residency
+from qoff.memory.plan.experts import CPU_PACKING, MATRICES, LayerExperts
 
 T = TypeVar("T")
-MATRICES = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +88,9 @@ class CpuExperts:
     ) -> CpuLayer:
         table = torch.full((experts.count,), -1)
         table[numbers] = torch.arange(len(numbers))
-        both: list[QExperts] = []
-        biases: list[Tensor | None] = []
-        for name in MATRICES:
-            first = view(experts.placed[name], memory[0])
-            assert isinstance(first, QTensor)
-            both.append(QExperts.repeated(first, *memory.shape))
-            biases.append(self._bias(experts, f"model.layers.{layer}.mlp.experts.{name}", numbers))
-        return CpuLayer(table, both[0], both[1], tuple(biases))
+        prefix = f"model.layers.{layer}.mlp.experts."
+        biases = tuple(self._bias(experts, prefix + name, numbers) for name in MATRICES)
+        return CpuLayer(table, *experts.in_slots(memory), biases)
 
     def _bias(self, experts: LayerExperts, name: str, numbers: list[int]) -> Tensor | None:
         """Those of a matrix of some experts, float32 [places, rows]; None where it has none."""

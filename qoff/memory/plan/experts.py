@@ -12,13 +12,18 @@ from dataclasses import replace
 from functools import cache, cached_property
 from typing import TypeGuard
 
+from torch import Tensor
+
 from qoff.checkpoint import Checkpoint, QuantEntry, TensorEntry, WeightEntry, WeightFile
 from qoff.errors import FormatError
+from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import PAGE
 
-from .image import FileRange, Image, image_of
+from .image import FileRange, Image, image_of, view
 from .units import Expert, expert_number, is_expert
 
+MATRICES = ("gate_up_proj", "down_proj")  # of an expert
 CPU_PACKING = "rows16"  # of experts that a CPU computes beside a GPU
 
 
@@ -42,9 +47,18 @@ class LayerExperts:
             # Others may lie across one page more.
             self.staging_bytes = (self._first.raw_bytes + PAGE) * self._first.repacked
 
+    def in_slots(self, memory: Tensor) -> tuple[QExperts, QExperts]:
+        """The `MATRICES` of experts in slots, uint8 [slots, bytes]."""
+        both: list[QExperts] = []
+        for name in MATRICES:
+            first = view(self.placed[name], memory[0])
+            assert isinstance(first, QTensor)
+            both.append(QExperts.repeated(first, *memory.shape))
+        return both[0], both[1]
+
     @property
     def placed(self) -> Mapping[str, QuantEntry]:
-        """How the matrices of any expert lie in its slot: "gate_up_proj", "down_proj"."""
+        """How the `MATRICES` of any expert lie in its slot."""
         return {
             name.rpartition(".")[2]: entry
             for name, entry in self._first.placed.items()

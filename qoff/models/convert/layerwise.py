@@ -27,8 +27,8 @@ from qoff.kernels.reference.linear import ended, normalized
 from qoff.kvcache import CachePass, PlainCache
 from qoff.kvcache.states import StateCache
 from qoff.memory import Weights
-from qoff.memory.experts.on_cpu import MATRICES
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
+from qoff.memory.plan.experts import MATRICES
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.decoder import head_shapes, logits_ending

@@ -15,7 +15,8 @@ from qoff.kernels.ops import Ops
 from qoff.kernels.upload import on_device
 from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights
 from qoff.memory.experts import ExpertWave
-from qoff.memory.experts.on_cpu import MATRICES, CpuExperts
+from qoff.memory.experts.on_cpu import CpuExperts
+from qoff.memory.plan.experts import MATRICES
 from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass
 from qoff.models.names import CORRECTION, GAINS
 from qoff.models.spec_parts import ExpertsSpec
