@@ -8,8 +8,7 @@ checkpoints and `qoff.QoffConfig` with transformers (see `hf.plugin.register`):
 
     model = AutoModelForCausalLM.from_pretrained("path-or-hub-id-of-a-qoff-checkpoint")
 
-Imported before torch, it has torch's idle threads sleep early, and its large tensors take huge
-pages (`settings.prepare_torch`).
+Imported before torch, it has torch's idle threads sleep early (`settings.shorten_openmp_spins`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from qoff.errors import (
     UnsupportedModelError,
 )
 from qoff.hf.plugin.register import register_with_transformers
-from qoff.settings import prepare_torch
+from qoff.settings import shorten_openmp_spins
 
 if TYPE_CHECKING:
     from qoff.engine import LLM, Completion, SamplingParams
@@ -114,4 +113,4 @@ def __dir__() -> list[str]:
 
 
 register_with_transformers()
-prepare_torch()
+shorten_openmp_spins()

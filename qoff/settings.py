@@ -13,7 +13,7 @@ the kernels with that version too; by default .triton-3.6 (`make triton-3.6`).
 The libraries below read their own: HF_HOME, HF_HUB_OFFLINE and HF_TOKEN (downloads),
 OMP_NUM_THREADS (threads of torch and so of qoff's CPU kernels), NUMBA_CACHE_DIR (compiled CPU
 kernels). For Ray, `qoff batch --ray` sets RAY_USAGE_STATS_ENABLED=0, so that it reports nothing.
-`import qoff` sets GOMP_SPINCOUNT and THP_MEM_ALLOC_ENABLE, see `prepare_torch`.
+`import qoff` sets GOMP_SPINCOUNT, see `shorten_openmp_spins`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,11 @@ def cuda_graphs() -> bool:
     return os.environ.get("QOFF_CUDA_GRAPHS", "1") not in ("", "0")
 
 
-def prepare_torch() -> None:
-    """Have torch's idle threads sleep early and its large tensors take huge pages.
+def shorten_openmp_spins() -> None:
+    """Have torch's idle threads sleep early, unless torch is loaded or the user has said how long.
 
-    Not where torch is loaded, or the user has said something else. By default GNU OpenMP's threads
-    spin 300,000 times after each operation that they share, which is milliseconds: on the cores
-    that the next forward pass computes on. A fresh tensor of 16 MiB takes a fifth of the time in
-    huge pages, which torch then asks Linux for from 2 MiB on.
+    By default GNU OpenMP's threads spin 300,000 times after each operation that they share, which
+    is milliseconds: on the cores that the next forward pass computes on.
     """
-    if "torch" in sys.modules:
-        return
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    if "OMP_WAIT_POLICY" not in os.environ:
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(OPENMP_SPINS))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, suppress
 from fractions import Fraction
 from functools import cache
+from mmap import PAGESIZE
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -19,7 +20,8 @@ _BYTES = re.compile(
     r"(?:tried to allocate|Unable to allocate) (\d+(?:\.\d+)?) ?(bytes|[KMGTPE]iB)?", re.IGNORECASE
 )
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_MMAP_THRESHOLD = -3  # of glibc's `mallopt`
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
+_HEAP, _TOP = 32 << 20, 128 << 10  # the largest piece that its heap can have; what it keeps on top
 _ON_GPU = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -91,11 +93,25 @@ def keep_large_apart(nbytes: int = 1 << 18) -> None:
 
     By itself glibc serves up to 32 MiB from its heap once such a size has been freed: what is freed
     there lies between what stays, and what is aligned does not fit into the place of what was. A
-    process then takes much more than what is in use: tens of MiB, or 120 MiB of a layer's backward.
-    Does nothing with other libraries.
+    process then takes tens of MiB more than what is in use. Does nothing with other libraries.
     """
+    _set_heap(nbytes, _TOP)
+
+
+def keep_freed() -> None:
+    """Have the C library serve up to 32 MiB from its heap, and keep what is freed for later.
+
+    The heap gives back what is free at its end beyond 64 MiB; `return_freed` does the rest. Does
+    nothing with other libraries.
+    """
+    _set_heap(_HEAP, 2 * _HEAP)
+
+
+def _set_heap(largest: int, top: int) -> None:
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no CDLL(None)
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, nbytes)
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, largest)
+        library.mallopt(_TRIM_THRESHOLD, top)
 
 
 @cache
@@ -107,8 +123,8 @@ def _trim() -> Callable[[int], int] | None:
 
 def own_memory() -> int:
     """Bytes that this process has to itself: not pages of files. 0 where the system says none."""
-    status = dict(line.split(":", 1) for line in _text(_PROC / "self/status").splitlines())
-    return 1024 * int(status.get("RssAnon", "0").split()[0])
+    pages = _text(_PROC / "self/statm").split()
+    return PAGESIZE * (int(pages[1]) - int(pages[2])) if pages else 0
 
 
 class refusals(ContextDecorator):  # noqa: N801 - used as a function, around every pass
@@ -171,7 +187,7 @@ def _held(tier: str) -> int:
 
         return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     fields = _text(_PROC / "self/statm").split()
-    return int(fields[1]) * 4096 if fields else 0
+    return int(fields[1]) * PAGESIZE if fields else 0
 
 
 def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:

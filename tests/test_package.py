@@ -11,7 +11,7 @@ import pytest
 import qoff
 from qoff import errors
 from qoff.models.convert.convert import convert
-from qoff.settings import prepare_torch
+from qoff.settings import shorten_openmp_spins
 
 
 @pytest.mark.parametrize("name", qoff.__all__)
@@ -60,10 +60,10 @@ def test_importing_and_listing_import_nothing_heavy() -> None:
     ],
     ids=["set", "torch is there", "given", "a policy is given"],
 )
-def test_torch_is_prepared_unless_the_user_said_otherwise(
+def test_torchs_idle_threads_sleep_early_unless_the_user_said_otherwise(
     given: dict[str, str], loaded: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE"):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")  # so that it is put back, whatever happens to it
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -72,6 +72,5 @@ def test_torch_is_prepared_unless_the_user_said_otherwise(
         monkeypatch.setitem(sys.modules, "torch", sys)
     else:
         monkeypatch.delitem(sys.modules, "torch", raising=False)
-    prepare_torch()
+    shorten_openmp_spins()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
-    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == (None if loaded else "1")

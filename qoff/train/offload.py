@@ -15,7 +15,7 @@ from qoff.budgets import memory_size
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError, raised_as
 from qoff.memory.arena import PAGE, round_up
 from qoff.process import only_here
-from qoff.system_memory import check_machine, keep_large_apart, refusals
+from qoff.system_memory import check_machine, refusals
 
 from .batches import Limits
 from .building import engine_of
@@ -28,8 +28,6 @@ from .passes import check_order
 from .placement import fitted
 from .sizes import Sizes
 from .training import Training
-
-_LARGE = 2 << 20  # bytes of tensors outside the C library's heap; smaller ones' gaps are small
 
 
 @refusals()
@@ -92,8 +90,6 @@ def offload(
     kept = memory_size("activation_memory", activation_memory) or 0
     swapped = memory_size("activation_disk", activation_disk) or 0
     where = device_for(device)
-    if room is not None or host is not None:
-        keep_large_apart(_LARGE)  # new pages take 7 to 14 % of the time
     streams = streams_of(where)
     apart = streams is not None
     if swapped and (disk is None or not kept):

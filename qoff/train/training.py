@@ -18,6 +18,7 @@ from qoff.hf.packed.module import CodesModule
 from .batches import IGNORED, Limits
 from .checkpoints import Progress, kind_of_run, opened, restore, save
 from .exports import replacing, save_model
+from .heap import reused
 from .homes import Homes
 from .loss_scale import LossScale, uses_float16
 from .needs import kept_as
@@ -86,14 +87,15 @@ class Training:
                 f"{self._micro_batches}"
             )
         total, scale = sum(counts), self.loss_scale
-        loss, self.grad_norm = self._engine.step(
-            [self._moved(b) for b, _ in used],
-            [n / total for _, n in used],
-            self.optimizer,
-            self.steps,
-            self._max_norm,
-            1.0 if scale is None else scale.value,
-        )
+        with reused():
+            loss, self.grad_norm = self._engine.step(
+                [self._moved(b) for b, _ in used],
+                [n / total for _, n in used],
+                self.optimizer,
+                self.steps,
+                self._max_norm,
+                1.0 if scale is None else scale.value,
+            )
         norm = self.grad_norm
         if scale is not None and norm is not None:
             if not math.isfinite(norm):
@@ -133,7 +135,10 @@ class Training:
             while group := list(islice(given, self._micro_batches)):
                 labels = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in group]
                 used = [(b, n) for b, n in zip(group, labels, strict=True) if n]
-                losses = self._engine.evaluate([self._moved(b) for b, _ in used]) if used else []
+                with reused():
+                    losses = (
+                        self._engine.evaluate([self._moved(b) for b, _ in used]) if used else []
+                    )
                 total += sum(x * n for x, (_, n) in zip(losses, used, strict=True))
                 count += sum(labels)
         finally:
