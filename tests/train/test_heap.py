@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from qoff import system_memory
-from qoff.system_memory import keep_large_apart, own_memory, return_freed
+from qoff.system_memory import keep_freed, keep_large_apart, own_memory
 from qoff.train.heap import reused
 
 pytestmark = pytest.mark.skipif(system_memory._trim() is None, reason="needs the GNU C library")
@@ -25,17 +25,19 @@ def test_freed_memory_stays_unless_there_is_little(
     free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qoff.train.heap.free_memory", lambda: free)
-    libc, half = ctypes.CDLL(None), _PIECE * _COUNT // 2
+    libc, half, large = ctypes.CDLL(None), _PIECE * _COUNT // 2, 2 * _PIECE * _COUNT
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    return_freed()
+    keep_freed()
+    pieces = [libc.malloc(_PIECE) for _ in range(_COUNT)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, _PIECE)
+    for piece in pieces:
+        libc.free(piece)
+    before = own_memory()
     with reused():
-        pieces = [libc.malloc(_PIECE) for _ in range(_COUNT)]
-        for piece in pieces:
-            ctypes.memset(piece, 1, _PIECE)
-        used = own_memory()
-        for piece in pieces:
-            libc.free(piece)
+        held = bytearray(b"1") * large  # too large for the heap
         until = time.monotonic() + (20 if free == 1 << 20 else 0.2)
-        while (given := used - own_memory()) < half and time.monotonic() < until:
+        while (kept := own_memory() - before - large) > -half and time.monotonic() < until:
             time.sleep(0.005)
-    assert (given > half) == (free == 1 << 20)
+        del held
+    assert (kept < -half) == (free == 1 << 20)
