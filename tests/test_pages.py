@@ -21,6 +21,7 @@ OTHERS = {
     "--windows",
     "--plot",
     "--quick",
+    "--peer-minutes",
     "--large",
     "--any",
     "--only",
