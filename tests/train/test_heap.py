@@ -1,17 +1,27 @@
 """What is freed during a step stays in the C library's heap, until memory runs short."""
 
-import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from qoff import system_memory
-from qoff.system_memory import keep_freed, keep_large_apart, own_memory
+from qoff.system_memory import keep_large_apart
 from qoff.train.heap import reused
 
-pytestmark = pytest.mark.skipif(system_memory._trim() is None, reason="needs the GNU C library")
-_PIECE, _COUNT = 4 << 20, 8
+_MIB = 1 << 20
+
+
+class _Process:
+    """With memory in use, and gaps in its heap."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+        self.used, self.gaps, self.returned = 100 * _MIB, 0, 0
+        monkeypatch.setattr("qoff.train.heap.free_memory", lambda: free)
+        monkeypatch.setattr("qoff.train.heap.own_memory", lambda: self.used + self.gaps)
+        monkeypatch.setattr("qoff.train.heap.return_freed", self._return)
+
+    def _return(self) -> None:
+        self.gaps, self.returned = 0, self.returned + 1
 
 
 @pytest.fixture(autouse=True)
@@ -20,24 +30,41 @@ def _heap() -> Iterator[None]:
     keep_large_apart()
 
 
-@pytest.mark.parametrize("free", [1 << 40, 1 << 20, None], ids=["much", "little", "not known"])
-def test_freed_memory_stays_unless_there_is_little(
+def _comes(happened: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 20
+    while not happened() and time.monotonic() < until:
+        time.sleep(0.005)
+    return happened()
+
+
+@pytest.mark.parametrize("free", [400 * _MIB, None], ids=["much is free", "not known"])
+def test_gaps_stay_where_memory_is_not_short(
     free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qoff.train.heap.free_memory", lambda: free)
-    libc, half, large = ctypes.CDLL(None), _PIECE * _COUNT // 2, 2 * _PIECE * _COUNT
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    keep_freed()
-    pieces = [libc.malloc(_PIECE) for _ in range(_COUNT)]
-    for piece in pieces:
-        ctypes.memset(piece, 1, _PIECE)
-    for piece in pieces:
-        libc.free(piece)
-    before = own_memory()
+    process = _Process(monkeypatch, free)
     with reused():
-        held = bytearray(b"1") * large  # too large for the heap
-        until = time.monotonic() + (20 if free == 1 << 20 else 0.2)
-        while (kept := own_memory() - before - large) > -half and time.monotonic() < until:
-            time.sleep(0.005)
-        del held
-    assert (kept < -half) == (free == 1 << 20)
+        process.gaps = 200 * _MIB
+        time.sleep(0.1)
+    assert process.returned == 0
+
+
+def test_gaps_go_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = _Process(monkeypatch, 200 * _MIB)
+    with reused():
+        process.gaps = 200 * _MIB
+        assert _comes(lambda: process.returned == 1)
+        assert process.gaps == 0
+
+
+def test_memory_that_is_in_use_is_not_looked_through_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = _Process(monkeypatch, 200 * _MIB)
+    with reused():
+        process.used += 200 * _MIB
+        assert _comes(lambda: process.returned == 1)
+        process.used += 15 * _MIB
+        time.sleep(0.1)
+        assert process.returned == 1
+        process.used += 20 * _MIB
+        assert _comes(lambda: process.returned == 2)
