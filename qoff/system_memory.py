@@ -22,6 +22,7 @@ _BYTES = re.compile(
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
 _HEAP, _TOP = 32 << 20, 128 << 10  # the largest piece that its heap can have; what it keeps on top
+_LARGE = 256 << 10  # bytes of pieces that are to be outside of it
 _ON_GPU = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -88,14 +89,14 @@ def return_freed() -> None:
         trim(0)
 
 
-def keep_large_apart(nbytes: int = 1 << 18) -> None:
-    """Have the C library give memory of so many bytes and more back to the system once it is freed.
+def keep_large_apart() -> None:
+    """Have the C library give memory of 256 KiB and more back to the system once it is freed.
 
     By itself glibc serves up to 32 MiB from its heap once such a size has been freed: what is freed
     there lies between what stays, and what is aligned does not fit into the place of what was. A
     process then takes tens of MiB more than what is in use. Does nothing with other libraries.
     """
-    _set_heap(nbytes, _TOP)
+    _set_heap(_LARGE, _TOP)
 
 
 def keep_freed() -> None:

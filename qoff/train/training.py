@@ -68,6 +68,7 @@ class Training:
         self._limits = limits
         model.train()
 
+    @reused()
     def step(self, batches: Sequence[Batch]) -> float:
         """Train on the micro-batches of one step; returns the mean loss of their tokens.
 
@@ -87,15 +88,14 @@ class Training:
                 f"{self._micro_batches}"
             )
         total, scale = sum(counts), self.loss_scale
-        with reused():
-            loss, self.grad_norm = self._engine.step(
-                [self._moved(b) for b, _ in used],
-                [n / total for _, n in used],
-                self.optimizer,
-                self.steps,
-                self._max_norm,
-                1.0 if scale is None else scale.value,
-            )
+        loss, self.grad_norm = self._engine.step(
+            [self._moved(b) for b, _ in used],
+            [n / total for _, n in used],
+            self.optimizer,
+            self.steps,
+            self._max_norm,
+            1.0 if scale is None else scale.value,
+        )
         norm = self.grad_norm
         if scale is not None and norm is not None:
             if not math.isfinite(norm):
@@ -121,6 +121,7 @@ class Training:
         for batch in batches:
             self._limits.checked(batch)
 
+    @reused()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss of the tokens of batches as `step` takes, without dropout; learns nothing.
 
@@ -135,10 +136,7 @@ class Training:
             while group := list(islice(given, self._micro_batches)):
                 labels = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in group]
                 used = [(b, n) for b, n in zip(group, labels, strict=True) if n]
-                with reused():
-                    losses = (
-                        self._engine.evaluate([self._moved(b) for b, _ in used]) if used else []
-                    )
+                losses = self._engine.evaluate([self._moved(b) for b, _ in used]) if used else []
                 total += sum(x * n for x, (_, n) in zip(losses, used, strict=True))
                 count += sum(labels)
         finally:
