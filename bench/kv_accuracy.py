@@ -1,4 +1,4 @@
-"""What packing the KV cache costs the demo model: perplexity, divergence, agreement.
+"""What packing the KV cache costs a model: perplexity, divergence, agreement.
 
 K and V of whole windows of a text are packed and unpacked before attention, so that every token
 attends to packed tokens alone, itself and its neighbours included: no recent window helps. The
@@ -34,7 +34,7 @@ from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.perplexity.windows import Window
-from qoff.eval.texts import encode, read_text
+from qoff.eval.texts import encode, first_token, read_text
 from qoff.hf.load import load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     args = arguments(
         __doc__, argv, text=(Path, None, "a text file, prose of 10,000 words or more"),
+        model=(Path, None, "a checkpoint that a native family runs; default: the demo's"),
         windows=(int, 12, f"windows of {WINDOW} tokens"), only=(str, "", "schemes, with ; between"),
         layers=(bool, False, "each layer alone, too"),
         window=(int, None, "newest tokens that are not packed; default: all are"),
@@ -166,12 +167,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     if args.text is None:
         raise SystemExit("kv_accuracy: --text FILE is missing: the text that is scored")
-    wanted, checkpoint = chosen(args.only), fetch_checkpoint()
-    ids = encode(load_tokenizer(checkpoint), read_text(args.text))
+    wanted, checkpoint = chosen(args.only), args.model or fetch_checkpoint()
+    tokenizer = load_tokenizer(checkpoint)
+    ids, first = encode(tokenizer, read_text(args.text)), first_token(tokenizer)
     windows = spread_windows(len(ids), 1 if args.quick else args.windows)
     result = Report(
         "kv_accuracy",
         {
+            "model": checkpoint.name,
             "text": args.text.name,
             "windows": len(windows),
             "window": WINDOW,
@@ -182,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("scheme", "bits", "perplexity", "± %", "mean KL", "99 % KL", "same top token"),
     )
     with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(checkpoint, Sample(ids, windows), Path(folder), args.window)
+        judge = Judge(checkpoint, Sample(ids, windows, first=first), Path(folder), args.window)
         with closing(judge.reference):
             if args.caches:
                 add_caches(result, judge, args.caches.split(";"))

@@ -48,7 +48,14 @@ from qoff.eval.perplexity.records import Records
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.subjects import TransformersSubject
 from qoff.eval.perplexity.windows import cut
-from qoff.eval.texts import CALIBRATION_TEXT, DEFAULT_TEXT, digest, encode, read_text
+from qoff.eval.texts import (
+    CALIBRATION_TEXT,
+    DEFAULT_TEXT,
+    digest,
+    encode,
+    first_token,
+    read_text,
+)
 from qoff.models import names
 from qoff.models.convert.convert import convert
 from qoff.models.convert.unconverted import Unconverted
@@ -224,11 +231,12 @@ def add_row(report: Report, name: str, found: Mapping[str, Any], first: Mapping[
 def samples(source: Path, paths: Sequence[Path], windows: int) -> dict[str, Sample]:
     """Windows that are spread over each text."""
     tokenizer = tokenizer_of(source)
-    found = {}
+    first, found = first_token(tokenizer), dict[str, Sample]()
     for path in paths:
         ids = encode(tokenizer, read_text(path))
         every = cut(len(ids), WINDOW, definition="llama.cpp")
-        found[path.stem] = Sample(ids, every[:: max(1, len(every) // windows)][:windows])
+        spread = every[:: max(1, len(every) // windows)][:windows]
+        found[path.stem] = Sample(ids, spread, first=first)
     return found
 
 

@@ -7,6 +7,10 @@ rounded after adding to it the errors of those before, times its column of U. Th
 strongest inputs come first. Scale and minimum of each group are chosen before, so that groups are
 those of neighbouring columns all the same, as every kernel here reads them. What comes out is
 `refined`.
+
+What is rounded may be a matrix that is `aimed`: on the inputs that it meets, which matrices before
+it have changed, at the outputs of the original one on its own inputs. After Li et al., "GPTAQ:
+Efficient Finetuning-Free Quantization for Asymmetric Calibration" (2025).
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from .solvers import compact, floats_of, mse
 
 # Of the mean of the diagonal of the Hessian: texts that it was not measured on lose least.
 DAMPING = 0.1
+AIM = 0.5  # of the way: more fits the text alone
 _BLOCK = 128  # columns whose errors reach the columns behind them together
 _WIDE = 256  # columns whose moments with those behind them are one product
 _TRIES = 6  # each with ten times the damping
@@ -52,6 +57,36 @@ def _moments(x: Tensor) -> Tensor:
         stop = min(start + _WIDE, k)
         torch.mm(x[:, start:stop].T, x[:, start:], out=found[start:stop, start:])
     return found.triu_().add_(found.triu(1).T)
+
+
+def aimed(
+    w: Tensor,
+    hessian: Tensor,
+    apart: Tensor,
+    gap: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """A matrix near w, float32 [N, K], for inputs x [M, K] of which the original ones are not x.
+
+    By ridge regression, AIM of the way to outputs x' w^T, for x' the original inputs, with what
+    outputs should have beside that. hessian: the sum of x x^T. apart: float32 [K, K], the sum of
+    (x' - x) x^T. gap: float32 [N, K], the sum of what is missing times x^T, if anything. device:
+    as for `compensated`.
+    """
+
+    def compute(place: torch.device) -> Tensor:
+        damped = hessian.to(place, copy=True)
+        damped.diagonal().add_(DAMPING * float(damped.diagonal().mean()))
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if int(failed):
+            return w
+        missing = w.to(place) @ apart.to(place)
+        if gap is not None:
+            missing += gap.to(place)
+        moved = torch.cholesky_solve(missing.T, factor).T
+        return w + moved.mul_(AIM).to(w.device)
+
+    return computed(compute, w.device, device, "moments")
 
 
 @torch.no_grad()

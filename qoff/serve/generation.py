@@ -76,12 +76,13 @@ class Generated(Response):
                 await send({"type": "http.response.body", "body": first, "more_body": True})
                 async for one in events:
                     await send({"type": "http.response.body", "body": one, "more_body": True})
-                last = b"data: [DONE]\n\n"
+                failed = b""
             except ClientGone:
                 raise
             except Exception as error:
                 said["error"] = str(error) or type(error).__name__
-                last = event(as_api_error(error).body())
+                failed = event(as_api_error(error).body())
+            last = failed + b"data: [DONE]\n\n"  # some clients wait for it after an error, too
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _events(self, receive: Receive, said: dict[str, Any]) -> AsyncGenerator[bytes]:

@@ -11,7 +11,7 @@ from qoff.models.names import Weight
 from qoff.quant import QTensor
 
 from .builder import Builder, with_uniform_experts
-from .layerwise import Layerwise
+from .layerwise import Layerwise, check_ids
 from .solving import Moments, Unsolved, results
 from .unconverted import Unconverted
 
@@ -19,15 +19,17 @@ from .unconverted import Unconverted
 class Calibration:
     """Solves the matrices of a native model on what goes into them, one after another.
 
-    The inputs of a matrix come from matrices that are quantized already, so that each makes up for
-    what those before it lost; and the text goes through each layer once. ids: int64 [texts,
-    tokens]. Memory holds one layer as it is written, what `compensated` takes for one matrix, and
-    what the tokens take in a layer. Raises as `Layerwise` does.
+    The texts are there twice. The first half of all rows goes through matrices that are quantized
+    already, the second through the source's, at whose outputs each matrix is aimed: so it makes up
+    for what those before it lost. ids: int64 [texts, tokens]. Memory holds one layer as it is
+    written, what `compensated` takes for one matrix, and what the tokens take in a layer, twice.
+    Raises as `Layerwise` does.
     """
 
     def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:
         self._builder, self._units = builder, model.units
-        self._run = Layerwise(model.spec, ids)
+        check_ids(ids, model.spec.vocab_size)
+        self._run = Layerwise(model.spec, torch.cat((ids, ids)))
         tables = {w.name: w for w in model.units[-1][1]}
         self._hidden = self._run.embedded(lambda name, ids: builder.rows(tables[name], ids))
 

@@ -40,7 +40,7 @@ from qoff.models.native.rope import RotaryTable
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
 
-from .solving import Unsolved
+from .solving import Unsolved, cpu_ops
 
 Seen = Callable[[object, Tensor, Tensor], None]  # a matrix, its input [M, K], its output [M, N]
 
@@ -164,18 +164,44 @@ class _DenseExperts(Experts):
         biases = self._biases(weights)
         for e in ids.unique().tolist():
             token, place = (ids == e).nonzero(as_tuple=True)
+            matrices = [weights[f"mlp.experts.{e}.{name}"] for name in MATRICES]
+            own = [None if bias is None else bias[e] for bias in biases]
+            if isinstance(matrices[0], Unsolved):
+                unsolved = cast(list[Unsolved], matrices)
+                self._products(x, token, shares[token, place], unsolved, own, hidden)
+                continue
             gate_up, down = (
-                partial(
-                    self._ops.w4_linear,
-                    weight=cast(QTensor, weights[f"mlp.experts.{e}.{name}"]),
-                    bias=None if bias is None else bias[e],
-                )
-                for name, bias in zip(MATRICES, biases, strict=True)
+                partial(self._ops.w4_linear, weight=cast(QTensor, matrix), bias=bias)
+                for matrix, bias in zip(matrices, own, strict=True)
             )
             rows, share = x[token], shares[token, place, None]
             rows = rows * share if self.spec.weighs_input else rows
             y = down(activate(gate_up(rows), self.spec.activation))
             hidden.index_add_(0, token, y if self.spec.weighs_input else y * share)
+
+    def _products(
+        self,
+        x: Tensor,
+        token: Tensor,
+        share: Tensor,
+        matrices: Sequence[Unsolved],
+        biases: Sequence[Tensor | None],
+        hidden: Tensor,
+    ) -> None:
+        """hidden += what an unsolved expert gives to its tokens, as `Unsolved.products` takes them.
+
+        The source's model sends other tokens to it: in place of those of the first half it has them
+        as well, for the solver alone.
+        """
+        half, count = len(x) // 2, int((token < len(x) // 2).sum())
+        rows = torch.cat((token[:count], token[:count] + half, token[count:]))
+        shares = torch.cat((share[:count], share[:count], share[count:]))[:, None]
+        y = x[rows] * shares if self.spec.weighs_input else x[rows]
+        for number, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
+            y = matrix.products(activate(y, self.spec.activation) if number else y, count)
+            y = y if bias is None else y + bias
+        y = y if self.spec.weighs_input else y * shares
+        hidden.index_add_(0, token, torch.cat((y[:count], y[2 * count :])))
 
 
 class _WholeLayer(Layer):
@@ -190,7 +216,8 @@ class _WholeLayer(Layer):
 class _DenseOps:
     """`kernels.ops.Ops`, but for experts, of matrices that are `Given`, float tensors [N, K] too.
 
-    Differentiable. Without gradients, packed matrices and attention are left to the CPU's own ops.
+    Differentiable, but for what is unsolved. Without gradients, packed matrices and attention are
+    left to the CPU's own ops.
     """
 
     PACKING, CACHE, USES_OUT, RECORDER = "split32", "host", False, None
@@ -214,15 +241,17 @@ class _DenseOps:
         """See `kernels.reference.ops.w4_linear`."""
         if norm is not None:
             x = normalized(x, norm)
-        if not isinstance(weight, Tensor) and not torch.is_grad_enabled():
-            packed = weight if isinstance(weight, QTensor) else weight.solved(x)
-            return _cpu().w4_linear(
-                x, packed.to_packing("rows16"), bias=bias, residual=residual, end=end, out=out
+        if isinstance(weight, QTensor) and not torch.is_grad_enabled():
+            return cpu_ops().w4_linear(
+                x, weight.to_packing("rows16"), bias=bias, residual=residual, end=end, out=out
             )
-        matrix = weight.dequantize() if isinstance(weight, QTensor) else cast(Tensor, weight)
-        y = x @ matrix.T
-        if self._seen is not None:
-            self._seen(weight, x, y)
+        if isinstance(weight, Unsolved):
+            y = weight.products(x, len(x) // 2, _gap(residual, end))
+        else:
+            matrix = weight.dequantize() if isinstance(weight, QTensor) else weight
+            y = x @ matrix.T
+            if self._seen is not None:
+                self._seen(weight, x, y)
         if bias is not None:
             y = y + bias
         y = ended(y, end, residual)
@@ -254,7 +283,7 @@ class _DenseOps:
         """See `kernels.reference.delta.delta`."""
         if torch.is_grad_enabled():
             return reference_ops.delta(*operands, **options)
-        return _cpu().delta(*operands, **options)
+        return cpu_ops().delta(*operands, **options)
 
     gate = staticmethod(reference_ops.gate)
 
@@ -262,7 +291,15 @@ class _DenseOps:
         """See `kernels.reference.ops.attention`."""
         if torch.is_grad_enabled():
             return reference_ops.attention(*operands, **options)
-        return _cpu().attention(*operands, **options)
+        return cpu_ops().attention(*operands, **options)
+
+
+def _gap(residual: Tensor | None, end: Ending) -> Tensor | None:
+    """What products of the first half of the rows should have more for sums like the second's."""
+    if residual is None or end.post_norm is not None or end.score is not None:
+        return None
+    mine, others = residual.chunk(2)
+    return (others - mine) / end.scale
 
 
 @dataclass(frozen=True)
@@ -279,12 +316,6 @@ class _Dense:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix."""
         return self.matrix.to(dtype)
-
-
-def _cpu() -> Any:
-    from qoff.kernels.cpu import ops as cpu
-
-    return cpu
 
 
 class _OneLayer(CachePass):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.quant import Format, quantize
-from qoff.quant.compensated import compensated, moments
+from qoff.quant.compensated import aimed, compensated, moments
 
 _PACKING = "rows16"  # of the kernel that multiplies by it at once
 
@@ -52,15 +53,31 @@ class Unsolved:
         if not x.numel():
             return self.result().to_packing(_PACKING)
         if self._found is None:
-            found = compensated(
-                self.read(),
-                self.moments.of(x),
-                self.form,
-                scale_dtype=self.scale_dtype,
-                name=self.name,
-            )
-            self._found = found.to_packing(_PACKING)
-        return self._found
+            self._solve(self.read(), x)
+        return self.result()
+
+    def products(self, x: Tensor, count: int, gap: Tensor | None = None) -> Tensor:
+        """Outputs [M, N] for inputs x [M, K] of two models: the one that is solved, and the source.
+
+        The first `count` rows are of the former, as many behind them are what the source has in
+        their place, and all others are the source's, too. It is solved such that outputs of the
+        first come near those of the second and, beside that, make up for gap, [count, N].
+        """
+        w, mine, others = self.read(), x[:count], x[count:]
+        if count and self._found is None:
+            hessian = self.moments.of(mine)
+            missing = None if gap is None else gap.T @ mine
+            self._solve(aimed(w, hessian, (others[:count] - mine).T @ mine, missing), mine)
+        out = x.new_empty(len(x), len(w))
+        torch.mm(others, w.T, out=out[count:])
+        if count:
+            cpu_ops().w4_linear(mine, self.result(), out=out[:count])
+        return out
+
+    def _solve(self, w: Tensor, x: Tensor) -> None:
+        hessian, dtype = self.moments.of(x), self.scale_dtype
+        found = compensated(w, hessian, self.form, scale_dtype=dtype, name=self.name)
+        self._found = found.to_packing(_PACKING)
 
     def dequantize(self) -> Tensor:
         """Its values as they are now, for code that looks into it."""
@@ -72,6 +89,13 @@ class Unsolved:
             return self._found
         form, dtype = self.form, self.scale_dtype
         return quantize(self.read(), form.bits, form.group_size, scale_dtype=dtype, name=self.name)
+
+
+def cpu_ops() -> Any:
+    """The CPU's ops, which compile when they are first asked for."""
+    from qoff.kernels.cpu import ops
+
+    return ops
 
 
 def results(
