@@ -60,18 +60,13 @@ def _moments(x: Tensor) -> Tensor:
 
 
 def aimed(
-    w: Tensor,
-    hessian: Tensor,
-    apart: Tensor,
-    gap: Tensor | None = None,
-    device: torch.device | None = None,
+    w: Tensor, hessian: Tensor, missing: Tensor, device: torch.device | None = None
 ) -> Tensor:
-    """A matrix near w, float32 [N, K], for inputs x [M, K] of which the original ones are not x.
+    """A matrix near w, float32 [N, K], whose outputs come nearer to what they should be.
 
-    By ridge regression, AIM of the way to outputs x' w^T, for x' the original inputs, with what
-    outputs should have beside that. hessian: the sum of x x^T. apart: float32 [K, K], the sum of
-    (x' - x) x^T. gap: float32 [N, K], the sum of what is missing times x^T, if anything. device:
-    as for `compensated`.
+    By ridge regression, AIM of the way. hessian: float32 [K, K], the sum of x x^T over inputs x.
+    missing: float32 [N, K], the sum of what outputs should have beside w x, times x^T. device: as
+    for `compensated`.
     """
 
     def compute(place: torch.device) -> Tensor:
@@ -80,10 +75,7 @@ def aimed(
         factor, failed = torch.linalg.cholesky_ex(damped)
         if int(failed):
             return w
-        missing = w.to(place) @ apart.to(place)
-        if gap is not None:
-            missing += gap.to(place)
-        moved = torch.cholesky_solve(missing.T, factor).T
+        moved = torch.cholesky_solve(missing.to(place).T, factor).T
         return w + moved.mul_(AIM).to(w.device)
 
     return computed(compute, w.device, device, "moments")

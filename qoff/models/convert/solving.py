@@ -64,12 +64,14 @@ class Unsolved:
         first come near those of the second and, beside that, make up for gap, [count, N].
         """
         w, mine, others = self.read(), x[:count], x[count:]
-        if count and self._found is None:
-            hessian = self.moments.of(mine)
-            missing = None if gap is None else gap.T @ mine
-            self._solve(aimed(w, hessian, (others[:count] - mine).T @ mine, missing), mine)
         out = x.new_empty(len(x), len(w))
         torch.mm(others, w.T, out=out[count:])
+        if count and self._found is None:
+            if gap is None:
+                missing = w @ ((others[:count] - mine).T @ mine)
+            else:  # of matrices that are wide rather than high, this is less work
+                missing = (out[count : 2 * count] - mine @ w.T + gap).T @ mine
+            self._solve(aimed(w, self.moments.of(mine), missing), mine)
         if count:
             cpu_ops().w4_linear(mine, self.result(), out=out[:count])
         return out
