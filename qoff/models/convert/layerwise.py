@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -271,13 +271,21 @@ class _DenseOps:
         latents = normalized(kv[:, : shape.latent].contiguous(), norm)
         if self._seen is not None or isinstance(weight, Unsolved):
             self.w4_linear(latents, weight)
-        return reference_ops.absorb(q, kv, cast(QTensor, _Dense.of(weight)), norm, shape, out=out)
+
+        def op(q: Tensor, kv: Tensor, matrix: QTensor) -> Tensor:
+            return reference_ops.absorb(q, kv, matrix, norm, shape)
+
+        return _by_matrix(op, weight, out, q, kv)
 
     def expand(
         self, x: Tensor, weight: Given, shape: LatentShape, *, out: Tensor | None = None
     ) -> Tensor:
         """See `kernels.reference.latent.expand`."""
-        return reference_ops.expand(x, cast(QTensor, _Dense.of(weight)), shape, out=out)
+
+        def op(x: Tensor, matrix: QTensor) -> Tensor:
+            return reference_ops.expand(x, matrix, shape)
+
+        return _by_matrix(op, weight, out, x)
 
     def delta(self, *operands: Any, **options: Any) -> Tensor:
         """See `kernels.reference.delta.delta`."""
@@ -302,16 +310,29 @@ def _gap(residual: Tensor | None, end: Ending) -> Tensor | None:
     return (others - mine) / end.scale
 
 
+def _by_matrix(
+    op: Callable[..., Tensor], weight: Given, out: Tensor | None, *operands: Tensor
+) -> Tensor:
+    """What an op makes of rows and a matrix; of an unsolved one, each half of them has another."""
+    if isinstance(weight, Unsolved):
+        mine, others = zip(*(x.chunk(2) for x in operands), strict=True)
+        solved, own = (_Floats.of(x) for x in (weight.dequantize(), weight.read()))
+        found = torch.cat((op(*mine, solved), op(*others, own)))
+    else:
+        found = op(*operands, weight if isinstance(weight, QTensor) else _Floats.of(weight))
+    return found if out is None else out.copy_(found)
+
+
 @dataclass(frozen=True)
-class _Dense:
+class _Floats:
     """A matrix of floats that code can dequantize."""
 
     matrix: Tensor
 
     @classmethod
-    def of(cls, given: Given) -> Self:
-        """What it is now."""
-        return cls(given if isinstance(given, Tensor) else given.dequantize())
+    def of(cls, matrix: Tensor) -> QTensor:
+        """One that ops take for packed."""
+        return cast(QTensor, cls(matrix))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix."""
