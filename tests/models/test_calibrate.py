@@ -14,14 +14,15 @@ from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.errors import ArgumentError, QuantizationError
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.calibration import Calibration
-from qoff.models.convert.convert import convert
+from qoff.models.convert.convert import convert, modules_source
 from qoff.models.convert.layerwise import Layerwise
+from qoff.models.convert.modules import ModulesJob
 from qoff.models.convert.solving import Moments, Unsolved
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.names import POSITIONS
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig, compensated
-from tests.module_models import dequantized, module_source
+from tests.module_models import MODULES, dequantized, module_source
 from tests.tiny_families import FAMILIES, VOCAB
 from tests.tiny_models import reference_model, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
@@ -203,3 +204,30 @@ def test_models_of_transformers_modules_are_solved_too(
         found = dequantized(source, path)(ids).logits
         lost.append(float((found - wanted).square().mean()))
     assert lost[0] < 0.8 * lost[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sorted({*MODULES} - {"jamba"}))
+def test_modules_are_aimed_at_outputs_of_the_source(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, ids = module_source(tmp_path_factory.getbasetemp(), family), texts(16, 48)
+    wanted = reference(path)(ids).logits.flatten(0, 1)
+
+    def errors() -> tuple[float, float]:
+        """What the logits are off, of the half that is solved and of the source's."""
+        source = modules_source(open_source(path))
+        assert source is not None
+        job = ModulesJob(source, source.config(), GPTQ, False, ids)
+        run = job._calibration
+        assert run is not None
+        for unit in range(job.units - 1):
+            job.build(unit)
+        floats = job._model.floats(job.units - 1)
+        found = run.logits(0, floats[job._model.head]).chunk(2)
+        return tuple(float((x - wanted).norm() / wanted.norm()) for x in found)
+
+    lost, own = errors()
+    assert own < 1e-4
+    monkeypatch.setattr(compensated, "AIM", 0.0)
+    assert lost < 0.99 * errors()[0]

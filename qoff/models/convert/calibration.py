@@ -58,4 +58,5 @@ class Calibration:
             builder.quant.scale_dtype,
             moments,
             partial(builder.floats, weight),
+            twice=True,
         )

@@ -143,7 +143,11 @@ class _Multiply(Multiply):
 
     def __call__(self, x: Tensor, matrix: Bound | Unsolved, bias: Tensor | None) -> Tensor:
         if isinstance(matrix, Unsolved):
-            matrix = matrix.solved(x.reshape(-1, x.shape[-1]).contiguous())
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            if matrix.twice:
+                y = matrix.products(rows, len(rows) // 2)
+                return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+            matrix = matrix.solved(rows)
         if self.seen is None or not isinstance(matrix, Tensor) or not _differentiated(x):
             return super().__call__(x, matrix, bias)
         rows = x.reshape(-1, x.shape[-1])

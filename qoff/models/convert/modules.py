@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qoff.models.modules.configs import LAYOUT
@@ -36,7 +37,16 @@ class ModulesJob:
         self._model = UnconvertedModules(source, config, quant, trust_remote_code)
         self.units = self._model.units
         self.expected = self._model.weights * quant.bits // 8
-        self._calibration = None if calibration is None else self._model.run([calibration])
+        # Of experts, the rows of the source's model are not those of the one that is solved.
+        self._twice = not any(
+            matrix.expert is not None
+            for unit in range(self.units)
+            for matrix in self._model.matrices(unit)
+        )
+        self._calibration = None
+        if calibration is not None:
+            texts = torch.cat((calibration,) * (1 + self._twice))
+            self._calibration = self._model.run([texts])
         self._loss = None if probe is None else ModuleLoss.of(probe, self._model)
 
     def build(self, unit: int) -> dict[str, QTensor | Tensor]:
@@ -80,4 +90,4 @@ class ModulesJob:
     def _unsolved(self, matrix: Matrix, weight: Tensor, moments: Moments) -> Unsolved:
         form, dtype = self._model.form(matrix), self._quant.scale_dtype
         read = partial(matrix.of, weight)
-        return Unsolved(matrix.name, matrix.shape, form, dtype, moments, read)
+        return Unsolved(matrix.name, matrix.shape, form, dtype, moments, read, self._twice)

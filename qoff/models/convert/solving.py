@@ -23,21 +23,31 @@ class Moments:
     _key: tuple[int, ...] = ()
     _inputs: Tensor | None = None  # kept, so that no other's are at their address
     _found: Tensor | None = None
+    _apart: Tensor | None = None
 
     def of(self, x: Tensor) -> Tensor:
         """The sum of x x^T over rows, float32 [K, K]. x: float32 [M, K]."""
         key = x.data_ptr(), *x.shape, x._version
         if key != self._key or self._found is None:
-            self._key, self._inputs, self._found = key, x, None  # the last one is free before this
+            self._key, self._inputs = key, x
+            self._found = self._apart = None  # the last ones are free before these
             self._found = moments(x)
         return self._found
+
+    def apart(self, x: Tensor, other: Tensor) -> Tensor:
+        """The sum of (x' - x) x^T over rows, float32 [K, K]. other: x', [M, K], the same for x."""
+        self.of(x)
+        if self._apart is None:
+            self._apart = (other - x).T @ x
+        return self._apart
 
 
 @dataclass
 class Unsolved:
     """A matrix of the source, solved for the first inputs it meets.
 
-    read: its values, float32. name: what errors call it.
+    read: its values, float32. name: what errors call it. twice: half of all inputs are those of the
+    source's model, see `products`.
     """
 
     name: str
@@ -46,6 +56,7 @@ class Unsolved:
     scale_dtype: torch.dtype
     moments: Moments
     read: Callable[[], Tensor]
+    twice: bool = False
     _found: QTensor | None = field(default=None, init=False)
 
     def solved(self, x: Tensor) -> QTensor:
@@ -68,7 +79,7 @@ class Unsolved:
         torch.mm(others, w.T, out=out[count:])
         if count and self._found is None:
             if gap is None:
-                missing = w @ ((others[:count] - mine).T @ mine)
+                missing = w @ self.moments.apart(mine, others[:count])
             else:  # of matrices that are wide rather than high, this is less work
                 missing = (out[count : 2 * count] - mine @ w.T + gap).T @ mine
             self._solve(aimed(w, self.moments.of(mine), missing), mine)
