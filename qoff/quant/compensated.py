@@ -60,13 +60,17 @@ def _moments(x: Tensor) -> Tensor:
 
 
 def aimed(
-    w: Tensor, hessian: Tensor, missing: Tensor, device: torch.device | None = None
+    w: Tensor,
+    hessian: Tensor,
+    missing: Tensor,
+    name: str = "weight",
+    device: torch.device | None = None,
 ) -> Tensor:
     """A matrix near w, float32 [N, K], whose outputs come nearer to what they should be.
 
     By ridge regression, AIM of the way. hessian: float32 [K, K], the sum of x x^T over inputs x.
-    missing: float32 [N, K], the sum of what outputs should have beside w x, times x^T. device: as
-    for `compensated`.
+    missing: float32 [N, K], the sum of what outputs should have beside w x, times x^T. name,
+    device: as for `compensated`, which refuses a Hessian that says nothing.
     """
 
     def compute(place: torch.device) -> Tensor:
@@ -78,7 +82,7 @@ def aimed(
         moved = torch.cholesky_solve(missing.to(place).T, factor).T
         return w + moved.mul_(AIM).to(w.device)
 
-    return computed(compute, w.device, device, "moments")
+    return computed(compute, w.device, device, name)
 
 
 @torch.no_grad()

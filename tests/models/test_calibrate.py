@@ -99,13 +99,11 @@ def solved_stream(path: Path, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "granite", "mixtral", "llama4", "qwen3-next", "deepseek-v3"]
-)
+@pytest.mark.parametrize("family", ["granite", "mixtral", "llama4", "deepseek-v3"])
 def test_matrices_are_aimed_at_outputs_of_the_source(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path, ids = tiny_model(tmp_path_factory.getbasetemp(), family), texts(16, 48)
+    path, ids = tiny_model(tmp_path_factory.getbasetemp(), family), texts(8, 32)
     model = Unconverted.of(open_source(path))
     run, builder = Layerwise(model.spec, ids), Builder(model.source, GPTQ, False)
     outer = {w.name: builder.floats(w) for w in model.units[-1][1]}
@@ -211,7 +209,7 @@ def test_models_of_transformers_modules_are_solved_too(
 def test_modules_are_aimed_at_outputs_of_the_source(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path, ids = module_source(tmp_path_factory.getbasetemp(), family), texts(16, 48)
+    path, ids = module_source(tmp_path_factory.getbasetemp(), family), texts(8, 32)
     wanted = reference(path)(ids).logits.flatten(0, 1)
 
     def errors() -> tuple[float, float]:

@@ -14,7 +14,7 @@ from qoff.errors import QuantizationError
 from qoff.kernels.layout.packing import unpack_codes
 from qoff.quant import Format, quantize
 from qoff.quant import compensated as compensated_module
-from qoff.quant.compensated import DAMPING, compensated
+from qoff.quant.compensated import AIM, DAMPING, aimed, compensated
 from qoff.quant.compensated import moments as second_moments
 
 FORMATS = [Format(4, 32), Format(4, 64), Format(8, 32)]
@@ -127,6 +127,25 @@ def test_moments_are_sums_over_inputs() -> None:
     found = second_moments(x)
     assert torch.equal(found, found.T)
     torch.testing.assert_close(found, (x.double().T @ x.double()).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_an_aimed_matrix_is_part_of_the_way_to_a_ridge_regression() -> None:
+    w, x, wanted = weights(24, 64), weights(300, 64, 2), weights(300, 24, 3)
+    hessian = second_moments(x)
+    found = aimed(w, hessian, (wanted - x @ w.T).T @ x)
+    # The ridge as inputs of their own, whose outputs are those of w.
+    ridge = (DAMPING * hessian.diagonal().mean()).sqrt() * torch.eye(64)
+    inputs, outputs = torch.cat((x, ridge)).double(), torch.cat((wanted, ridge @ w.T)).double()
+    best = torch.linalg.lstsq(inputs, outputs).solution.T
+    torch.testing.assert_close(found.double(), w + AIM * (best - w), rtol=1e-3, atol=1e-4)
+
+
+def test_a_matrix_without_moments_is_not_aimed() -> None:
+    w = weights(24, 64)
+    nothing = torch.full((64, 64), float("nan"))
+    assert torch.equal(aimed(w, nothing, weights(24, 64, 2)), w)
+    with pytest.raises(QuantizationError, match="no such matrix"):
+        compensated(w, nothing, Format(4, 32))
 
 
 def test_codes_are_those_of_gptq_before_they_are_refined(monkeypatch: pytest.MonkeyPatch) -> None:

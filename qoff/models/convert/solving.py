@@ -82,7 +82,7 @@ class Unsolved:
                 missing = w @ self.moments.apart(mine, others[:count])
             else:  # of matrices that are wide rather than high, this is less work
                 missing = (out[count : 2 * count] - mine @ w.T + gap).T @ mine
-            self._solve(aimed(w, self.moments.of(mine), missing), mine)
+            self._solve(aimed(w, self.moments.of(mine), missing, self.name), mine)
         if count:
             cpu_ops().w4_linear(mine, self.result(), out=out[:count])
         return out
