@@ -31,7 +31,7 @@ from .solvers import compact, floats_of, mse
 
 # Of the mean of the diagonal of the Hessian: texts that it was not measured on lose least.
 DAMPING = 0.1
-AIM = 0.5  # of the way: more fits the text alone
+AIM = 0.5  # of the way, for many inputs: more fits the text alone
 _BLOCK = 128  # columns whose errors reach the columns behind them together
 _WIDE = 256  # columns whose moments with those behind them are one product
 _TRIES = 6  # each with ten times the damping
@@ -63,14 +63,16 @@ def aimed(
     w: Tensor,
     hessian: Tensor,
     missing: Tensor,
+    count: int,
     name: str = "weight",
     device: torch.device | None = None,
 ) -> Tensor:
     """A matrix near w, float32 [N, K], whose outputs come nearer to what they should be.
 
-    By ridge regression, AIM of the way. hessian: float32 [K, K], the sum of x x^T over inputs x.
-    missing: float32 [N, K], the sum of what outputs should have beside w x, times x^T. name,
-    device: as for `compensated`, which refuses a Hessian that says nothing.
+    By ridge regression, AIM of the way, and less where there are not more inputs than columns.
+    hessian: float32 [K, K], the sum of x x^T over `count` inputs x. missing: float32 [N, K], the
+    sum of what outputs should have beside w x, times x^T. name, device: as for `compensated`,
+    which refuses a Hessian that says nothing. Memory: two matrices [K, K] and two [N, K].
     """
 
     def compute(place: torch.device) -> Tensor:
@@ -80,7 +82,7 @@ def aimed(
         if int(failed):
             return w
         moved = torch.cholesky_solve(missing.to(place).T, factor).T
-        return w + moved.mul_(AIM).to(w.device)
+        return w + moved.mul_(AIM * count / (count + len(hessian))).to(w.device)
 
     return computed(compute, w.device, device, name)
 

@@ -132,18 +132,20 @@ def test_moments_are_sums_over_inputs() -> None:
 def test_an_aimed_matrix_is_part_of_the_way_to_a_ridge_regression() -> None:
     w, x, wanted = weights(24, 64), weights(300, 64, 2), weights(300, 24, 3)
     hessian = second_moments(x)
-    found = aimed(w, hessian, (wanted - x @ w.T).T @ x)
+    found = aimed(w, hessian, (wanted - x @ w.T).T @ x, len(x))
     # The ridge as inputs of their own, whose outputs are those of w.
     ridge = (DAMPING * hessian.diagonal().mean()).sqrt() * torch.eye(64)
     inputs, outputs = torch.cat((x, ridge)).double(), torch.cat((wanted, ridge @ w.T)).double()
     best = torch.linalg.lstsq(inputs, outputs).solution.T
-    torch.testing.assert_close(found.double(), w + AIM * (best - w), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        found.double(), w + AIM * 300 / 364 * (best - w), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_a_matrix_without_moments_is_not_aimed() -> None:
     w = weights(24, 64)
     nothing = torch.full((64, 64), float("nan"))
-    assert torch.equal(aimed(w, nothing, weights(24, 64, 2)), w)
+    assert torch.equal(aimed(w, nothing, weights(24, 64, 2), 300), w)
     with pytest.raises(QuantizationError, match="no such matrix"):
         compensated(w, nothing, Format(4, 32))
 

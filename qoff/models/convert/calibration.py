@@ -19,11 +19,11 @@ from .unconverted import Unconverted
 class Calibration:
     """Solves the matrices of a native model on what goes into them, one after another.
 
-    The texts are there twice. The first half of all rows goes through matrices that are quantized
-    already, the second through the source's, at whose outputs each matrix is aimed: so it makes up
-    for what those before it lost. ids: int64 [texts, tokens]. Memory holds one layer as it is
-    written, what `compensated` takes for one matrix, and what the tokens take in a layer, twice.
-    Raises as `Layerwise` does.
+    The texts are there twice. The first half of all rows goes through matrices that were solved,
+    the second through the source's, at whose outputs each matrix is aimed: so it makes up for what
+    those before it lost. What is not solved is the same in both. ids: int64 [texts, tokens]. Memory
+    holds one layer as it is written, what `compensated` takes for one matrix and one more [K, K],
+    and what the tokens take in a layer, twice. Raises as `Layerwise` does.
     """
 
     def __init__(self, model: Unconverted, builder: Builder, ids: Tensor) -> None:

@@ -104,8 +104,9 @@ class Layerwise:
     ) -> Tensor:
         """Return the hidden states after a layer; those before it stay as they are.
 
-        weights: by the names inside a layer. seen: is told every product with floats before a bias
-        or an activation.
+        weights: by the names inside a layer; with unsolved ones the second half of the texts has to
+        be the first one again. seen: is told every product with floats before a bias or an
+        activation.
         """
         ragged = self._ragged
         run = ForwardPass(
@@ -122,7 +123,9 @@ class Layerwise:
         )
         if layer == 0 and self._table is not None:
             self._per_layer = run.per_layer = self._table.clone()
-        decoder_layer = _WholeLayer(self.spec, cast(Ops, _DenseOps(seen)), self._shapes)
+        decoder_layer = _WholeLayer(
+            self.spec, cast(Ops, _DenseOps(seen, len(hidden))), self._shapes
+        )
         unit = next(decoder_layer.steps(layer, cast(Weights, weights), run), None)
         assert unit is None  # waits for no tile
         return run.input
@@ -224,8 +227,8 @@ class _DenseOps:
     norm = staticmethod(reference_ops.norm)
     route = staticmethod(reference_ops.route)
 
-    def __init__(self, seen: Seen | None) -> None:
-        self._seen = seen
+    def __init__(self, seen: Seen | None, rows: int) -> None:
+        self._seen, self._rows = seen, rows
 
     def w4_linear(
         self,
@@ -242,10 +245,12 @@ class _DenseOps:
         if norm is not None:
             x = normalized(x, norm)
         if isinstance(weight, QTensor) and not torch.is_grad_enabled():
-            return cpu_ops().w4_linear(
-                x, weight.to_packing("rows16"), bias=bias, residual=residual, end=end, out=out
-            )
+            packed = weight.to_packing("rows16")
+            y = cpu_ops().w4_linear(x, packed, bias=bias, residual=residual, end=end)
+            return _into(out, y)
         if isinstance(weight, Unsolved):
+            assert weight.twice
+            assert len(x) == self._rows
             y = weight.products(x, len(x) // 2, _gap(residual, end))
         else:
             matrix = weight.dequantize() if isinstance(weight, QTensor) else weight
@@ -254,8 +259,7 @@ class _DenseOps:
                 self._seen(weight, x, y)
         if bias is not None:
             y = y + bias
-        y = ended(y, end, residual)
-        return y if out is None else out.copy_(y)
+        return _into(out, ended(y, end, residual))
 
     def absorb(
         self,
@@ -287,19 +291,17 @@ class _DenseOps:
 
         return _by_matrix(op, weight, out, x)
 
-    def delta(self, *operands: Any, **options: Any) -> Tensor:
+    def delta(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """See `kernels.reference.delta.delta`."""
-        if torch.is_grad_enabled():
-            return reference_ops.delta(*operands, **options)
-        return cpu_ops().delta(*operands, **options)
+        ops = reference_ops if torch.is_grad_enabled() else cpu_ops()
+        return _into(out, ops.delta(*operands, **options))
 
     gate = staticmethod(reference_ops.gate)
 
-    def attention(self, *operands: Any, **options: Any) -> Tensor:
+    def attention(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """See `kernels.reference.ops.attention`."""
-        if torch.is_grad_enabled():
-            return reference_ops.attention(*operands, **options)
-        return cpu_ops().attention(*operands, **options)
+        ops = reference_ops if torch.is_grad_enabled() else cpu_ops()
+        return _into(out, ops.attention(*operands, **options))
 
 
 def _gap(residual: Tensor | None, end: Ending) -> Tensor | None:
@@ -320,6 +322,11 @@ def _by_matrix(
         found = torch.cat((op(*mine, solved), op(*others, own)))
     else:
         found = op(*operands, weight if isinstance(weight, QTensor) else _Floats.of(weight))
+    return _into(out, found)
+
+
+def _into(out: Tensor | None, found: Tensor) -> Tensor:
+    """A result in the memory for it, if any. Kernels do not tell torch that they write there."""
     return found if out is None else out.copy_(found)
 
 

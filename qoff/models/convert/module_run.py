@@ -63,7 +63,7 @@ class ModuleRun:
         if structure.layer_table is not None:
             bind_embedding(cast(nn.Embedding, structure.layer_table.module), rows[1])
         ops = ops_for(torch.device("cpu"))
-        multiply = _Multiply(ops, seen)
+        multiply = _Multiply(ops, batches[0].shape, seen)
         self._layers = [
             _Layer(layer, WeightBinder(structure, i, quantized[i], multiply), seen is not None)
             for i, layer in enumerate(structure.layers)
@@ -137,14 +137,18 @@ def _multiplied(x: Given) -> Given:
 
 @dataclass(frozen=True)
 class _Multiply(Multiply):
-    """Solves the matrices that it multiplies by, and tells of those that are floats."""
+    """Solves the matrices that it multiplies by, and tells of those that are floats.
 
+    texts: [texts, tokens], whose rows come in this order.
+    """
+
+    texts: torch.Size
     seen: Seen | None = None
 
     def __call__(self, x: Tensor, matrix: Bound | Unsolved, bias: Tensor | None) -> Tensor:
         if isinstance(matrix, Unsolved):
             rows = x.reshape(-1, x.shape[-1]).contiguous()
-            if matrix.twice:
+            if matrix.twice and self._in_order(x):
                 y = matrix.products(rows, len(rows) // 2)
                 return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
             matrix = matrix.solved(rows)
@@ -155,6 +159,11 @@ class _Multiply(Multiply):
         self.seen(matrix, rows, y)
         y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], -1)
+
+    def _in_order(self, x: Tensor) -> bool:
+        """Whether rows are those of the texts, one after another."""
+        sizes, wanted = ([n for n in shape if n > 1] for shape in (x.shape[:-1], self.texts))
+        return sizes in (wanted, [self.texts.numel()])
 
 
 def _differentiated(x: Tensor) -> bool:

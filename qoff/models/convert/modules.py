@@ -37,12 +37,8 @@ class ModulesJob:
         self._model = UnconvertedModules(source, config, quant, trust_remote_code)
         self.units = self._model.units
         self.expected = self._model.weights * quant.bits // 8
-        # Of experts, the rows of the source's model are not those of the one that is solved.
-        self._twice = not any(
-            matrix.expert is not None
-            for unit in range(self.units)
-            for matrix in self._model.matrices(unit)
-        )
+        matrices = [m for unit in range(self.units) for m in self._model.matrices(unit)]
+        self._twice = not any(map(_is_of_mixture, matrices))
         self._calibration = None
         if calibration is not None:
             texts = torch.cat((calibration,) * (1 + self._twice))
@@ -91,3 +87,8 @@ class ModulesJob:
         form, dtype = self._model.form(matrix), self._quant.scale_dtype
         read = partial(matrix.of, weight)
         return Unsolved(matrix.name, matrix.shape, form, dtype, moments, read, self._twice)
+
+
+def _is_of_mixture(matrix: Matrix) -> bool:
+    """Whether rows of it are chosen: other ones by the source's model than by a quantized one."""
+    return matrix.expert is not None or matrix.routes or ".experts." in matrix.name

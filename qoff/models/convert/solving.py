@@ -78,11 +78,13 @@ class Unsolved:
         out = x.new_empty(len(x), len(w))
         torch.mm(others, w.T, out=out[count:])
         if count and self._found is None:
-            if gap is None:
+            if gap is None and len(w) > w.shape[1]:  # less work for matrices that are high
                 missing = w @ self.moments.apart(mine, others[:count])
-            else:  # of matrices that are wide rather than high, this is less work
-                missing = (out[count : 2 * count] - mine @ w.T + gap).T @ mine
-            self._solve(aimed(w, self.moments.of(mine), missing, self.name), mine)
+            else:
+                apart = out[count : 2 * count] - mine @ w.T
+                missing = (apart if gap is None else apart.add_(gap)).T @ mine
+                del apart
+            self._solve(aimed(w, self.moments.of(mine), missing, count, self.name), mine)
         if count:
             cpu_ops().w4_linear(mine, self.result(), out=out[:count])
         return out

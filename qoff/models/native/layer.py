@@ -59,7 +59,7 @@ class Layer:
         self._linear_attention = None if spec.linear is None else LinearAttention(spec, ops)
         self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
         own = spec.per_layer
-        self._per_layer = None if own is None else PerLayer(spec, own, ops)
+        self._per_layer = None if own is None else PerLayer(spec, own, ops, self._together)
 
     def steps(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None

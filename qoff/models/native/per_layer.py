@@ -7,15 +7,17 @@ so many numbers, an activation, their product with these, and a projection back 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from qoff.kernels.layout.ending import Ending, Norm
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, mlp_tokens
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.spec import DecoderSpec
 from qoff.models.spec_parts import PerLayerSpec
 
-from .linear import Linear, Steps, norm_of, tiled, vector
+from .linear import Linear, Steps, norm_of, vector
 
 HALVED = 2**-0.5  # both parts of what a layer is given have a variance of 1
 
@@ -28,9 +30,16 @@ def table_scale(spec: PerLayerSpec) -> float:
 class PerLayer:
     """Computes with `ForwardPass.per_layer`: rows of the table at first, times `table_scale`."""
 
-    def __init__(self, spec: DecoderSpec, of: PerLayerSpec, ops: Ops) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        of: PerLayerSpec,
+        ops: Ops,
+        together: Callable[[int, Weights], int],
+    ) -> None:
+        """together: how many of some tokens go through a matrix at once."""
         self._spec, self._width, self._ops = spec, of.width, ops
-        self._linear, self._on_gpu = Linear(ops), ops.CACHE == "device"
+        self._linear, self._together = Linear(ops), together
 
     def begin(self, run: ForwardPass, weights: Weights) -> Steps:
         """Add norm(projection of the embedded tokens) to the table's rows, for all layers."""
@@ -40,7 +49,7 @@ class PerLayer:
         # The projection is divided by the root of the hidden size, which only eps would see.
         norm = Norm(weight, self._spec.norm_eps * self._spec.hidden_size)
         rows, count = run.per_layer, len(run.input)
-        step = mlp_tokens(count, tiled(weights), self._on_gpu)
+        step = self._together(count, weights)
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             found = yield from self._linear(run, weights, names.CONTEXT, part=part)
