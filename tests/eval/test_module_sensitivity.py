@@ -133,7 +133,9 @@ def test_quantized_files_are_refused(tmp_path: Path) -> None:
 def test_products_of_what_has_no_gradient_tell_nothing() -> None:
     """Those of positions, say, by which some layers bias their scores."""
     seen: list[object] = []
-    multiply = _Multiply(ops_for(torch.device("cpu")), lambda *one: seen.append(one))
+    multiply = _Multiply(
+        ops_for(torch.device("cpu")), torch.Size((1, 3)), lambda *one: seen.append(one)
+    )
     x, matrix = torch.randn(3, 8), torch.randn(5, 8)
     with torch.enable_grad():
         torch.testing.assert_close(multiply(x, matrix, None), x @ matrix.T)
