@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -136,10 +137,31 @@ def read_object(path: Path, advice: str = "get it again") -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file for `read_object`, which finds the old one or a whole one, whoever writes it."""
+    """Write a file for `read_object`, which finds the old one or a whole one, whoever writes it.
+
+    Raises OSError, which has the file's name also where the disk is full.
+    """
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A document of JSON, which has no NaN or infinity: null stands for them."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return [*map(_finite, value)] if isinstance(value, list | tuple) else value
 
 
 def load_object(text: bytes | str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Sizes in bytes and counts, as people write them."""
 
 from __future__ import annotations
 
@@ -36,3 +36,8 @@ def format_size(nbytes: int) -> str:
             break
         value /= 1024
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def counted(count: int, what: str) -> str:
+    """Write "1 window", "2 windows"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qoff.errors import QoffError
-from qoff.units import format_size, parse_size
+from qoff.units import counted, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,7 @@ def test_a_formatted_size_reads_back_within_its_digits(nbytes: int) -> None:
 )
 def test_sizes_are_written_in_binary_units(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+def test_one_of_a_thing_is_not_many() -> None:
+    assert [counted(n, "window") for n in (0, 1, 2)] == ["0 windows", "1 window", "2 windows"]

@@ -85,21 +85,31 @@ def evaluate(
             f"--stride does nothing with --definition {texts.definition}, which has windows of "
             "its own; leave it out"
         )
+    from qoff.hf.load import QuantizedError
+
     from . import evaluate as work
 
     quant = QuantConfig(**vars(weights))
-    if tasks is not None:
-        chosen = {"limit": texts.limit, "num_fewshot": shots, "seed": seed}
-        work.run_named_tasks(model, tasks.split(","), quant, cache, how, chosen, as_json)
-    elif needle:
-        asked_for = (lengths, repetitions, seed)
-        work.run_needle(model, asked_for, caches, quant, how, out, as_json)
-    elif sweep:
-        work.run_sweep(model, texts, grid, out, original, as_json)
-    else:
-        from .evaluate_text import evaluate_one
+    try:
+        if tasks is not None:
+            chosen = {"limit": texts.limit, "num_fewshot": shots, "seed": seed}
+            names = [name.strip() for name in tasks.split(",")]
+            work.run_named_tasks(model, names, quant, cache, how, chosen, as_json)
+        elif needle:
+            asked_for = (lengths, repetitions, seed)
+            work.run_needle(model, asked_for, caches, quant, how, out, as_json)
+        elif sweep:
+            work.run_sweep(model, texts, grid, out, original, as_json)
+        else:
+            from .evaluate_text import evaluate_one
 
-        evaluate_one(model, texts, cache, how, quant, original, batch, as_json)
+            evaluate_one(model, texts, cache, how, quant, original, batch, as_json)
+    except QuantizedError as error:
+        given = " and ".join(named(context, _names(QuantOptions)).values())
+        raise ArgumentError(
+            f"{model}: is a qoff checkpoint, whose weights are quantized already; leave {given} "
+            "out, or give the model that it was converted from"
+        ) from error
 
 
 def _refuse_others(context: Context, mode: str, taken: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
-from qoff.schema import read_object
+from qoff.schema import read_object, replace_text
 
 from .convert import calibration_ids
 from .evaluate_text import stored, warn_of_windows
@@ -76,7 +76,7 @@ def run_sweep(
         ("table.csv", tables.as_csv(results)),
         ("results.json", tables.as_json(results)),
     ):
-        (out / name).write_text(text)
+        replace_text(out / name, text)
     pictures = tables.draw(results, out)
     if as_json:
         print(tables.as_json(results), end="")

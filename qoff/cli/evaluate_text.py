@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff import __version__
 from qoff.checkpoint import Checkpoint
-from qoff.errors import QoffError
+from qoff.errors import ArgumentError, QoffError
 from qoff.eval.kv import kv_bytes_per_token, kv_name, why_unmeasured
-from qoff.eval.perplexity.metrics import Divergence, Summary, summarize
+from qoff.eval.perplexity.metrics import Divergence, Summary, significant, summarize
 from qoff.eval.perplexity.models import (
     PIECE_TOKENS,
     bits_per_weight,
@@ -35,7 +35,7 @@ from qoff.hf.stamps import source_stamps
 from qoff.kvcache import KVQuant
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory
-from qoff.units import format_size
+from qoff.units import counted, format_size
 
 from .options import FormOptions, ReferenceOptions, RunOptions, TextOptions
 from .output import print_json, print_table
@@ -85,6 +85,7 @@ def evaluate_one(
     """Evaluate one model and print a table. Windows that an interrupted run has done are kept."""
     content = texts.content()
     original.check()
+    _check_file(original)
     cache.check(how)
     checkpoint = how.checkpoint(model, quant, as_json)
     tokenizer = load_tokenizer(checkpoint, how.trust_remote_code)
@@ -121,6 +122,16 @@ def evaluate_one(
         print_json(found)
     else:
         print_table("", _rows(found, summary))
+
+
+def _check_file(original: ReferenceOptions) -> None:
+    """Raise ArgumentError for a file that is not there and that no model makes."""
+    file = original.reference_file
+    if file is not None and original.reference is None and not file.exists():
+        raise ArgumentError(
+            f"--reference-file {file}: there is no such file; --reference MODEL, the original, "
+            "makes it"
+        )
 
 
 def warn_of_windows(
@@ -189,7 +200,7 @@ def _drop_old(folder: Path) -> None:
 
 def _rows(found: dict[str, Any], summary: Summary) -> list[tuple[str, str]]:
     rows = [
-        ("tokens scored", f"{summary.tokens} in {found['windows']} windows"),
+        ("tokens scored", f"{summary.tokens} in {counted(found['windows'], 'window')}"),
         ("perplexity", str(summary.perplexity)),
     ]
     far = summary.divergence
@@ -199,8 +210,11 @@ def _rows(found: dict[str, Any], summary: Summary) -> list[tuple[str, str]]:
             ("ratio of the two", str(far.perplexity_ratio)),
             ("mean KL, nats", str(far.mean_kl)),
             *_stored_rows(far),
-            ("median, 99 %, largest", f"{far.median_kl:.5f}, {far.kl_99:.4f}, {far.max_kl:.3f}"),
-            ("same likeliest token", f"{far.same_top.value:.2%} ± {far.same_top.error:.2%}"),
+            (
+                "median, 99 %, largest",
+                ", ".join(map(significant, (far.median_kl, far.kl_99, far.max_kl))),
+            ),
+            ("same likeliest token", far.same_top.percent),
         ]
     return [
         *rows,
@@ -215,6 +229,6 @@ def _stored_rows(far: Divergence) -> list[tuple[str, str]]:
     if not far.kl_draws_error:
         return []
     return [
-        ("of its error, by what is not stored", f"{far.kl_draws_error:.6f}"),
-        ("KL for certain", f"{far.kl_at_least:.5f} to {far.kl_at_most:.5f}"),
+        ("of its error, by what is not stored", significant(far.kl_draws_error)),
+        ("KL for certain", f"{significant(far.kl_at_least)} to {significant(far.kl_at_most)}"),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from qoff.interrupts import whole
+from qoff.schema import json_text
 
 from .progress import duration
 
@@ -46,8 +46,8 @@ def print_line(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on standard output."""
-    print_line(json.dumps(value, indent=2))
+    """Print one JSON document on standard output; null for a number that is not finite."""
+    print_line(json_text(value, indent=2))
 
 
 def print_table(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qoff.errors import DiskWriteError, io_errors
+
 from .extras import extra
 
 KINDS = ("png", "svg")
@@ -17,11 +19,16 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
-    """Write a figure as `path` with .png and .svg added to its name; returns the files."""
+    """Write a figure as `path` with .png and .svg added to its name; returns the files.
+
+    Raises DiskWriteError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.with_name(f"{path.name}.{kind}") for kind in kinds]
     with extra("matplotlib").rc_context({"svg.hashsalt": "qoff", "svg.fonttype": "none"}):
         for file in files:
             # Without the date: the same numbers give the same file.
-            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+            metadata = {"Date": None} if file.suffix == ".svg" else None
+            with io_errors(file, DiskWriteError):
+                figure.savefig(file, metadata=metadata)
     return files

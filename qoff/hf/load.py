@@ -131,6 +131,10 @@ def load(
     return model, tokenizer
 
 
+class QuantizedError(ArgumentError):
+    """Weights are to be quantized that are quantized already."""
+
+
 class Opened(NamedTuple):
     """A checkpoint that runs, what bounds its memory, and how its caches are kept."""
 
@@ -303,7 +307,7 @@ def find_checkpoint(
 
 def _refuse_quant(name: object, quant: QuantConfig | None) -> None:
     if quant is not None:
-        raise ArgumentError(
+        raise QuantizedError(
             f"{name}: is a qoff checkpoint, whose weights are quantized already; leave quant out, "
             "or give the model that it was converted from"
         )

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -78,7 +79,17 @@ def test_a_model_is_compared_beside_its_original_or_with_a_file_of_it(
     assert file.stat().st_mtime_ns == stamp
     assert made["kl_at_least"] <= found["mean_kl"] * 1.0001
     assert found["mean_kl"] <= made["kl_at_most"] * 1.0001
-    assert "other tokens" in fail(*plain, "--reference-file", file, "--limit", 1)
+    refused = fail(*plain, "--reference-file", file, "--limit", 1)
+    assert "likeliest: is of other tokens: 4 windows in it, 1 asked for" in refused
+
+
+def test_what_one_token_does_not_tell_is_null(checkpoint: Path, text: list[object]) -> None:
+    options = [*text[:2], "--window", 2, "--limit", 1]
+    found = json.loads(succeed("eval", checkpoint, *options, "--json"), parse_constant=pytest.fail)
+    assert found["perplexity_error"] is None
+    printed = succeed("eval", checkpoint, *options)
+    assert "1 in 1 window " in printed
+    assert "± - " in printed
 
 
 def test_an_evaluation_does_not_need_a_place_for_its_windows(
@@ -112,6 +123,16 @@ def test_a_sweep_writes_tables_and_plots(source: Path, text: list[object], tmp_p
     results = json.loads((out / "results.json").read_text())
     assert all(math.isfinite(r["mean_kl"]) for r in results)
     assert all(r["tokens_per_s"] > 0 for r in results)
+
+
+def test_a_sweep_prints_one_document(checkpoint: Path, text: list[object], tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    options = ["--window", 2, "--limit", 1, "--sweep", "--grid", "kv=float,8:8", "--out", out]
+    for _ in range(2):  # the second time of what is kept
+        printed = succeed("eval", checkpoint, *text[:2], *options, "--json")
+        assert printed == (out / "results.json").read_text()
+        found = json.loads(printed, parse_constant=pytest.fail)
+        assert [cell["perplexity_error"] for cell in found] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +184,8 @@ def test_a_window_longer_than_the_positions_of_the_model_is_told(
         (["--reference-memory", "1GiB"], "--reference, which is missing"),
         (["--reference", "x", "--reference-memory", "y"], "--reference-memory: 'y' is not a size"),
         (["--definition", "llama.cpp", "--stride", 50], "--stride does nothing"),
+        (["--reference-file", "no.ref"], "file no.ref: there is no such file; --reference MODEL"),
+        (["--bits", 8, "--group-size", 64], "; leave --bits and --group-size out, or give the"),
         (["--sweep", "--out", "/dev/null"], "--out /dev/null: cannot be made a folder"),
         (["--sweep", "--out", "/dev/null/x"], "--out /dev/null/x: cannot be made a folder"),
     ],
@@ -181,6 +204,7 @@ def test_what_cannot_be_is_one_line(
         ["--kv", "5"],
         ["--reference", "/nowhere"],
         ["--reference-memory", "much"],
+        ["--reference-file", "missing"],
         ["--tasks", "qoff_nothing"],
     ],
 )
@@ -256,6 +280,15 @@ def test_a_task_with_its_data_in_the_package_runs_within_a_budget(checkpoint: Pa
     least, _ = load_budgets(checkpoint, batch_size=8)
     streamed = json.loads(succeed("eval", checkpoint, *options, "--device-memory", least))
     assert streamed["results"] == found["results"]
+
+
+def test_names_of_tasks_may_have_spaces_between(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Mock()
+    monkeypatch.setattr("qoff.cli.evaluate.run_named_tasks", asked)
+    succeed("eval", checkpoint, "--tasks", "qoff_words, qoff_knowledge ")
+    assert asked.call_args.args[1] == ["qoff_words", "qoff_knowledge"]
 
 
 def test_a_log_says_how_far_an_evaluation_is_and_what_it_comes_to(

@@ -148,3 +148,15 @@ def test_commands_choose_the_bits(checkpoint: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(plan_text(Plan()))
     assert "says what --kv-target-bits would" in fail(*generate, "--plan", plan)
+
+
+def test_more_bits_than_a_cache_can_take_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    losses = ({2: 1.0, 3: 0.5, 4: 0.1, 8: 0.0},) * 2
+    found = KVSensitivity(((64, 2),) * 2, losses, losses)
+    chosen(found, 8.5)
+    assert not caplog.messages
+    assert chosen(found, 20) == KVQuant(8, 8)
+    assert caplog.messages == [
+        "20 bits a value of the KV cache are more than it can take; 8 bits for all take 8.5, "
+        "scales and minima included"
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from qoff.errors import ArgumentError, DiskReadError, FormatError
+from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError
 from qoff.eval.perplexity import models
 from qoff.eval.perplexity.metrics import Scores
 from qoff.eval.perplexity.models import (
@@ -200,3 +202,28 @@ def test_a_reference_of_something_else_is_refused(
     subject.vocab_size += 1
     with pytest.raises(ArgumentError, match="not the same model"):
         evaluate(subject, sample(), reference)
+
+
+def test_what_differs_from_a_reference_is_said_as_far_as_it_is_known(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    subject = QoffSubject(runtime, "x")
+    reference = make_reference(subject, sample(100, 100), tmp_path / "r")
+    for other, said in (
+        (sample(), "r: is of other tokens: 1 window in it, 3 asked for; .* --reference MODEL"),
+        (sample(50, 50), "99 scored tokens a window in it, 49 asked for; evaluate with the same"),
+        (sample(100, 100, seed=1), "another text, other windows or another tokenizer"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            evaluate(subject, other, reference)
+
+
+def test_a_full_disk_is_said_with_the_file(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DiskWriteError, match=r"/r: No space left on device"):
+        make_reference(QoffSubject(runtime, "x"), sample(), tmp_path / "r")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qoff.errors import ArgumentError, BudgetError
 from qoff.eval.perplexity import models
-from qoff.eval.perplexity.metrics import Scores, summarize
+from qoff.eval.perplexity.metrics import Estimate, Scores, significant, summarize
 from qoff.eval.perplexity.models import (
     PIECE_TOKENS,
     open_runtime,
@@ -278,3 +278,25 @@ def test_errors_of_means() -> None:
     assert found.divergence.perplexity_ratio.value == pytest.approx(math.exp(0.5))
     assert found.divergence.same_top.value == pytest.approx(2 / 3)
     assert found.divergence.median_kl == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12345.6, "12346"),
+        (1.23456, "1.23"),
+        (0.0249, "0.0249"),
+        (0.00110049, "0.00110"),
+        (-3e-9, "0.000000"),
+        (0.0, "0.00"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_have_three_digits_and_zero_no_sign(value: float, text: str) -> None:
+    assert significant(value) == text
+
+
+def test_an_error_that_is_not_known_is_a_dash() -> None:
+    assert str(Estimate(12.3, math.nan)) == "12.3000 ± -"
+    assert Estimate(0.5, math.nan).percent == "50.00% ± -"
+    assert str(Estimate(-1e-9, 1e-8)) == "0.000000 ± 0.000000"

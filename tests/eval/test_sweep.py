@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
-from dataclasses import replace
+import math
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, DiskWriteError
 from qoff.eval.kv import kv_name
 from qoff.eval.perplexity.models import stored_reference
 from qoff.eval.perplexity.reference import Reference
@@ -21,6 +25,7 @@ from qoff.eval.sweep.cells import CellResult, as_csv, as_json, draw, markdown, p
 from qoff.eval.sweep.grid import Cell, Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.hf.load import load_tokenizer
+from qoff.schema import json_text
 from tests.tiny_families import VOCAB
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
@@ -165,3 +170,25 @@ def test_plots_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     found = draw([replace(r, found={**r.found, "mean_kl": 0.1}) for r in plain], tmp_path / "more")
     assert {p.stem for p in found} == {"perplexity", "kl"}
     assert all(p.stat().st_size > 1000 for p in found)
+
+
+def test_a_full_disk_is_said_with_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(DiskWriteError, match=r"/perplexity\.png: No space left on device"):
+        draw([result(), result("4,4", 160.0)], tmp_path)
+
+
+def test_an_error_that_is_not_known_is_null_and_read_again() -> None:
+    one = result(perplexity_error=math.nan, median_kl=-1e-9)
+    (plain,) = json.loads(as_json([one]), parse_constant=pytest.fail)
+    assert plain["perplexity_error"] is None
+    assert "| 10.000 ± - |" in markdown([one])
+    assert " 0.00000 |" in markdown([one])
+    assert "-0.0" not in markdown([one])
+    again = CellResult.read(json_text(asdict(one)))
+    assert math.isnan(again.found["perplexity_error"])
+    assert replace(again, found=one.found) == one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 import qoff
 from qoff.errors import ArgumentError, QoffError
+from qoff.eval import extras
 from qoff.eval.tasks.harness import QoffLM
 from qoff.eval.tasks.run import OWN_TASKS, evaluate, manager_of, markdown, run_tasks
 from qoff.hf.budget import Budget
@@ -335,3 +338,30 @@ def test_own_questions_are_answerable() -> None:
     for doc in found:
         assert len(set(doc["choices"])) == 4
         assert 0 <= doc["answer"] < 4
+
+
+def test_documents_that_come_out_alike_tell_no_error(checkpoint: Path) -> None:
+    found = run_tasks(checkpoint, ["qoff_words"], limit=2)
+    assert found["results"]["qoff_words"] == {"exact_match": 0.0, "exact_match_stderr": None}
+    assert "| 0.0000 |     - |" in markdown(found)
+
+
+def test_logs_have_neither_bars_nor_what_git_says(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no repository
+    run_tasks(checkpoint, OWN, limit=1)
+    assert not re.search(r"\r|\||fatal", capfd.readouterr().err)
+
+
+def test_logs_have_lines_for_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(extras, "_EACH_S", 0.0)
+    with extras.lines_for_bars(), tqdm(total=2, desc="outer") as outer:
+        for _ in tqdm(range(1)):
+            outer.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert "outer: 1 of 2, 00:00 left" in lines
+    assert "reading: 0 of 1, ? left" in lines
+    assert all(" of " in line for line in lines)

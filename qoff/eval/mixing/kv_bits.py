@@ -8,7 +8,6 @@ V, of all layers together; a layer's part of it is its part of the cost of 2 bit
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -41,7 +40,7 @@ from qoff.kvcache import KVQuant
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
-from qoff.schema import read_object, replace_text
+from qoff.schema import json_text, read_object, replace_text
 
 from .mixing import choose
 
@@ -89,7 +88,7 @@ class KVSensitivity:
     def write(self, checkpoint: Path) -> None:
         """Keep it with a checkpoint; where its folder cannot be written, say so."""
         try:
-            replace_text(checkpoint / FILE, json.dumps(asdict(self)))
+            replace_text(checkpoint / FILE, json_text(asdict(self)))
         except OSError as error:
             logger.warning("what bits of the KV cache cost is measured again next time: %s", error)
 
@@ -240,6 +239,15 @@ def chosen(found: KVSensitivity, bits: float) -> KVQuant:
         raise ArgumentError(
             f"{bits:g} bits a value of the KV cache are too few; {_FEWEST} bits for all take "
             f"{least:.3g}, scales and minima included"
+        )
+    most = 8 * sum(map(max, sizes)) / values
+    if bits > most:
+        logger.warning(
+            "%g bits a value of the KV cache are more than it can take; %d bits for all take %.3g, "
+            "scales and minima included",
+            bits,
+            MOST,
+            most,
         )
     each = [option[i] for option, i in zip(options, picked, strict=True)]
     pairs = list(zip(each[::2], each[1::2], strict=True))

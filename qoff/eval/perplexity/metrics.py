@@ -38,7 +38,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its standard error."""
+    """A number and its standard error; NaN: it is not known."""
 
     value: float
     error: float
@@ -46,7 +46,20 @@ class Estimate:
     def __str__(self) -> str:
         digits = 1 - math.floor(math.log10(self.error)) if self.error > 0 else 4
         digits = min(max(digits, 2), 6)
-        return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
+        error = "-" if math.isnan(self.error) else f"{self.error:.{digits}f}"
+        return f"{self.value:z.{digits}f} ± {error}"
+
+    @property
+    def percent(self) -> str:
+        """The same, of a fraction."""
+        error = "-" if math.isnan(self.error) else f"{self.error:.2%}"
+        return f"{self.value:.2%} ± {error}"
+
+
+def significant(value: float) -> str:
+    """A number with three significant digits, six decimals at most."""
+    magnitude = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
+    return f"{value:z.{min(max(2 - magnitude, 0), 6)}f}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from qoff.quant.gguf_split import parts
 from qoff.system_memory import free_memory
 
 from .reference import Reference
-from .scoring import Sample, Tell, make_reference, reference_records
+from .scoring import Sample, Tell, make_reference, other_tokens, reference_records
 from .subjects import LayerwiseSubject, QoffSubject, Subject, TransformersSubject
 
 PIECE_TOKENS = 64  # of a window, that are read at a time
@@ -206,8 +206,8 @@ def _check_stored(found: Reference, name: str, made_of: str, sample: Sample) -> 
         why = f"is of the model {found.name}, not {name}"
     elif found.says.get("made_of") != made_of:
         why = "the files of the reference model have changed since it was begun"
-    elif found.text != sample.digest:
-        why = "is of other tokens: another text, other windows or another tokenizer"
+    elif other := other_tokens(found, sample):
+        why = other
     else:
         return
     raise ArgumentError(f"{found.path}: {why}; choose another place, or remove it")

@@ -140,6 +140,11 @@ class Reference:
         """How many of a text's first windows are not there."""
         return len(set(range(windows)) - set(self._records.windows))
 
+    def size(self) -> tuple[int, int]:
+        """Windows that are there, and how many tokens of the first of these are scored."""
+        numbers = self._records.windows
+        return len(numbers), len(self._records.read(min(numbers))["nll"]) if numbers else 0
+
     def close(self) -> None:
         self._records.close()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError
 from qoff.eval.texts import digest
+from qoff.units import counted
 
 from .metrics import Scores
 from .records import Arrays, Records
@@ -284,13 +285,28 @@ def _check(subject: Subject, sample: Sample, truth: Truth) -> None:
         )
     if not isinstance(truth, Reference):
         return
-    if truth.text != sample.digest:
+    if other := other_tokens(truth, sample):
         raise ArgumentError(
-            f"the reference {truth.name} was computed on other tokens: another text, other windows "
-            "or another tokenizer"
+            f"{truth.path}: {other}; evaluate with the same --text, --window and --limit, or make "
+            f"another file with --reference MODEL, which was {truth.name}"
         )
     if lacking := truth.lacks(len(sample.windows)):
         raise ArgumentError(
-            f"{truth.path}: lacks {lacking} of {len(sample.windows)} windows; name the model "
-            "(--reference), and they are added"
+            f"{truth.path}: lacks {lacking} of {counted(len(sample.windows), 'window')}; name the "
+            "model (--reference), and they are added"
         )
+
+
+def other_tokens(reference: Reference, sample: Sample) -> str | None:
+    """How the tokens of a stored reference differ, as far as it is known; None: they do not."""
+    if reference.text == sample.digest:
+        return None
+    windows, scored = reference.size()
+    asked = len(sample.windows), sample.windows[0].scored
+    differs = []
+    if windows != asked[0]:
+        differs.append(f"{counted(windows, 'window')} in it, {asked[0]} asked for")
+    if scored != asked[1]:
+        differs.append(f"{counted(scored, 'scored token')} a window in it, {asked[1]} asked for")
+    why = ", ".join(differs) or "another text, other windows or another tokenizer"
+    return f"is of other tokens: {why}"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.units import counted
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def cut(
         raise ArgumentError(f"windows of {length} tokens; use 2 at least")
     if total < length:
         raise ArgumentError(
-            f"the text has {total} tokens, less than one window of {length}; use a longer text or "
-            "shorter windows"
+            f"the text has {counted(total, 'token')}, less than one window of {length}; use a "
+            "longer text or shorter windows"
         )
     return DEFINITIONS[definition](total, length, length if stride is None else stride)[:limit]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qoff.eval.charts import new_figure, save
 from qoff.measure import tables
+from qoff.schema import json_text
 
 _SIZE = (8.0, 5.0)  # inches
 _LABELS = {"perplexity": "perplexity", "mean_kl": "mean KL from the reference, nats"}
@@ -32,6 +34,13 @@ class CellResult:
         plain = asdict(self)
         return plain | plain.pop("found")
 
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """One of `json_text`. Raises ValueError or TypeError for other text."""
+        kept = cls(**json.loads(text))
+        found = {n: math.nan if x is None else x for n, x in dict(kept.found).items()}
+        return replace(kept, found=found)
+
 
 def _found(name: str, form: str, error: str = "") -> Callable[[CellResult], str]:
     """A column of a number that was found, with its standard error if `error` is its format."""
@@ -40,7 +49,10 @@ def _found(name: str, form: str, error: str = "") -> Callable[[CellResult], str]
         if name not in result.found:
             return "-"
         text = format(result.found[name], form)
-        return f"{text} ± {result.found[f'{name}_error']:{error}}" if error else text
+        if not error:
+            return text
+        spread = result.found[f"{name}_error"]
+        return f"{text} ± {'-' if math.isnan(spread) else format(spread, error)}"
 
     return show
 
@@ -52,9 +64,9 @@ _COLUMNS: dict[str, Callable[[CellResult], str]] = {
     "KV bytes/token": lambda r: f"{r.kv_bytes_per_token:.0f}",
     "perplexity": _found("perplexity", ".3f", ".3f"),
     "ratio": _found("perplexity_ratio", ".4f", ".4f"),
-    "mean KL": _found("mean_kl", ".5f", ".5f"),
-    "median KL": _found("median_kl", ".5f"),
-    "99 % KL": _found("kl_99", ".4f"),
+    "mean KL": _found("mean_kl", "z.5f", ".5f"),
+    "median KL": _found("median_kl", "z.5f"),
+    "99 % KL": _found("kl_99", "z.5f"),
     "same top": _found("same_top", ".2%"),
     "tok/s": lambda r: "-" if r.tokens_per_s is None else f"{r.tokens_per_s:.1f}",
 }
@@ -73,8 +85,8 @@ def as_csv(results: Sequence[CellResult]) -> str:
 
 
 def as_json(results: Sequence[CellResult]) -> str:
-    """The same as a list of objects."""
-    return json.dumps([result.as_dict() for result in results], indent=1) + "\n"
+    """The same as a list of objects; null for a number that is not finite."""
+    return json_text([result.as_dict() for result in results], indent=1) + "\n"
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:

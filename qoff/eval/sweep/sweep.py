@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -31,7 +30,7 @@ from qoff.models.convert.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED
-from qoff.schema import replace_text
+from qoff.schema import json_text, replace_text
 
 from .cells import CellResult
 from .grid import Cell
@@ -94,13 +93,13 @@ class Sweep:
         key = digest(_VERSION, *made_of, self._rate is not None, repr(cell), ids)
         file = self._folder / "cells" / f"{key}.json"
         try:
-            return CellResult(**json.loads(file.read_text()))
+            return CellResult.read(file.read_text())
         except (OSError, ValueError, TypeError):  # there is none yet, or it is damaged
             pass
         if weights is not None and not converted.exists():
             convert(self._source, converted, quant=weights, for_cpu=True, calibration=ids)
         result = self._compute(cell, self._source if weights is None else converted)
-        replace_text(file, json.dumps(asdict(result)))
+        replace_text(file, json_text(asdict(result)))
         return result
 
     def _compute(self, cell: Cell, checkpoint: Path) -> CellResult:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qoff.errors import ArgumentError, QoffError
-from qoff.eval.extras import errors_only, extra
+from qoff.eval.extras import errors_only, extra, lines_for_bars, replaced
 from qoff.measure import tables
 
 OWN_TASKS = Path(__file__).resolve().parents[1] / "task_data"
@@ -44,10 +44,11 @@ def run_tasks(
     chat template. seed: of what examples are drawn. include_path: a folder with more tasks.
     manager: of `manager_of`, which takes long, if there is one already.
 
-    Returns "results", {task: {metric: value}}, errors as "metric_stderr"; "samples", documents by
-    task; "versions" of the tasks; "higher_is_better"; and what was asked. Raises QoffError where
-    lm-eval is not installed or a task's data cannot be read, ArgumentError for an unknown task and
-    numbers out of range, and the errors of `qoff.load`.
+    Returns "results", {task: {metric: value}}, errors as "metric_stderr", None where all documents
+    come out alike, which do not tell it; "samples", documents by task; "versions" of the tasks;
+    "higher_is_better"; and what was asked. Raises QoffError where lm-eval is not installed or a
+    task's data cannot be read, ArgumentError for an unknown task and numbers out of range, and the
+    errors of `qoff.load`.
     """
     for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
         if value is not None and (not isinstance(value, int) or value < least):
@@ -82,7 +83,12 @@ def evaluate(
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     simple_evaluate = extra("lm_eval").simple_evaluate
     try:
-        with errors_only("lm_eval.api.task"):  # which warns of what loads our tasks' data
+        # The task module warns of what loads our tasks' data; git is asked for a version.
+        with (
+            errors_only("lm_eval.api.task"),
+            lines_for_bars(),
+            replaced(extra("lm_eval.evaluator"), "get_git_commit_hash", lambda: None),
+        ):
             found = simple_evaluate(
                 lm,
                 tasks=list(tasks),
@@ -168,11 +174,15 @@ def markdown(found: Mapping[str, Any]) -> str:
     return tables.markdown(header, rows, right=3) + "\n"
 
 
-def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """ "acc,none" -> "acc"; metrics behind another filter keep its name."""
-    found: dict[str, float] = {}
+def _metrics(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """ "acc,none" -> "acc"; metrics behind another filter keep its name.
+
+    An error of 0 is None: where all documents come out alike, they do not tell it.
+    """
+    found: dict[str, float | None] = {}
     for name, value in values.items():
         metric, _, kind = name.partition(",")
         if isinstance(value, int | float) and kind:
-            found[metric if kind == "none" else f"{metric} ({kind})"] = float(value)
+            known = float(value) if value > 0 or not metric.endswith("_stderr") else None
+            found[metric if kind == "none" else f"{metric} ({kind})"] = known
     return found
