@@ -15,7 +15,7 @@ import torch
 import typer
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint, check_place
+from qoff.checkpoint import Checkpoint, check_apart, check_place
 from qoff.errors import ArgumentError, FormatError, QoffError
 from qoff.eval.texts import CALIBRATION_TEXT, begun, encode, read_text
 from qoff.hf.load import local_source
@@ -112,6 +112,7 @@ def run(
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
     text = target.text(quant)
+    check_apart(out, source)
     check_place(out, overwrite)  # before what takes minutes
     path = local_source(source, trust_remote_code)
     if text is not None:

@@ -85,7 +85,7 @@ def convert(
     requantize: bool = Option(
         False, "--requantize", help="Quantize again what cannot be taken over exactly."
     ),
-    overwrite: bool = Option(False, "--overwrite", help="Replace OUT if it exists."),
+    overwrite: bool = Option(False, "--overwrite", help="Replace a checkpoint at OUT."),
     trust_remote_code: TrustRemoteCode = False,
     measure: bool = Option(True, help="Measure what is lost, on a short text: some seconds."),
     as_json: Json = False,

@@ -42,6 +42,13 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def checkpoint(source: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    succeed("convert", source, path, *FAST, "--no-measure")
+    return path
+
+
 def formats(path: Path) -> set[Format]:
     """Formats of the matrices in layers."""
     verify(path)
@@ -152,10 +159,10 @@ def test_options_that_a_quantized_model_does_not_heed_are_named(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("taken", "taken: exists already; choose another place"),
+        ("taken", "taken: exists and is not a qoff checkpoint, so it is not overwritten"),
         ("taken/out", "taken is no folder that you may write to"),
-        ("full", "full: exists already; choose another place"),
-        ("full --overwrite", "full: is not a qoff checkpoint, so it is not overwritten"),
+        ("full", "full: exists and is not a qoff checkpoint, so it is not overwritten"),
+        ("full --overwrite", "full: exists and is not a qoff checkpoint, so it is not overwritten"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused_before_a_text_is_read(
@@ -305,3 +312,17 @@ def test_one_line_for_each_thing_that_can_go_wrong(
     given = [files.get(option, option) for option in options]
     assert message in fail("convert", source, tmp_path / "out", "--group-size", "32", *given)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["plain", "overwrite"])
+@pytest.mark.parametrize("inside", ["", "original", "original/deep"])
+def test_a_place_that_the_source_lies_in_is_refused(
+    inside: str, options: tuple[str, ...], source: Path, checkpoint: Path
+) -> None:
+    model = checkpoint / inside if inside else checkpoint
+    if inside:
+        shutil.copytree(source, model)
+    before = sorted(path.name for path in checkpoint.rglob("*"))
+    said = fail("convert", model, checkpoint, *FAST, *options)
+    assert f"the model to convert, {model}, lies there" in said
+    assert sorted(path.name for path in checkpoint.rglob("*")) == before
