@@ -28,6 +28,11 @@ def parse_size(text: str | int) -> int:
     return int(Fraction(match[1]) * base ** _UNITS[match[2].lower()])
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """Write a number of things: "1 layer", "2 layers"; many: what two are called, if not so."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def format_size(nbytes: int) -> str:
     """Write a number of bytes with one decimal and a binary unit: "24.0 MiB"."""
     value, unit = float(nbytes), "B"

@@ -9,9 +9,10 @@ from .layout import (
     tensors_of,
     view_weight,
 )
+from .place import check_apart, check_place
 from .reader import Checkpoint, read_config, read_weight
 from .verify import FileCheck, VerifyReport, verify
-from .writer import CheckpointWriter, check_place, unwritten
+from .writer import CheckpointWriter, unwritten
 
 __all__ = [
     "Checkpoint",
@@ -24,6 +25,7 @@ __all__ = [
     "VerifyReport",
     "WeightEntry",
     "WeightFile",
+    "check_apart",
     "check_place",
     "read_config",
     "read_weight",

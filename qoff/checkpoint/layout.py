@@ -19,6 +19,16 @@ INDEX_FILE = "model.safetensors.index.json"
 OUTER_FILE = "model-outer.safetensors"
 # Losses by bits of the KV cache, measured and kept later; no part of what a model is.
 KV_SENSITIVITY_FILE = "kv-sensitivity.json"
+TOKENIZER_FILES = (  # of which a tokenizer has one at least
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
+COMPANIONS = (  # files of a model that are copied
+    *("generation_config.json", *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "merges.txt", "emoji.json", "modules.json"),
+)
+POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.json
+COPIED = "copied"  # what the index calls the names of all files that were
 ALIGNMENT = 4096  # bytes; data sections start at a multiple: a page, and a block of any disk
 CODES, SCALE_MIN = ".codes", ".scale_min"  # what a quantized weight's name is followed by
 WEIGHT_FILE = re.compile(r"model-(?:layer-[0-9]{5,}|outer)\.safetensors")

@@ -27,6 +27,7 @@ from . import header
 from .layout import (
     CODES,
     CONFIG_FILE,
+    COPIED,
     DTYPE_NAMES,
     FORMAT_VERSION,
     INDEX_FILE,
@@ -41,7 +42,8 @@ from .layout import (
     layer_file,
     tensors_of,
 )
-from .reader import Checkpoint, read_config
+from .place import check_place
+from .reader import Checkpoint
 from .staging import parents, publish, staging
 
 _PIECE = 8 << 20  # bytes hashed and written at a time
@@ -56,7 +58,8 @@ class CheckpointWriter:
     it, `Checkpoint.open` does not take it for a checkpoint, and the next writer for the same place
     removes it. Use it as a context manager. Layers may be written by several threads.
 
-    overwrite: replace a checkpoint that is there, at the end; never anything else.
+    overwrite: replace a checkpoint that is there, at the end; never anything else, see
+    `check_place`.
     expected_bytes: what the weights will take, to be refused at once where the disk has less free.
 
     Raises ConversionError when the place is taken, the disk is full, writing fails, or a weight
@@ -70,6 +73,7 @@ class CheckpointWriter:
         self._checksums: dict[str, dict[str, Any]] = {}
         self._weight_map: dict[str, str] = {}
         self._total = 0
+        self._copied: list[str] = []
         self._lock = threading.Lock()  # of the three above
 
     def __enter__(self) -> Self:
@@ -107,6 +111,7 @@ class CheckpointWriter:
                 "that the checkpoint itself does not"
             )
         self._write_bytes(name, data if isinstance(data, bytes) else _read(Path(data)))
+        self._copied.append(name)
 
     def finish(self, config: Mapping[str, Any]) -> None:
         """Write config.json and the index, check the whole, and move it into place.
@@ -119,6 +124,7 @@ class CheckpointWriter:
             "metadata": {"total_size": self._total},
             "weight_map": self._weight_map,
             "checksums": self._checksums,
+            COPIED: self._copied,
         }
         described = {**config, "quantization_config": quantization}
         for name, value in ((INDEX_FILE, index), (CONFIG_FILE, described)):
@@ -175,31 +181,6 @@ class CheckpointWriter:
         free = format_size(_free(self.path))
         need = f"{format_size(self._expected)} needed, " if self._expected else ""
         return f"{self.path}: the disk is full ({need}{free} free); free some or write elsewhere"
-
-
-def check_place(path: Path, overwrite: bool = False) -> None:
-    """Raise ConversionError where no checkpoint can be put: a place taken, or in no folder."""
-    if not os.path.lexists(path):
-        there = next(p for p in path.absolute().parents if os.path.lexists(p))
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConversionError(
-                f"{path}: cannot be written, as {there} is no folder that you may write to; "
-                "choose another place"
-            )
-        return
-    if not overwrite:
-        raise ConversionError(
-            f"{path}: exists already; choose another place, or pass overwrite=True (--overwrite)"
-        )
-    if path.is_dir() and not any(path.iterdir()):
-        return
-    try:
-        read_config(path)
-    except FormatError as error:
-        raise ConversionError(
-            f"{path}: is not a qoff checkpoint, so it is not overwritten ({error}); "
-            "remove it, or choose another place"
-        ) from error
 
 
 def unwritten(path: Path, weights: Mapping[str, QTensor | Tensor]) -> WeightFile:

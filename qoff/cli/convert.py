@@ -14,17 +14,20 @@ from typing import Any
 import torch
 import typer
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from qoff.checkpoint import Checkpoint, check_place
+from qoff.checkpoint import Checkpoint, check_apart, check_place
 from qoff.errors import ArgumentError, FormatError, QoffError
 from qoff.eval.texts import CALIBRATION_TEXT, begun, encode, read_text
 from qoff.hf.load import local_source
 from qoff.hf.plugin.config import IMPORTED
 from qoff.models.convert.convert import convert, modules_source
 from qoff.models.convert.loss import LossProbe
+from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.quant import Format, QuantConfig
 from qoff.quant.matrix import CALIBRATED
+from qoff.units import counted
 
 from .command import named
 from .options import ConversionOptions
@@ -34,6 +37,8 @@ TOKENS = 512  # of a text to calibrate on
 _PLANNED = ("bits", "group_size", "solver", "target_bits", "max_kl", "weight")
 _MUCH = 0.05  # nats a token
 _TEXTS = 24  # of which a third is for what formats lose, and the others for the solver
+_EXCERPT = 1 << 13  # characters that have a piece of tokens
+_LONG = 2 * _TEXTS * _EXCERPT  # characters of a text that is not tokenized as a whole
 logger = logging.getLogger(__name__)
 _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 
@@ -112,10 +117,10 @@ def run(
     if for_ not in ("any", "cpu"):
         raise QoffError(f"--for is 'any' or 'cpu', not {for_!r}")
     text = target.text(quant)
+    check_apart(out, source)
     check_place(out, overwrite)  # before what takes minutes
     path = local_source(source, trust_remote_code)
-    if text is not None:
-        open_source(path).config()  # what is no model needs no calibration
+    _check_model(path)  # what is none needs neither calibration nor a loss
     try:
         ids = None if text is None else calibration_ids(path, text, trust_remote_code)
     except FormatError as error:
@@ -135,7 +140,7 @@ def run(
             "loss": mix.loss,
             "formats": dict(count.most_common()),
         }
-    probe = _probe(path, trust_remote_code) if measured else None
+    probe, unmeasured = _probe(path, trust_remote_code) if measured else (None, None)
     with progress_bar("converting", quiet) as progress:
         convert(
             path,
@@ -152,12 +157,16 @@ def run(
     made = Checkpoint.open(out)
     chosen["solver"] = made.config["quantization_config"]["solver"]
     nbytes = sum(file.nbytes for file in made.files)
+    if unmeasured is not None:
+        logger.warning("the loss was not measured: %s", unmeasured)
     if probe is not None and probe.missed:
         missed = f"{probe.missed}, `qoff eval {out} --reference {source}` measures it"
         logger.warning("the loss was not measured: %s", missed)
     if probe is not None and probe.loss is not None:
         loss = probe.loss
         chosen |= {"kl": loss.kl, "kl_error": loss.error, "kl_tokens": loss.tokens}
+    if probe is not None and probe.lossless:
+        chosen["lossless"] = True
     return {"path": str(out), "layers": len(made.layers), "bytes": nbytes, **chosen}
 
 
@@ -173,24 +182,33 @@ def warn_of_kept(source: str, found: Mapping[str, Any], context: typer.Context) 
         )
 
 
-def _probe(source: Path, trust_remote_code: bool) -> LossProbe | None:
-    """What measures the loss on prose that comes with qoff; None for a model without tokenizer."""
+def _check_model(path: Path) -> None:
+    """Raise for what cannot be converted, as far as configuration and headers tell."""
+    source = open_source(path)
+    if modules_source(source) is None:
+        Unconverted.of(source)
+    else:
+        source.config()
+
+
+def _probe(source: Path, trust_remote_code: bool) -> tuple[LossProbe | None, FormatError | None]:
+    """What measures the loss on prose that comes with qoff, or why there is none: no tokenizer."""
     from qoff.eval.perplexity.models import tokenizer_of
 
     try:
         tokenizer = tokenizer_of(source, trust_remote_code)
     except FormatError as error:
-        logger.warning("the loss is not measured: %s", error)
-        return None
+        return None, error
     # With what a text begins with: some models say little without it.
-    return LossProbe(torch.tensor(tokenizer.encode(read_text(), verbose=False)))
+    return LossProbe(torch.tensor(tokenizer.encode(read_text(), verbose=False))), None
 
 
 def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) -> str:
     """What a conversion lost, as a sentence; with what loses less where that was much."""
     kl, error = found["kl"], found["kl_error"]
+    digits = _digits(error)
     said = (
-        f"KL divergence from the source: {kl:.4f} +- {error:.4f} nats a token, on "
+        f"KL divergence from the source: {kl:.{digits}f} +- {error:.{digits}f} nats a token, on "
         f"{found['kl_tokens']} tokens of English"
     )
     if kl <= _MUCH:
@@ -200,13 +218,18 @@ def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) 
         for option, helps in (
             ("--solver gptq", quant.solver not in CALIBRATED),
             ("--group-size 32", quant.group_size > 32),
-            ("--bits 8", quant.bits < 8),
+            ("--bits 8", quant.bits < 8 and not target.given),
             (f"--max-kl {_MUCH}", not target.given),
         )
         if helps
     ]
     much = f"{said}, which is much (more than {_MUCH})"
     return much + (f"; {', '.join(better)} lose less" if better else "")
+
+
+def _digits(value: float) -> int:
+    """Decimals that show two significant digits of a value, and four at least."""
+    return max(4, 1 - math.floor(math.log10(value))) if 0 < value < math.inf else 4
 
 
 def formats_of(texts: Iterable[str]) -> dict[str, Format]:
@@ -231,7 +254,8 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
 def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -> Tensor:
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
-    24 pieces spread over a long text; a shorter one has fewer. Each begins with what the tokenizer
+    24 pieces spread over a long text, of which no more is tokenized than they need; a shorter one
+    has fewer. Each begins with what the tokenizer
     puts before a text, if anything. Raises ArgumentError as `read_text` does, QoffError for a file
     without a whole piece, FormatError for a model without a tokenizer, or with one that knows more
     tokens than the model.
@@ -240,7 +264,8 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
 
     text = read_text(file)
     tokenizer = tokenizer_of(source, trust_remote_code)
-    ids = encode(tokenizer, text)
+    ids = _excerpts(tokenizer, text)
+    ids = encode(tokenizer, text) if ids is None else ids
     config = open_source(source).config()
     known = (config.get("text_config") or config).get("vocab_size")
     if known is not None and len(ids) and int(ids.max()) >= known:
@@ -257,6 +282,25 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
     kept = min(pieces, _TEXTS)
     chosen = torch.arange(kept) * pieces // kept
     return begun(ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen], tokenizer)
+
+
+def _excerpts(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor | None:
+    """Token ids of pieces spread over a text, int64 [n].
+
+    None for a text that is read as a whole: it is short, or a piece takes more characters.
+    """
+    if len(text) < _LONG:
+        return None
+    found = []
+    for number in range(_TEXTS):
+        start = number * len(text) // _TEXTS
+        excerpt = text[start : start + _EXCERPT]
+        word = excerpt.find(" ", 0, _EXCERPT // 8) if number else -1  # not from within one
+        ids = encode(tokenizer, excerpt[word + 1 :])[:TOKENS]
+        if len(ids) < TOKENS:
+            return None
+        found.append(ids)
+    return torch.cat(found)
 
 
 def _for_solver(ids: Tensor | None, quant: QuantConfig) -> Tensor | None:
@@ -280,7 +324,6 @@ def _mixed(
     from qoff.eval.mixing.mixing import mixed_for_bits, mixed_for_loss
     from qoff.eval.mixing.native import NativeSensitivities
     from qoff.eval.mixing.sensitivity import Sensitivities
-    from qoff.models.convert.unconverted import Unconverted
 
     opened, rest = open_source(source), _for_solver(ids, quant)
     by_modules = modules_source(opened)
@@ -313,10 +356,9 @@ def _mixed(
 def sentence(found: Mapping[str, Any]) -> str:
     """The chosen formats, as a sentence."""
     counts = ", ".join(
-        f"{n} {'matrix' if n == 1 else 'matrices'} of {form}"
-        for form, n in found["formats"].items()
+        f"{counted(n, 'matrix', 'matrices')} of {form}" for form, n in found["formats"].items()
     )
     return (
         f"{found['bits_per_weight']:.3f} bits a weight in layers ({counts}); KL divergence "
-        f"{found['loss']:.4f} nats a token, measured on the calibration text"
+        f"{found['loss']:.{_digits(found['loss'])}f} nats a token, measured on the calibration text"
     )

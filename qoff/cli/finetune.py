@@ -242,7 +242,7 @@ def _make_place(folder: Path, option: str) -> None:
 def _convert(model: Path, out: Path) -> None:
     """As `qoff convert` does with its defaults; a checkpoint that is there is replaced."""
     from qoff.quant import QuantConfig
-    from qoff.units import format_size
+    from qoff.units import counted, format_size
 
     from . import convert as work
 
@@ -259,7 +259,7 @@ def _convert(model: Path, out: Path) -> None:
         automatic=True,
         overwrite=True,
     )
-    typer.echo(f"{out}: {found['layers']} layers, {format_size(found['bytes'])}")
+    typer.echo(f"{out}: {counted(found['layers'], 'layer')}, {format_size(found['bytes'])}")
 
 
 def _draw(path: Path, log: Path) -> None:

@@ -12,11 +12,11 @@ from typer import Argument, Option
 
 import qoff
 from qoff.errors import ArgumentError
-from qoff.units import format_size
+from qoff.units import counted, format_size
 
 from .batch import batch
 from .bench import bench
-from .command import Program, command
+from .command import Program, command, named
 from .eval import evaluate
 from .finetune import finetune
 from .options import (
@@ -85,7 +85,7 @@ def convert(
     requantize: bool = Option(
         False, "--requantize", help="Quantize again what cannot be taken over exactly."
     ),
-    overwrite: bool = Option(False, "--overwrite", help="Replace OUT if it exists."),
+    overwrite: bool = Option(False, "--overwrite", help="Replace a checkpoint at OUT."),
     trust_remote_code: TrustRemoteCode = False,
     measure: bool = Option(True, help="Measure what is lost, on a short text: some seconds."),
     as_json: Json = False,
@@ -96,7 +96,11 @@ def convert(
     if plan is not None:
         weights, target_bits = work.planned(context, plan, weights)
     target = work.Target(target_bits, max_kl, calibration)
-    quant = weights.quant(head_bits=head_bits, weights=work.formats_of(weight or ()))
+    if plan is None and target.given and named(context, ["bits"]):
+        raise ArgumentError(
+            "--target-bits and --max-kl choose the bits of all matrices in layers; leave out --bits"
+        )
+    quant = weights.quant(work.formats_of(weight or ()), target.given, head_bits=head_bits)
     found = work.run(
         source,
         out,
@@ -114,9 +118,11 @@ def convert(
     if as_json:
         print_json(found)
         return
-    typer.echo(f"{out}: {found['layers']} layers, {format_size(found['bytes'])}")
+    typer.echo(f"{out}: {counted(found['layers'], 'layer')}, {format_size(found['bytes'])}")
     if target.given:
         typer.echo(work.sentence(found))
+    if found.get("lossless"):
+        typer.echo("KL divergence from the source: 0, as all quantized weights keep their codes")
     if "kl" in found:
         typer.echo(work.loss_sentence(found, quant, target))
 

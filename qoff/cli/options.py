@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from qoff.eval.perplexity.scoring import Sample
     from qoff.kvcache import KVQuant
     from qoff.plan import Plan
-    from qoff.quant import QuantConfig
+    from qoff.quant import Format, QuantConfig
 
 Model = Annotated[str, Argument(help="A qoff checkpoint, another model, or a hub id.")]
 Raw = Annotated[bool, Option("--raw", help="Do not apply the chat template.")]
@@ -235,17 +236,23 @@ class ConversionOptions(QuantOptions):
         "auto",
         help=(
             "Of weights to quantize: gptq, which calibrates on a text, or hqq, mse or rtn; auto: "
-            "gptq below 8 bits, for a model with a tokenizer."
+            "gptq where any get fewer than 8 bits, for a model with a tokenizer."
         ),
     )
 
-    def quant(self, **more: Any) -> QuantConfig:
-        """The configuration, "auto" taken for what it is at best."""
+    def quant(self, formats: Mapping[str, Format], targeted: bool, **more: Any) -> QuantConfig:
+        """The configuration, "auto" taken for what it is at best.
+
+        formats: of some matrices, by pattern. targeted: those of all are chosen later.
+        """
         from qoff.quant import QuantConfig
 
-        best = "gptq" if self.bits < 8 else "hqq"
+        bits = {self.bits}
+        for pattern, form in formats.items():
+            bits = {form.bits} if pattern == "*" else bits | {form.bits}
+        best = "gptq" if targeted or min(bits) < 8 else "hqq"
         solver = best if self.solver == "auto" else self.solver
-        return QuantConfig(**{**vars(self), "solver": solver}, **more)
+        return QuantConfig(**{**vars(self), "solver": solver}, weights=formats, **more)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import POOLING
 from qoff.errors import ArgumentError, FormatError
 from qoff.models.forward_pass import NOT_FINITE
-from qoff.models.sources.safetensors import POOLING
 from qoff.schema import plain_int, read_object, shown
 
 Pooling = Literal["mean", "last", "first"]

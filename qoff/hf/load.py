@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qoff.budgets import check_host_bound, device_guard, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.layout import TOKENIZER_FILES
 from qoff.dynamo import import_configurations
 from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
@@ -25,7 +26,6 @@ from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
-from qoff.models.sources.safetensors import TOKENIZER_FILES
 from qoff.plan.default import default_bounds, host_bound, within_limit
 from qoff.quant import QuantConfig
 from qoff.schema import read_object

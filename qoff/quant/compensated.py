@@ -25,9 +25,9 @@ from qoff.kernels.layout.packing import check_format, pack_codes, pack_scale_min
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import COMPACT
 
-from .matrix import Format, computed
+from .matrix import Format, computed, within_range
 from .refined import refined
-from .solvers import compact, floats_of, mse
+from .solvers import SpanError, compact, floats_of, mse
 
 # Of the mean of the diagonal of the Hessian: texts that it was not measured on lose least.
 DAMPING = 0.1
@@ -103,13 +103,16 @@ def compensated(
     is one with room, else where the matrix is. The result is in packing split32, where the matrix
     is. Memory: two more matrices [K, K] and five [N, K] in float32. Raises QuantizationError for
     NaN and infinity, for groups that do not divide K, and for a range that `scale_dtype` cannot
-    hold.
+    hold; where compact scales cannot, the matrix gets others, as from `quantize`.
     """
 
-    def compute(place: torch.device) -> QTensor:
-        return _compensated(w.to(place), hessian.to(place), form, scale_dtype, name)
+    def solve(scales: torch.dtype) -> QTensor:
+        def compute(place: torch.device) -> QTensor:
+            return _compensated(w.to(place), hessian.to(place), form, scales, name)
 
-    found = computed(compute, w.device, device, name)
+        return computed(compute, w.device, device, name)
+
+    found = within_range(solve, scale_dtype, name)
     codes, scale_min = found.codes.to(w.device), found.scale_min.to(w.device)
     return replace(found, codes=codes, scale_min=scale_min)
 
@@ -122,6 +125,8 @@ def _compensated(
         check_format((n, k), form.bits, form.group_size, "split32")
         importance = hessian.diagonal().float().clamp_min(0)
         scale, minimum = _ranges(w, importance, form, scale_dtype)
+    except SpanError:
+        raise
     except (OpError, QuantizationError) as error:
         raise QuantizationError(f"{name}: {error}") from error
     order = importance.argsort()  # the last one first

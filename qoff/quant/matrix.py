@@ -28,7 +28,7 @@ from qoff.kernels.layout.scales import COMPACT, SCALE_DTYPES
 from qoff.kernels.reference.quantization import nearest_levels
 from qoff.log import say_once
 
-from .solvers import SOLVERS, floats_of, solved
+from .solvers import SOLVERS, SpanError, floats_of, solved
 
 CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
 ROUTER_BITS = 8  # of small matrices that choose experts
@@ -129,7 +129,8 @@ def quantize(
     multiple of 16; by default chosen for the device), with temporaries below 32 MiB on a CPU and
     below 128 MiB on a GPU; where a GPU has no room for them, a matrix on the CPU is computed there.
     `name` is what errors call the matrix. Raises QuantizationError for NaN, infinity, a format that
-    does not exist, a group that does not divide K, or a range that `scale_dtype` cannot hold.
+    does not exist, a group that does not divide K, or a range that `scale_dtype` cannot hold; where
+    compact scales cannot, the matrix gets float16 or float32 ones, and a line says so.
     """
     if solver in CALIBRATED:
         raise QuantizationError(
@@ -137,16 +138,31 @@ def quantize(
             f"use one of {', '.join(SOLVERS)}"
         )
     config = QuantConfig(bits, group_size, solver, packing=packing, scale_dtype=scale_dtype)
+
+    def solve(scales: torch.dtype) -> QTensor:
+        how = replace(config, scale_dtype=scales)
+        return computed(lambda place: _quantize(w, how, row_chunk, place), w.device, device, name)
+
     if w.ndim != 2 or not w.is_floating_point():
         raise QuantizationError(
             f"{name}: only a matrix of floats can be quantized, not {w.dtype} {tuple(w.shape)}"
         )
     try:
-        return computed(
-            lambda place: _quantize(w, config, row_chunk, place), w.device, device, name
-        )
+        return within_range(solve, scale_dtype, name)
     except (OpError, QuantizationError) as error:
         raise QuantizationError(f"{name}: {error}") from error
+
+
+def within_range(solve: Callable[[torch.dtype], Result], scales: torch.dtype, name: str) -> Result:
+    """What `solve` returns for these scales, or for wider ones where compact ones overflow."""
+    try:
+        return solve(scales)
+    except SpanError as error:
+        say_once(logger, f"{name}: {error}, so its scales are stored as floats")
+    try:
+        return solve(torch.float16)
+    except QuantizationError:  # beyond the range of these, too
+        return solve(torch.float32)
 
 
 def computed(

@@ -21,6 +21,11 @@ from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 Range = tuple[Tensor, Tensor]  # scale and minimum
 Solver = Callable[[Tensor, int, torch.dtype], Range]
 
+
+class SpanError(QuantizationError):
+    """A group spans more than compact scales can hold."""
+
+
 HQQ_NORM = 0.7
 _HQQ_STEPS = 12
 _HQQ_BETA, _HQQ_KAPPA = 3.0, 1.2  # weight of the quadratic term in units of the scale; its growth
@@ -121,17 +126,14 @@ def compact(
     """Compact scales of groups [N, G, g], those near a range in float32 that lose least.
 
     The loss is that of `mse`, or with another norm that of `hqq`. Returns spans and zero points,
-    uint8 [N, G]; raises QuantizationError for spans that there are none of.
+    uint8 [N, G]; raises SpanError for spans that there are none of.
     """
     (scale, minimum), top, steps = found, 2**bits - 1, 2.0**bits
     middle, highest = minimum + top / 2 * scale, minimum + top * scale
     # Where 0 is not between the ends of a range, a span reaches to it.
     span = torch.maximum(scale * steps, torch.maximum(highest * (steps / top), -minimum))
     if not bool((span <= SPAN_MAX).all()):
-        raise QuantizationError(
-            f"weights up to {float(groups.abs().max()):.4g} overflow compact scales; use float16 "
-            "scales"
-        )
+        raise SpanError(f"weights up to {float(groups.abs().max()):.4g} overflow compact scales")
     below = span_below(span)
     best = torch.zeros_like(below, dtype=torch.uint8), torch.zeros_like(below, dtype=torch.uint8)
     error = torch.full_like(scale, torch.inf)

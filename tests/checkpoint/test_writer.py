@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter, verify, writer
+from qoff.checkpoint.layout import COPIED, INDEX_FILE, KV_SENSITIVITY_FILE
 from qoff.errors import ConversionError, FormatError
 from tests.checkpoint.samples import layer_weights, outer_weights, write
 
@@ -156,7 +158,7 @@ def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
 def test_a_place_taken_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "model") as writer:
         writer.write_outer(outer_weights())
-        (tmp_path / "model").mkdir()
+        write(tmp_path / "model")
         with pytest.raises(ConversionError, match="exists already"):
             writer.finish({})
     assert names(tmp_path) == ["model"]
@@ -183,8 +185,41 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path, make: Callable[[Path],
     assert names(tmp_path / "home") == ["letters"]
 
 
-def test_an_empty_directory_is_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_directory_is_filled(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
+    write(tmp_path / "model", overwrite=overwrite)
+    assert verify(tmp_path / "model").files == 4
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
+@pytest.mark.parametrize("name", ["notes", "hal.py", "model-layer-00007.safetensors.old"])
+def test_a_checkpoint_with_foreign_files_is_not_overwritten(
+    name: str, make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    make(write(tmp_path / "model") / name)
+    before = names(tmp_path / "model")
+    with pytest.raises(ConversionError, match=f"holds '{name}', which qoff did not write"):
+        write(tmp_path / "model", overwrite=True)
+    assert names(tmp_path / "model") == before
+
+
+def test_what_qoff_writes_into_a_checkpoint_is_overwritten(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "model") as writer:
+        writer.write_outer(outer_weights())
+        for name in ("tokenizer.json", "hal.py"):
+            writer.copy_file(name, b"")
+        writer.finish({})
+    (tmp_path / "model" / KV_SENSITIVITY_FILE).touch()
+    write(tmp_path / "model", overwrite=True)
+    assert verify(tmp_path / "model").files == 4
+
+
+def test_a_checkpoint_of_an_earlier_version_is_overwritten(tmp_path: Path) -> None:
+    index = write(tmp_path / "model") / INDEX_FILE
+    index.write_text(json.dumps({**json.loads(index.read_text()), COPIED: None}))
+    write(tmp_path / "model", overwrite=True)
+    (tmp_path / "model" / INDEX_FILE).unlink()
     write(tmp_path / "model", overwrite=True)
     assert verify(tmp_path / "model").files == 4
 

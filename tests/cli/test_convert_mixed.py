@@ -42,6 +42,13 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def checkpoint(source: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    succeed("convert", source, path, *FAST, "--no-measure")
+    return path
+
+
 def formats(path: Path) -> set[Format]:
     """Formats of the matrices in layers."""
     verify(path)
@@ -125,6 +132,26 @@ def test_floats_are_calibrated_unless_that_is_no_use(
     assert "tokenizer" in fail("convert", bare, tmp_path / "asked", *options, "--solver", "gptq")
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--bits", 8), "hqq"),
+        (("--bits", 8, "--weight", "*.down_proj=4,32"), "gptq"),
+        (("--bits", 8, "--weight", "*.o_proj=8,64"), "hqq"),
+        (("--weight", "*=8,32"), "hqq"),
+        (("--weight", "*.down_proj=8,32"), "gptq"),
+        (("--weight", "*=8,32", "--weight", "*.down_proj=6,32"), "gptq"),
+        (("--target-bits", 6), "gptq"),
+    ],
+)
+def test_auto_calibrates_where_any_matrix_may_get_fewer_than_8_bits(
+    options: tuple[object, ...], expected: str, source: Path, text: Path, tmp_path: Path
+) -> None:
+    more = ("--calibration", text) if expected == "gptq" else ()
+    succeed("convert", source, tmp_path / "out", *options, *more, "--no-measure")
+    assert solver(tmp_path / "out") == expected
+
+
 def test_a_text_comes_with_qoff(source: Path, text: Path, tmp_path: Path) -> None:
     options = ("--solver", "gptq", "--group-size", "32")
     succeed("convert", source, tmp_path / "own", *options, "--calibration", text)
@@ -152,10 +179,10 @@ def test_options_that_a_quantized_model_does_not_heed_are_named(
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("taken", "taken: exists already; choose another place"),
+        ("taken", "taken: exists and is not a qoff checkpoint, so it is not overwritten"),
         ("taken/out", "taken is no folder that you may write to"),
-        ("full", "full: exists already; choose another place"),
-        ("full --overwrite", "full: is not a qoff checkpoint, so it is not overwritten"),
+        ("full", "full: exists and is not a qoff checkpoint, so it is not overwritten"),
+        ("full --overwrite", "full: exists and is not a qoff checkpoint, so it is not overwritten"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused_before_a_text_is_read(
@@ -236,6 +263,26 @@ def test_what_is_no_model_is_refused_without_a_word_of_calibration(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("solver", ["auto", "hqq"])
+@pytest.mark.parametrize("damage", ["config", "field", "gguf"])
+def test_a_damaged_model_is_told_by_one_error_alone(
+    damage: str, solver: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = shutil.copytree(source, tmp_path / "model")
+    config = model / "config.json"
+    if damage == "config":
+        config.write_text("{")
+    elif damage == "field":
+        fields = {**json.loads(config.read_text()), "num_attention_heads": "two"}
+        config.write_text(json.dumps(fields))
+    else:
+        model = Model("llama").write(tmp_path / "x.gguf")
+        model.write_bytes(model.read_bytes()[:-4000])
+    said = fail("convert", model, tmp_path / "out", "--solver", solver)
+    assert ("num_attention_heads" if damage == "field" else str(model)) in said
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("why", ["too many weights", "no tokenizer"])
 def test_what_is_not_measured_is_told(
     why: str,
@@ -244,7 +291,7 @@ def test_what_is_not_measured_is_told(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    out, model, said = tmp_path / "out", tmp_path / "model", "is not measured: "
+    out, model, said = tmp_path / "out", tmp_path / "model", "was not measured: "
     shutil.copytree(source, model)
     if why == "no tokenizer":
         for file in model.glob("tokenizer*"):
@@ -252,7 +299,7 @@ def test_what_is_not_measured_is_told(
     else:
         monkeypatch.setattr("qoff.models.convert.loss._MANY_PRODUCTS", 1)
         said = f"would take minutes; later, `qoff eval {out} --reference {model}` measures it"
-    assert "KL" not in succeed("convert", model, out, *FAST)
+    assert "KL divergence" not in succeed("convert", model, out, *FAST)
     assert [one for one in caplog.messages if said in one]
     caplog.clear()
     succeed("convert", model, out, *FAST, "--no-measure", "--overwrite")
@@ -263,6 +310,34 @@ def test_much_loss_is_told_with_what_is_much() -> None:
     found = {"kl": 0.06, "kl_error": 0.01, "kl_tokens": 512}
     said = loss_sentence(found, QuantConfig(solver="gptq"), Target())
     assert "which is much (more than 0.05); --bits 8, --max-kl 0.05 lose less" in said
+
+
+@pytest.mark.parametrize(
+    ("kl", "error", "written"),
+    [
+        (2.1e-05, 2.3e-07, "0.00002100 +- 0.00000023"),
+        (0.0412, 0.00131, "0.0412 +- 0.0013"),
+        (1.5, 0.2, "1.5000 +- 0.2000"),
+        (0.0, 0.0, "0.0000 +- 0.0000"),
+    ],
+)
+def test_a_loss_is_written_with_two_digits_of_its_error(
+    kl: float, error: float, written: str
+) -> None:
+    found = {"kl": kl, "kl_error": error, "kl_tokens": 512}
+    assert f": {written} nats" in loss_sentence(found, QuantConfig(), Target())
+
+
+def test_codes_that_are_all_kept_are_told(tmp_path: Path) -> None:
+    model = Model("llama").write(tmp_path / "x.gguf")
+    said = succeed("convert", model, tmp_path / "out")
+    assert "KL divergence from the source: 0, as all quantized weights keep their codes" in said
+
+
+def test_a_layer_is_counted(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    save_tokenizer(tmp_path / "model")
+    assert ": 1 layer, " in succeed("convert", tmp_path / "model", tmp_path / "out", *FAST)
 
 
 def test_a_conversion_that_loses_much_names_what_loses_less(
@@ -288,6 +363,8 @@ def test_a_conversion_that_loses_much_names_what_loses_less(
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
+        (["--target-bits", "5", "--bits", "8"], "choose the bits of all matrices in layers; leave"),
+        (["--max-kl", "1", "--bits", "4"], "choose the bits of all matrices in layers; leave out"),
         (["--target-bits", "nan"], "--target-bits is nan; use a number above 0"),
         (["--max-kl", "0"], "--max-kl is 0; use a number above 0"),
         (["--max-kl", "1e-9", "--calibration", "TEXT"], "cannot be reached"),
@@ -305,3 +382,17 @@ def test_one_line_for_each_thing_that_can_go_wrong(
     given = [files.get(option, option) for option in options]
     assert message in fail("convert", source, tmp_path / "out", "--group-size", "32", *given)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)], ids=["plain", "overwrite"])
+@pytest.mark.parametrize("inside", ["", "original", "original/deep"])
+def test_a_place_that_the_source_lies_in_is_refused(
+    inside: str, options: tuple[str, ...], source: Path, checkpoint: Path
+) -> None:
+    model = checkpoint / inside if inside else checkpoint
+    if inside:
+        shutil.copytree(source, model)
+    before = sorted(path.name for path in checkpoint.rglob("*"))
+    said = fail("convert", model, checkpoint, *FAST, *options)
+    assert f"the model to convert, {model}, lies there" in said
+    assert sorted(path.name for path in checkpoint.rglob("*")) == before

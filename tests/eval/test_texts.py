@@ -78,6 +78,50 @@ def test_what_a_tokenizer_puts_before_a_text(template: str, tmp_path: Path) -> N
     assert whole.tokens(whole.windows[0]).tolist() == [1, *plain[:512].tolist()]
 
 
+def whole_pieces(tokenizer: Any, content: str) -> torch.Tensor:
+    """24 pieces of 512 tokens of a text that is tokenized as a whole."""
+    ids = encode(tokenizer, content)
+    pieces = len(ids) // 512
+    return ids[: pieces * 512].view(pieces, 512)[torch.arange(24) * pieces // 24]
+
+
+def test_the_own_text_is_calibrated_on_in_pieces_of_the_whole(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    wanted = whole_pieces(tokenizer, read_text(CALIBRATION_TEXT))
+    assert torch.equal(calibration_ids(tmp_path, CALIBRATION_TEXT), wanted)
+
+
+@pytest.mark.parametrize("excerpt", [1 << 13, 400])
+def test_of_a_long_text_excerpts_alone_are_tokenized(
+    excerpt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it where an excerpt has no whole piece."""
+    read: list[str] = []
+
+    def noted(tokenizer: Any, text: str) -> torch.Tensor:
+        read.append(text)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr("qoff.cli.convert.encode", noted)
+    monkeypatch.setattr("qoff.cli.convert._EXCERPT", excerpt)
+    save_model(tmp_path)
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    content = "".join(f"{number} " for number in range(200_000))
+    (tmp_path / "text").write_text(content)
+    found = calibration_ids(tmp_path, tmp_path / "text")
+    assert found.shape == (24, 512)
+    if excerpt < 512:
+        assert torch.equal(found, whole_pieces(tokenizer, content))
+        return
+    assert sum(map(len, read)) < len(content) / 5
+    for number, ids in enumerate(found):
+        at = content.find("".join(tokenizer.decode([one]) for one in ids.tolist()))
+        assert 0 <= at - number * len(content) // 24 < 100
+
+
 @pytest.mark.parametrize("content", [b"", b" \n\t", b"\xff\xfe\x00"])
 def test_what_is_no_text_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "text"

@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 import qoff
+from qoff.checkpoint.layout import COMPANIONS
 from qoff.errors import (
     ArgumentError,
     BudgetError,
@@ -27,7 +28,6 @@ from qoff.errors import (
 )
 from qoff.hf.hub import download
 from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, open_runtime
-from qoff.models.sources.safetensors import COMPANIONS
 from qoff.quant import QuantConfig
 from tests.tiny_models import QUANT, load_budgets, save_gguf
 

@@ -26,6 +26,8 @@ from qoff.errors import (
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.convert.convert import convert
 from qoff.quant import QuantConfig, quantize
+from qoff.units import counted
+from tests.module_models import save_module_model
 from tests.tiny_models import interleave16
 
 TINY: dict[str, Any] = {
@@ -287,6 +289,50 @@ def test_configs_that_cannot_be_converted(
     with pytest.raises(error, match=message):
         convert(tmp_path / "model", tmp_path / "out", quant=QUANT)
     assert not (tmp_path / "out").exists()
+
+
+def _layers(model: Path) -> int:
+    count: int = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    return count
+
+
+@pytest.fixture(params=["llama", "stablelm"])
+def cut(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model whose config.json has a layer less; one that runs through modules, too."""
+    model = tmp_path / "model"
+    if request.param == "llama":
+        save_model(model, "llama")
+    else:
+        save_module_model(model, request.param)
+    _edit_json(model / "config.json", lambda c: c.update(num_hidden_layers=_layers(model) - 1))
+    return model
+
+
+def test_layers_that_the_config_has_not_are_told(
+    cut: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    convert(cut, tmp_path / "out", quant=QUANT)
+    (said,) = caplog.messages
+    count = _layers(cut)
+    assert said.startswith(f"{cut}: model.layers.{count}.")
+    assert f"is not used, as config.json says that it has {counted(count, 'layer')}" in said
+
+
+@pytest.mark.parametrize("ahead", ["config", "tensor"])
+def test_layers_that_predict_further_ahead_are_not_missed(
+    ahead: str, cut: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if ahead == "config":
+        _edit_json(cut / "config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    else:
+        file = cut / "model.safetensors"
+        tensors = {
+            **load_file(file),
+            f"model.layers.{_layers(cut)}.eh_proj.weight": torch.zeros(64),
+        }
+        save_file(tensors, file, {"format": "pt"})
+    convert(cut, tmp_path / "out", quant=QUANT)
+    assert not caplog.messages
 
 
 def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:

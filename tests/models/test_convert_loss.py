@@ -62,6 +62,7 @@ def test_nothing_is_said_where_nothing_is_lost(
     convert(codes.write(tmp_path / "m.gguf"), tmp_path / "out", quant=FOUR, probe=probe)
     assert probe.loss is None
     assert probe.missed is None
+    assert probe.lossless
 
 
 def test_a_mixture_has_a_loss(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

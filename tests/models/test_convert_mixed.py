@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,11 +26,12 @@ from qoff.quant import Format, QuantConfig, quantize
 from tests.models.gguf_model import Model as GGUFModel
 from tests.models.gguf_model import read_all
 from tests.models.test_gguf_modules import written
-from tests.module_models import dequantized, module_source
-from tests.tiny_models import budgets, save_model, save_tokenizer, tiny_model
+from tests.module_models import dequantized, module_source, save_module_model
+from tests.tiny_models import budgets, reference_model, save_model, save_tokenizer, tiny_model
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 130}
+AMPLIFIED = 5e-3  # of logits, where a weight of 5000 amplifies what activations are rounded by
 FORMATS = {
     "*.qkv_proj": Format(4, 128),
     "*.down_proj": Format(8, 32),
@@ -258,3 +261,27 @@ def test_quantized_files_for_modules_lose_nothing_unasked(
 def test_a_format_that_does_not_exist_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(QuantizationError, match="is not supported; use one of"):
         Format(**wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("solver", ["hqq", "gptq"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "stablelm", "aria"])
+def test_a_matrix_that_compact_scales_do_not_hold(family: str, solver: str, tmp_path: Path) -> None:
+    """Some matrices of a layer, and some of its experts, have other scales than the rest."""
+    source, out, ids = tmp_path / "model", tmp_path / "out", torch.arange(48).view(3, 16)
+    modules = family in ("stablelm", "aria")
+    (save_module_model if modules else save_model)(source, family)
+    save_tokenizer(source)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    name = next(x for x in tensors if re.search(r"\.1\..*(up_proj|w1|fc1)", x))
+    tensors[name].view(-1)[3] = 5e3
+    save_file(tensors, file, {"format": "pt"})
+    quant = QuantConfig(group_size=32, solver=solver)
+    convert(source, out, quant=quant, calibration=ids if solver == "gptq" else None)
+    entries = [x for file in Checkpoint.open(out).files for x in file.weights.values()]
+    assert len({x.scale_min.dtype for x in entries if isinstance(x, QuantEntry)}) == 2
+    wanted = (dequantized(source, out) if modules else reference_model(out))(ids).logits
+    model, _ = qoff.load(out, kv=None)
+    with closing(model):
+        assert_close(model(ids).logits, wanted, tolerance=AMPLIFIED)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qoff.errors import OpError, QuantizationError
+from qoff.errors import OpError
 from qoff.kernels.layout.scales import COMPACT, SPAN_MAX, common, expanded, span_below
-from qoff.quant import quantize
+from qoff.quant import Format, QTensor, quantize
+from qoff.quant.compensated import compensated
 from qoff.quant.rows import concat_rows
 from qoff.quant.solvers import SOLVERS
 
@@ -58,9 +59,22 @@ def test_zero_is_zero() -> None:
     assert not quantize(torch.zeros(5, 64), 4, 32, scale_dtype=COMPACT).dequantize().any()
 
 
-def test_weights_beyond_the_largest_span_are_refused() -> None:
-    with pytest.raises(QuantizationError, match=r"x: .* use float16 scales"):
-        quantize(drawn(0) * 1e5, 4, 32, scale_dtype=COMPACT, name="x")
+@pytest.mark.parametrize("solver", [*SOLVERS, "gptq"])
+@pytest.mark.parametrize(("factor", "wider"), [(1e5, torch.float16), (1e8, torch.float32)])
+def test_weights_beyond_the_largest_span_get_wider_scales(
+    factor: float, wider: torch.dtype, solver: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    w, name = drawn(0) * factor, f"{solver} {factor}"
+
+    def found(scales: torch.dtype) -> QTensor:
+        if solver == "gptq":
+            return compensated(w, torch.eye(128), Format(4, 32), scale_dtype=scales, name=name)
+        return quantize(w, 4, 32, solver, scale_dtype=scales, name=name)
+
+    assert found(COMPACT).scale_min.dtype == wider
+    assert torch.equal(found(COMPACT).dequantize(), found(wider).dequantize())
+    (said,) = caplog.messages
+    assert "overflow compact scales, so its scales are stored as floats" in said
 
 
 def test_rows_with_other_scales_are_joined_in_float32() -> None:

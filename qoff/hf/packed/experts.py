@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.scales import common
 from qoff.kernels.operands import FLOATS
 from qoff.kernels.ops import ops_for
 from qoff.kernels.reference.experts import activate
@@ -222,7 +223,8 @@ def qexperts_of(codes: Tensor, scale_min: Tensor, shape: tuple[int, int]) -> QEx
 
 def stacked(matrices: Sequence[QTensor]) -> QExperts:
     """Matrices of one form as one, copied, as their device's kernels read them."""
-    here = [m.for_kernels(packing_for(m.device)) for m in matrices]
+    scales = common(m.scale_min.dtype for m in matrices)
+    here = [m.with_scales(scales).for_kernels(packing_for(m.device)) for m in matrices]
     codes = torch.stack([m.codes for m in here])
     scale_min = torch.stack([m.scale_min for m in here])
     return qexperts_of(codes, scale_min, here[0].shape)

@@ -67,6 +67,12 @@ class Builder:
         self.formats[form, imported] += not weight.sensitive
         return form
 
+    def keeps(self, prefix: str, weight: Weight) -> bool:
+        """Whether all values of a matrix are those of the source."""
+        stored = [self._info(part.source) for part in weight.parts]
+        own = all(info.quantized and not info.anew for info in stored)
+        return own and self.format(prefix, weight)[1]
+
     def calibrates(self, prefix: str, weight: Weight) -> bool:
         """Whether a weight is a matrix that the solver wants the inputs of."""
         if weight.columns is None or weight.sensitive or self.quant.solver not in CALIBRATED:

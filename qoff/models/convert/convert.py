@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qoff.checkpoint import CheckpointWriter
+from qoff.checkpoint import CheckpointWriter, check_apart
 from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
 from qoff.models.modules.configs import is_native
 from qoff.models.sources import (
@@ -74,6 +74,7 @@ def convert(
     Raises UnsupportedModelError, FormatError or QuantizationError naming file and tensor, and
     ConversionError when writing fails; then nothing is left at `out`.
     """
+    check_apart(Path(out), source_path)
     with _reading(source_path):
         source = open_source(source_path)
         quant = quant or QuantConfig()

@@ -50,20 +50,22 @@ class LossProbe:
     loss: once the conversion is done; None where nothing is quantized, for a text with tokens that
     the model has not, and where it would take minutes, or a layer in float32 much of the memory
     that is free. missed: why it is None, and what another try needs; None where nothing is
-    quantized.
+    quantized. lossless: whether that is because all matrices keep the codes of the source.
     """
 
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids
         self.loss: Loss | None = None
         self.missed: str | None = None
+        self.lossless = False
         self._run: Layerwise | None = None  # of the source's weights
 
     @torch.no_grad()
     def begin(self, model: Unconverted, builder: Builder) -> None:
         """Before the first layer is built."""
         matrices = [(at, w) for at, unit in model.units for w in unit if w.columns is not None]
-        if all(builder.format(at, w)[1] for at, w in matrices):
+        self.lossless = all(builder.keeps(at, w) for at, w in matrices)
+        if self.lossless:
             return
         weights = sum(_products(w, model.spec) for _, w in matrices)
         layer = max(sum(_floats(w) for w in unit) for at, unit in model.units if at)

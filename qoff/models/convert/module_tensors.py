@@ -5,6 +5,7 @@ It joins the matrices of experts, for example, into one tensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,16 @@ class ModuleTensors:
             self._targets[target] = name
             found.setdefault(self._structure.unit_of(target), []).append(name)
         return found
+
+    def layers(self) -> dict[int, list[str]]:
+        """The source's tensors by layer, but those that transformers leaves out on purpose."""
+        ignored = self._structure.model._keys_to_ignore_on_load_unexpected or ()
+        found = {
+            unit: [name for name in names if not any(re.search(one, name) for one in ignored)]
+            for unit, names in self._units.items()
+            if unit is not None
+        }
+        return {unit: names for unit, names in found.items() if names}
 
     def _mapping(self) -> list[Any]:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,16 +13,25 @@ from typing import Any
 import torch
 
 from qoff.errors import QuantizationError, UnsupportedModelError
+from qoff.log import say_once
 from qoff.models.families import converted
 from qoff.models.families.family import TensorNames
 from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
 from qoff.models.row_order import ROW_BLOCK
-from qoff.models.sources import GGUFModulesSource, Source
+from qoff.models.sources import (
+    GGUFModulesSource,
+    QuantizedSource,
+    SafetensorsSource,
+    Source,
+)
 from qoff.models.spec import DecoderSpec
 from qoff.models.stored import check_counts
 from qoff.quant import QTensor
+from qoff.units import counted
 
 from .builder import PIECE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class Unconverted:
         check_counts(spec, names, partial(_shape_of, source), source.path)
         if spec.tie_word_embeddings and _has_other_head(source, spec, names):
             spec = replace(spec, tie_word_embeddings=False)
+        if isinstance(source, SafetensorsSource | QuantizedSource):
+            tell_of_unused(source, spec.num_layers, _by_layer(source.names(), names))
         config = {**config, "tie_word_embeddings": spec.tie_word_embeddings}
         layers = ((layer_prefix(i), layer_weights(spec, i, names)) for i in range(spec.num_layers))
         return cls(source, config, spec, (*layers, ("", outer_weights(spec, names))))
@@ -68,6 +81,38 @@ def check_patterns(path: object, names: Sequence[str], patterns: Iterable[str]) 
                 f"{path}: no matrix is called {pattern!r}; names are like "
                 f"{names[0]!r} and {names[-1]!r}, and * stands for any part of one"
             )
+
+
+def tell_of_unused(
+    source: SafetensorsSource | QuantizedSource, count: int, layers: Mapping[int, Sequence[str]]
+) -> None:
+    """Warn, once, where there are more layers than the `count` of config.json.
+
+    layers: names of tensors by layer. Those that predict tokens further ahead are not missed.
+    """
+    config = source.config()
+    text = config.get("text_config")
+    ahead = (text if isinstance(text, dict) else config).get("num_nextn_predict_layers")
+    first = count + (ahead if isinstance(ahead, int) else 0)
+    beyond = {layer: names for layer, names in layers.items() if layer >= first}
+    unused = [i for i, names in beyond.items() if not any(".eh_proj." in x for x in names)]
+    if unused:
+        least = min(unused)
+        say_once(
+            logger,
+            f"{source.path}: {beyond[least][0]} and all else of layers from {least} on is "
+            f"not used, as config.json says that it has {counted(count, 'layer')}",
+        )
+
+
+def _by_layer(names: Iterable[str], called: TensorNames) -> dict[int, list[str]]:
+    """Names of tensors by the layer that they are of."""
+    before, after = map(re.escape, called.layer.split("{}"))
+    layer, found = re.compile(f"{before}([0-9]+){after}"), dict[int, list[str]]()
+    for name in names:
+        if (match := layer.match(name)) is not None:
+            found.setdefault(int(match[1]), []).append(name)
+    return found
 
 
 def _shape_of(source: Source, name: str) -> tuple[int, ...] | None:

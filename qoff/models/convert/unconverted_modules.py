@@ -12,14 +12,14 @@ from qoff.errors import ConversionError, QuantizationError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.modules.configs import build, language_alone, position_limit, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
-from qoff.models.sources import ModulesSource
+from qoff.models.sources import GGUFModulesSource, ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize
 from qoff.quant.matrix import ROUTER_BITS
 
 from .layerwise import check_ids
 from .module_run import ModuleRun, Seen
 from .module_tensors import ModuleTensors
-from .unconverted import check_patterns
+from .unconverted import check_patterns, tell_of_unused
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -50,6 +50,8 @@ class UnconvertedModules:
             self.config["tie_word_embeddings"] = False  # as transformers decides, too
             self._open()
         self.units = len(self._structure.layers) + 1
+        if not isinstance(source, GGUFModulesSource):
+            tell_of_unused(source, self.units - 1, self._tensors.layers())
         names = [matrix.name for unit in range(self.units) for matrix in self.matrices(unit)]
         check_patterns(source.path, names, quant.weights)
         self.weights = sum(x.numel() for x in self._structure.model.parameters())

@@ -13,20 +13,11 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint.header import METADATA, described_tensor, header_text
-from qoff.checkpoint.layout import DTYPES
+from qoff.checkpoint.layout import COMPANIONS, DTYPES, POOLING
 from qoff.errors import FormatError
 from qoff.quant import TensorInfo
 from qoff.schema import load_object, read_object, shown
 
-TOKENIZER_FILES = (  # of which a tokenizer has one at least
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
-)
-COMPANIONS = (
-    *("generation_config.json", *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "merges.txt", "emoji.json", "modules.json"),
-)
-POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.json
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ONE_BYTE = ("BOOL", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
