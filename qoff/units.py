@@ -41,8 +41,3 @@ def format_size(nbytes: int) -> str:
             break
         value /= 1024
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def counted(count: int, what: str) -> str:
-    """Write "1 window", "2 windows"."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
