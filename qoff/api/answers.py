@@ -219,6 +219,10 @@ def encoded(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
+# The last event of a stream, behind that of an error, too: some clients wait for it.
+DONE = b"data: [DONE]\n\n"
+
+
 def event(document: Any) -> bytes:
     """As a server-sent event."""
     return b"data: " + encoded(document) + b"\n\n"

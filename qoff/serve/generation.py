@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from qoff.api.answers import encoded, event, usage
+from qoff.api.answers import DONE, encoded, event, usage
 from qoff.api.errors import ClientGone, as_api_error
 from qoff.api.requests import Asked, check_answer
 from qoff.api.thinking import Thinking
@@ -82,8 +82,7 @@ class Generated(Response):
             except Exception as error:
                 said["error"] = str(error) or type(error).__name__
                 failed = event(as_api_error(error).body())
-            last = failed + b"data: [DONE]\n\n"  # some clients wait for it after an error, too
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await send({"type": "http.response.body", "body": failed + DONE, "more_body": False})
 
     async def _events(self, receive: Receive, said: dict[str, Any]) -> AsyncGenerator[bytes]:
         form, asked = self._asked.form, self._asked

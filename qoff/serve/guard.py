@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qoff.api.answers import event
+from qoff.api.answers import DONE, event
 from qoff.api.errors import ApiError, ClientGone, as_api_error
 
 from .bodies import KEEP, BodyRoom
@@ -67,7 +67,7 @@ class Guard:
         except asyncio.CancelledError:  # the server ends, and this has had its time
             known = ApiError(503, "the server is stopping", code="stopping")
             if is_open:
-                await send({"type": "http.response.body", "body": event(known.body())})
+                await send({"type": "http.response.body", "body": event(known.body()) + DONE})
             elif not status:
                 await JSONResponse(known.body(), known.status)(scope, receive, send)
             status = known.status
