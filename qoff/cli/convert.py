@@ -255,10 +255,9 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
     24 pieces spread over a long text, of which no more is tokenized than they need; a shorter one
-    has fewer. Each begins with what the tokenizer
-    puts before a text, if anything. Raises ArgumentError as `read_text` does, QoffError for a file
-    without a whole piece, FormatError for a model without a tokenizer, or with one that knows more
-    tokens than the model.
+    has fewer. Each begins with what the tokenizer puts before a text, if anything. Raises
+    ArgumentError as `read_text` does, QoffError for a file without a whole piece, FormatError for a
+    model without a tokenizer, or with one that knows more tokens than the model.
     """
     from qoff.eval.perplexity.models import tokenizer_of
 

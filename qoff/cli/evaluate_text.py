@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff import __version__
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, QoffError
+from qoff.errors import QoffError
 from qoff.eval.kv import kv_bytes_per_token, kv_name, why_unmeasured
 from qoff.eval.perplexity.metrics import Divergence, Summary, significant, summarize
 from qoff.eval.perplexity.models import (
@@ -85,7 +85,6 @@ def evaluate_one(
     """Evaluate one model and print a table. Windows that an interrupted run has done are kept."""
     content = texts.content()
     original.check()
-    _check_file(original)
     cache.check(how)
     checkpoint = how.checkpoint(model, quant, as_json)
     tokenizer = load_tokenizer(checkpoint, how.trust_remote_code)
@@ -122,16 +121,6 @@ def evaluate_one(
         print_json(found)
     else:
         print_table("", _rows(found, summary))
-
-
-def _check_file(original: ReferenceOptions) -> None:
-    """Raise ArgumentError for a file that is not there and that no model makes."""
-    file = original.reference_file
-    if file is not None and original.reference is None and not file.exists():
-        raise ArgumentError(
-            f"--reference-file {file}: there is no such file; --reference MODEL, the original, "
-            "makes it"
-        )
 
 
 def warn_of_windows(

@@ -336,11 +336,17 @@ class ReferenceOptions:
     )
 
     def check(self) -> None:
-        """Raise ArgumentError for a model that is not there."""
+        """Raise ArgumentError for a model that is not there, and a file that no model makes."""
         from qoff.hf.load import local_source
 
+        file = self.reference_file
         if self.reference is not None:
             local_source(self.reference)
+        elif file is not None and not file.exists():
+            raise ArgumentError(
+                f"--reference-file {file}: there is no such file; --reference MODEL, the original, "
+                "makes it"
+            )
 
     @property
     def memory(self) -> int | None:

@@ -20,7 +20,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.ops import Ops
+from qoff.kernels.ops import Ops, ops_for
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.experts import activate
 from qoff.kernels.reference.linear import ended, normalized
@@ -40,7 +40,7 @@ from qoff.models.native.rope import RotaryTable
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
 
-from .solving import Unsolved, cpu_ops
+from .solving import Unsolved
 
 Seen = Callable[[object, Tensor, Tensor], None]  # a matrix, its input [M, K], its output [M, N]
 
@@ -246,7 +246,7 @@ class _DenseOps:
             x = normalized(x, norm)
         if isinstance(weight, QTensor) and not torch.is_grad_enabled():
             packed = weight.to_packing("rows16")
-            y = cpu_ops().w4_linear(x, packed, bias=bias, residual=residual, end=end)
+            y = ops_for(x.device).w4_linear(x, packed, bias=bias, residual=residual, end=end)
             return _into(out, y)
         if isinstance(weight, Unsolved):
             assert weight.twice
@@ -293,14 +293,14 @@ class _DenseOps:
 
     def delta(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """See `kernels.reference.delta.delta`."""
-        ops = reference_ops if torch.is_grad_enabled() else cpu_ops()
+        ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
         return _into(out, ops.delta(*operands, **options))
 
     gate = staticmethod(reference_ops.gate)
 
     def attention(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """See `kernels.reference.ops.attention`."""
-        ops = reference_ops if torch.is_grad_enabled() else cpu_ops()
+        ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
         return _into(out, ops.attention(*operands, **options))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.ops import ops_for
 from qoff.quant import Format, quantize
 from qoff.quant.compensated import aimed, compensated, moments
 
@@ -86,7 +86,7 @@ class Unsolved:
                 del apart
             self._solve(aimed(w, self.moments.of(mine), missing, count, self.name), mine)
         if count:
-            cpu_ops().w4_linear(mine, self.result(), out=out[:count])
+            ops_for(x.device).w4_linear(mine, self.result(), out=out[:count])
         return out
 
     def _solve(self, w: Tensor, x: Tensor) -> None:
@@ -104,13 +104,6 @@ class Unsolved:
             return self._found
         form, dtype = self.form, self.scale_dtype
         return quantize(self.read(), form.bits, form.group_size, scale_dtype=dtype, name=self.name)
-
-
-def cpu_ops() -> Any:
-    """The CPU's ops, which compile when they are first asked for."""
-    from qoff.kernels.cpu import ops
-
-    return ops
 
 
 def results(
