@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .layout.packing import ROW_BLOCK
 from .layout.qtensor import QTensor
+from .layout.widening import read_bits
 from .operands import FLOATS
 
 _PIECE_BYTES = 1 << 23  # of what is dequantized at a time
@@ -48,7 +49,7 @@ def dequantize(weight: QTensor, dtype: torch.dtype, kept: bool = False) -> Tenso
     elif weight.device.type == "cuda" and weight.packing == "split32" and dtype in FLOATS:
         from .triton.linear.dequantize import dequantize as launch
 
-        if weight.bits != 6:
+        if weight.bits == read_bits(weight.bits, weight.packing):
             return launch(weight, dtype)
     return weight.dequantize(dtype)
 

@@ -14,6 +14,7 @@ from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.linear.scales import HALF, ROW_BLOCK_BYTES, SINGLE, width_of
 from qoff.kernels.cpu.operands import address, check_rows, fail, int64s, offsets
+from qoff.kernels.layout.packing import QUADS
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import EXPONENT, SHIFT, STEPS
 
@@ -35,15 +36,31 @@ class EmbeddingArguments(ctypes.Structure):
 _PART = 512  # numbers of a row, in one item: a multiple of every group size
 
 
+def _parts():
+    """Parts of quads, uint32 [bits, quad, part, 3]: bytes to their word, bits to the right, mask.
+
+    A mask of 0 has nothing.
+    """
+    found = np.zeros((max(QUADS) + 1, 8, 3, 3), np.uint32)
+    for bits, quads in QUADS.items():
+        for i, quad in enumerate(quads):
+            at = 0
+            for place, (word, first, width) in enumerate(quad):
+                found[bits, i, place] = 64 * word, first - at, ((1 << width) - 1 << at) * 0x01010101
+                at += width
+    return found
+
+
+_PARTS = _parts()
+
+
 @inner
-def _six_bits(words, i):
-    """Number i of 32 of a row in 6 words; the last 8 are in the others' upper bits."""
-    shift, word = 8 * (i % 4), words + 64 * (i // 4)
-    if i < 24:
-        return (simd.peek_i32(word) >> shift) & 63
-    low, middle = simd.peek_i32(word - 384) >> shift, simd.peek_i32(word - 256) >> shift
-    high = simd.peek_i32(word - 128) >> shift
-    return (low >> 6) & 3 | (middle >> 4) & 12 | (high >> 2) & 48
+def _quad(words, bits, i):
+    """Quad i of 8 of a row in as many words as codes have bits, 64 bytes apart."""
+    found = np.uint32(0)
+    for word, right, mask in _PARTS[bits, i]:
+        found |= (np.uint32(simd.peek_i32(words + word)) >> right) & mask
+    return found
 
 
 @inner
@@ -61,18 +78,14 @@ def _write_group(args, codes, scale_min, lane, first, residual, out):
         scale = simd.exponent_f32(simd.peek_u8(scale_min + lane), SHIFT, EXPONENT - bits)
         zero = np.float32(simd.peek_u8(scale_min + 16 + lane))
         minimum = zero * (scale * (np.float32(-1 << bits) / np.float32(STEPS)))
-    for i in range(first, first + simd.peek_i64(args + GROUP)):
-        # A word has 4 numbers, or 4 in its low nibbles and the next 4 in its high ones.
-        if bits == 6:
-            code = _six_bits(codes + 384 * (i // 32), i % 32)
-        elif bits == 8:
-            code = (simd.peek_i32(codes + 64 * (i // 4)) >> (8 * (i % 4))) & 255
-        else:
-            code = (simd.peek_i32(codes + 64 * (i // 8)) >> (8 * (i % 4) + i % 8 // 4 * 4)) & 15
-        value = (np.float32(code) * scale + minimum) * factor
-        if residual != 0:
-            value = simd.peek_f32(residual + 4 * i) + value
-        simd.poke_f32(out + 4 * i, value)
+    for start in range(first, first + simd.peek_i64(args + GROUP), 4):
+        quad = _quad(codes + 64 * bits * (start // 32), bits, start % 32 // 4)
+        for i in range(start, start + 4):
+            value = (np.float32(quad & np.uint32(255)) * scale + minimum) * factor
+            quad >>= np.uint32(8)
+            if residual != 0:
+                value = simd.peek_f32(residual + 4 * i) + value
+            simd.poke_f32(out + 4 * i, value)
 
 
 @inner

@@ -1,23 +1,22 @@
 """The layouts ("packings") of quantized matrices: pack, unpack, and move between them.
 
-A matrix has N rows (outputs) and K columns (inputs), a code of 4, 6 or 8 bits for each element, and
-a scale and a minimum for each run of `group_size` columns of a row: two floats, or two bytes that
-stand for them (`scales`).
+A matrix has N rows (outputs) and K columns (inputs), a code of 3, 4, 5, 6 or 8 bits for each
+element, and a scale and a minimum for each run of `group_size` columns of a row: two floats, or two
+bytes that stand for them (`scales`). Codes of 32 columns are `bits` words of 4 bytes. Each byte j
+of such a block has that place in a word; quad q is the elements 4q to 4q+3, in the four bytes of
+one word, or of several that have some of its bits each. `QUADS` says where.
 
 split32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
-    4 bit  codes[N, K/2]: K in blocks of 32 elements = 16 bytes; byte j of a block holds element j
-           in the low nibble and element j+16 in the high nibble.
-    6 bit  codes[N, 3K/4]: K in blocks of 32 elements = 24 bytes; byte j holds element j in its low
-           six bits, and the upper two of bytes j, j+8 and j+16 are element j+24, lowest bits first.
-    8 bit  codes[N, K].
+    codes[N, K * bits / 8]: a row's blocks of 32 columns, one after the other.
+    4 bit  byte j of 16 holds element j in the low nibble and element j+16 in the high nibble.
+    others by `QUADS`. Of 5 and 6 bits byte j holds element j in its low bits, of 3 bits two
+           elements; the last elements are in what is left of the upper bits. 8 bits: element j.
     scale_min[K/g, N, 2]: [..., 0] is the scale, [..., 1] the minimum.
 
-rows16, rows in blocks of 16 so that one vector register holds one column of a block:
-    4 bit  codes[Np/16, K/8, 16, 4]: byte (b, s, r, j) holds element (16b+r, 8s+j) in the low nibble
-           and element (16b+r, 8s+4+j) in the high nibble.
-    6 bit  codes[Np/16, 3K/16, 16, 4]: byte (b, s, r, j) is byte 4s+j of row 16b+r in split32. A
-           vector is 4 columns with a mask; the upper bits of every other of 6 are 4 columns more.
-    8 bit  codes[Np/16, K/4, 16, 4]: byte (b, s, r, j) is element (16b+r, 4s+j).
+rows16, rows in blocks of 16 so that one vector register holds a word of every row of a block:
+    codes[Np/16, K * bits / 32, 16, 4]: [b, s, r] is word s of row 16b+r, all by `QUADS`.
+    4 bit  byte (b, s, r, j) holds element (16b+r, 8s+j) in the low nibble and element
+           (16b+r, 8s+4+j) in the high nibble. Other bits have the words of split32.
     scale_min[Np/16, K/g, 2, 16]: [..., 0, :] the scales of the 16 rows, [..., 1, :] their minima.
     Np is N rounded up to 16; padding rows have code 0, scale 0 and minimum 0.
 """
@@ -33,15 +32,38 @@ from torch.nn.functional import pad
 
 from qoff.errors import OpError
 
-from .scales import COMPACT
-
-BITS = (4, 6, 8)
+BITS = (3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 PACKINGS: Mapping[str, int] = MappingProxyType({"split32": 1, "rows16": 1})  # name -> version
 ROW_BLOCK = 16  # rows that rows16 keeps together
 
+Part = tuple[int, int, int]  # a word of a block, the first bit in each of its bytes, how many
+# Of each quad of 32 columns: the parts that its codes are made of, their lowest bits first.
+QUADS: Mapping[int, tuple[tuple[Part, ...], ...]] = MappingProxyType(
+    {
+        3: (
+            *(((i // 2, i % 2 * 3, 3),) for i in range(6)),
+            ((0, 6, 2), (1, 6, 1)),
+            ((2, 6, 2), (1, 7, 1)),
+        ),
+        4: tuple(((i // 2, i % 2 * 4, 4),) for i in range(8)),
+        5: (
+            *(((i, 0, 5),) for i in range(5)),
+            ((0, 5, 3), (1, 5, 2)),
+            ((2, 5, 3), (3, 5, 2)),
+            ((4, 5, 3), (1, 7, 1), (3, 7, 1)),
+        ),
+        6: (
+            *(((i, 0, 6),) for i in range(6)),
+            ((0, 6, 2), (2, 6, 2), (4, 6, 2)),
+            ((1, 6, 2), (3, 6, 2), (5, 6, 2)),
+        ),
+        8: tuple(((i, 0, 8),) for i in range(8)),
+    }
+)
+
+_EACH_BYTE = 0x01010101
 _LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
-_BLOCKS = 1 << 15  # of 32 codes that are widened at a time, so that temporaries stay in cache
 _PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
 
 
@@ -53,7 +75,8 @@ def check_format(shape: tuple[int, int], bits: int, group_size: int, packing: st
     if packing not in PACKINGS:
         raise OpError(f"unknown packing {packing!r}; known are {', '.join(PACKINGS)}")
     if bits not in BITS:
-        raise OpError(f"codes of {bits!r} bits are not supported; use 4, 6 or 8")
+        options = ", ".join(map(str, BITS))
+        raise OpError(f"codes of {bits!r} bits are not supported; use one of {options}")
     if group_size not in GROUP_SIZES:
         raise OpError(f"group size {group_size!r} is not supported; use 32, 64 or 128")
     if len(shape) != 2 or min(shape) < 1:
@@ -80,14 +103,6 @@ def packed_shapes(
     return (blocks, k * bits // 32, ROW_BLOCK, 4), (blocks, k // group_size, 2, ROW_BLOCK)
 
 
-def read_bits(bits: int, packing: str) -> int:
-    """Bits of codes in memory that kernels read: on a GPU, codes of 6 bits have become bytes.
-
-    See `widen_six` and `spread_six`.
-    """
-    return 8 if (bits, packing) == (6, "split32") else bits
-
-
 def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     """Pack codes uint8 [N, K], each below 2**bits, K a multiple of 32. Returns uint8."""
     if codes.dtype != torch.uint8 or codes.ndim != 2:
@@ -97,14 +112,14 @@ def pack_codes(codes: Tensor, bits: int, packing: str) -> Tensor:
     if packing == "split32":
         if bits == 8:
             return codes.contiguous()
-        if bits == 6:
-            return _six_bits(codes)
+        if bits != 4:
+            return _by_quads(codes, bits)
         halves = codes.reshape(n, k // 32, 2, 16)
         return (halves[:, :, 0] | (halves[:, :, 1] << 4)).view(n, k // 2)
-    padded = _pad_rows(_six_bits(codes) if bits == 6 else codes)
+    padded = _pad_rows(codes if bits in (4, 8) else _by_quads(codes, bits))
     if bits == 4:
-        quads = padded.reshape(-1, k // 8, 2, 4)
-        padded = (quads[:, :, 0] | (quads[:, :, 1] << 4)).view(-1, k // 2)
+        pairs = padded.reshape(-1, k // 8, 2, 4)
+        padded = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).view(-1, k // 2)
     return _interleave_rows(padded.contiguous().view(torch.int32))
 
 
@@ -112,19 +127,16 @@ def unpack_codes(packed: Tensor, shape: tuple[int, int], bits: int, packing: str
     """Undo `pack_codes`: returns uint8 [N, K] (for 8-bit split32 the same memory)."""
     n, k = shape
     if packing == "split32":
-        if bits == 8:
-            return packed
-        if bits == 6:
-            return widen_six(packed)
-        block = packed.view(n, k // 32, 16)
-        return torch.stack((block & 15, block >> 4), dim=2).view(n, k)
-    rows = _separate_rows(packed)[:n].view(torch.uint8)  # [N, K * bits / 8]
-    if bits == 8:
-        return rows
-    if bits == 6:
-        return widen_six(rows)
-    quad = rows.view(n, k // 8, 4)
-    return torch.stack((quad & 15, quad >> 4), dim=2).view(n, k)
+        if bits == 4:
+            block = packed.view(n, k // 32, 16)
+            return torch.stack((block & 15, block >> 4), dim=2).view(n, k)
+        rows = packed
+    else:
+        rows = _separate_rows(packed)[:n].view(torch.uint8)  # [N, K * bits / 8]
+        if bits == 4:
+            pair = rows.view(n, k // 8, 4)
+            return torch.stack((pair & 15, pair >> 4), dim=2).view(n, k)
+    return rows if bits == 8 else _elements(rows, bits).view(n, k)
 
 
 def pack_scale_min(scale: Tensor, minimum: Tensor, packing: str) -> Tensor:
@@ -145,63 +157,34 @@ def unpack_scale_min(packed: Tensor, shape: tuple[int, int], packing: str) -> tu
     return both[0, :n].contiguous(), both[1, :n].contiguous()
 
 
-def _six_bits(codes: Tensor) -> Tensor:
-    """Codes uint8 [N, K], each below 64, as bytes [N, 3K/4] of packing split32."""
-    n, k = codes.shape
-    block = codes.reshape(n, k // 32, 32)
-    packed = block[..., :24].clone()
-    for part, shift in zip(packed.split(8, dim=2), (6, 4, 2), strict=True):
-        part |= (block[..., 24:] << shift) & 192
-    return packed.view(n, k * 3 // 4)
+def _by_quads(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [N, K] as bytes [N, K * bits / 8] of packing split32."""
+    quads = codes.contiguous().view(torch.int32).view(-1, 8)
+    words = quads.new_zeros(len(quads), bits)
+    for quad, parts in zip(quads.unbind(1), QUADS[bits], strict=True):
+        at = 0
+        for word, first, width in parts:
+            some = (quad >> at) & (((1 << width) - 1) * _EACH_BYTE)
+            words[:, word] |= some << first
+            at += width
+    return words.view(torch.uint8).view(len(codes), -1)
 
 
-def widen_six(packed: Tensor) -> Tensor:
-    """Codes of 6 bits, uint8 [N, 3K/4] of packing split32, as bytes [N, K]."""
-    out = packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 3 * 4)
-    _widen_blocks(packed.view(-1, 24), out.view(-1, 32))
-    return out
+def _elements(packed: Tensor, bits: int) -> Tensor:
+    """Undo `_by_quads`, for bytes of any shape: uint8, of one dimension."""
+    return torch.stack([*quads_of(packed, bits)], dim=1).view(torch.uint8).view(-1)
 
 
-def widen_six_in_place(memory: Tensor, codes: int) -> None:
-    """Make 8-bit codes of 6-bit ones at the end of `memory`, uint8, from its start on.
-
-    codes: how many bytes the 8-bit codes take, a multiple of 32, at most those of the memory.
-    Works in pieces of 1 MiB.
-    """
-    blocks = codes // 32
-    wide = memory[:codes].view(blocks, 32)
-    packed = memory[len(memory) - 24 * blocks :].view(blocks, 24)
-    for some, out in zip(packed.split(_BLOCKS), wide.split(_BLOCKS), strict=True):
-        _widen_blocks(some.clone(), out)
-
-
-def spread_six(codes: Tensor, scale_min: Tensor) -> None:
-    """Make 6-bit codes in bytes, packing split32, four times as large and scales a quarter.
-
-    Kernels on bytes are exact to parts of the middle of their range. Groups whose scale has no
-    exact quarter stay as they are, so no value changes. Compact scales are those of a span, which
-    stays.
-    """
-    if scale_min.dtype == COMPACT:
-        codes.bitwise_left_shift_(2)
-        return
-    step = max(1, 32 * _BLOCKS // codes.shape[1])
-    for some, scale in zip(codes.split(step), scale_min[..., 0].split(step, dim=1), strict=True):
-        quarter = scale / 4
-        exact = quarter * 4 == scale
-        scale.copy_(torch.where(exact, quarter, scale))
-        shift = exact.T.to(torch.uint8) * 2
-        some.view(*shift.shape, -1).bitwise_left_shift_(shift[..., None])
-
-
-def _widen_blocks(packed: Tensor, out: Tensor) -> None:
-    """Codes of uint8 [B, 24] to uint8 [B, 32]."""
-    torch.bitwise_and(packed, 63, out=out[:, :24])
-    first, second, third = packed.split(8, dim=1)
-    last = out[:, 24:]
-    torch.bitwise_right_shift(first, 6, out=last)
-    last |= (second >> 4) & 12
-    last |= (third >> 2) & 48
+def quads_of(packed: Tensor, bits: int) -> Iterator[Tensor]:
+    """The eight quads of each block of bytes of packing split32, int32 [B]; of 3, 5 or 6 bits."""
+    aligned = packed.clone() if packed.storage_offset() % 4 else packed
+    words = aligned.reshape(-1, 4 * bits).view(torch.int32)
+    for parts in QUADS[bits]:
+        quad, at = torch.zeros_like(words[:, 0]), 0
+        for word, first, width in parts:
+            quad |= (words[:, word] >> (first - at)) & (((1 << width) - 1 << at) * _EACH_BYTE)
+            at += width
+        yield quad
 
 
 def _pad_rows(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class QExperts:
     codes: Tensor  # uint8 [E, ...], each as `packing` lays out one matrix
     scale_min: Tensor  # as of a QTensor, [E, ...], likewise
     shape: tuple[int, int]  # (N, K) of one matrix
-    bits: int  # 4, 6 or 8
+    bits: int  # one of `packing.BITS`
     group_size: int  # 32, 64 or 128
     packing: str  # "split32" or "rows16", see `packing`
 

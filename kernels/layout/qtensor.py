@@ -13,17 +13,15 @@ from .packing import (
     ROW_BLOCK,
     pack_scale_min,
     packed_shapes,
-    read_bits,
     rows16_to_split32,
     same_scale_min,
     same_words,
     split32_to_rows16,
-    spread_six,
     unpack_codes,
     unpack_scale_min,
-    widen_six,
 )
 from .scales import COMPACT, SCALE_DTYPES, expanded
+from .widening import read_bits, spread, widen
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +36,7 @@ class QTensor:
     codes: Tensor  # uint8, laid out by `packing`
     scale_min: Tensor  # float16, float32 or, compact, uint8; laid out by `packing`
     shape: tuple[int, int]  # (N, K): outputs (rows), inputs (columns)
-    bits: int  # 4, 6 or 8
+    bits: int  # one of `packing.BITS`
     group_size: int  # elements along K that share a scale and a minimum: 32, 64 or 128
     packing: str  # "split32" or "rows16", see `packing`
 
@@ -121,14 +119,14 @@ class QTensor:
     def for_kernels(self, packing: str) -> QTensor:
         """Return the same matrix as kernels of a packing read it (self if it is so already).
 
-        Codes of 6 bits take 8 for a GPU's. Raises OpError for an unknown packing.
+        For a GPU's, codes may be wider (`widening`). Raises OpError for an unknown packing.
         """
         found = self.to_packing(packing)
         bits = read_bits(self.bits, packing)
         if bits == self.bits:
             return found
-        codes, scale_min = widen_six(found.codes), found.scale_min.clone()
-        spread_six(codes, scale_min)
+        codes, scale_min = widen(found.codes, self.bits), found.scale_min.clone()
+        spread(codes, scale_min, self.bits)
         return replace(found, codes=codes, scale_min=scale_min, bits=bits)
 
     def rows(self, start: int, stop: int) -> QTensor:

@@ -12,7 +12,7 @@ import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry
-from qoff.kernels.layout.packing import read_bits
+from qoff.kernels.layout.widening import read_bits
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.models.modules.configs import is_native

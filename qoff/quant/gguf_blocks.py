@@ -15,7 +15,7 @@ split32. In the K types a sub-block of 32 has w = (d * s) * q - dmin * t, and th
 sub-blocks share 32 bytes; bit i of fifth byte j belongs to element j of sub-block i.
 
 Of four types the values of 32 elements are evenly spaced, whatever table they come from, so that
-codes of 4 bits hold them:
+codes of 3 or 4 bits hold them:
 
     IQ3_S         256: d, ..., eight nibbles s;  w = d * (1 + 2 s) * q, q odd, from -15 to 15
     IQ1_S         256: d, ..., eight words with three bits s and a sign;
@@ -159,13 +159,13 @@ def _ternary(blocks: Tensor) -> tuple[Tensor, Tensor]:
 BLOCK_TYPES: Mapping[str, tuple[int, Decoder]] = {
     "Q4_0": (4, partial(_plain, has_minimum=False, has_fifth=False)),
     "Q4_1": (4, partial(_plain, has_minimum=True, has_fifth=False)),
-    "Q5_0": (6, partial(_plain, has_minimum=False, has_fifth=True)),
-    "Q5_1": (6, partial(_plain, has_minimum=True, has_fifth=True)),
+    "Q5_0": (5, partial(_plain, has_minimum=False, has_fifth=True)),
+    "Q5_1": (5, partial(_plain, has_minimum=True, has_fifth=True)),
     "Q8_0": (8, _q8_0),
     "Q4_K": (4, partial(_k, has_fifth=False)),
-    "Q5_K": (6, partial(_k, has_fifth=True)),
+    "Q5_K": (5, partial(_k, has_fifth=True)),
     "IQ3_S": (4, partial(_even, kind="IQ3_S", steps=_iq3_s)),
     "IQ1_S": (4, partial(_even, kind="IQ1_S", steps=_iq1_s)),
-    "TQ1_0": (4, partial(_even, kind="TQ1_0", steps=_ternary)),
-    "TQ2_0": (4, partial(_even, kind="TQ2_0", steps=_ternary)),
+    "TQ1_0": (3, partial(_even, kind="TQ1_0", steps=_ternary)),
+    "TQ2_0": (3, partial(_even, kind="TQ2_0", steps=_ternary)),
 }

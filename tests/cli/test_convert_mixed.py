@@ -241,9 +241,9 @@ def test_a_size_below_all_formats_is_refused_before_they_are_measured(
 ) -> None:
     """In groups of 64, or of 32 where 64 do not divide the columns."""
     monkeypatch.setattr("qoff.eval.mixing.native.Layerwise", None)
-    options = ("--target-bits", 4.2, "--calibration", text)
+    options = ("--target-bits", 3.2, "--calibration", text)
     said = fail("convert", source, tmp_path / "out", *options)
-    assert "4.2 bits a weight are too few; the smallest formats take 4.294" in said
+    assert "3.2 bits a weight are too few; the smallest formats take 3.294" in said
 
 
 def test_a_size_above_all_formats_is_told(
@@ -357,7 +357,7 @@ def test_a_conversion_that_loses_much_names_what_loses_less(
     ("options", "message"),
     [
         (["--weight", "*.o_proj"], "is not NAME=BITS,GROUP"),
-        (["--weight", "*.o_proj=5,64"], "--weight '*.o_proj=5,64': bits 5 is not supported"),
+        (["--weight", "*.o_proj=7,64"], "--weight '*.o_proj=7,64': bits 7 is not supported"),
         (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
         (["--solver", "hqq", "--calibration", "TEXT"], "--calibration is for"),
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),

@@ -179,7 +179,7 @@ def test_a_window_longer_than_the_positions_of_the_model_is_told(
         (["--shots", 1], "--shots does nothing in the evaluation of a text"),
         (["--sweep", "--kv", "4"], "--kv does nothing with --sweep"),
         (["--kv", "5"], "4 or 8 bits"),
-        (["--sweep", "--grid", "bits=5"], "no cells|KV|bits 5"),
+        (["--sweep", "--grid", "bits=7"], "no cells|KV|bits 7"),
         (["--reference", "/nowhere/at/all"], "nowhere"),
         (["--reference-memory", "1GiB"], "--reference, which is missing"),
         (["--reference", "x", "--reference-memory", "y"], "--reference-memory: 'y' is not a size"),

@@ -30,7 +30,7 @@ def weights(draw):
 
 
 @settings(deadline=None, max_examples=60)
-@given(weights(), st.sampled_from([4, 6, 8]), st.sampled_from(list(ROUNDING)))
+@given(weights(), st.sampled_from([3, 4, 5, 6, 8]), st.sampled_from(list(ROUNDING)))
 def test_rounding_error_is_half_a_step_plus_that_of_the_stored_numbers(weight, bits, dtype):
     w, group = weight
     top = 2**bits - 1

@@ -257,7 +257,7 @@ def test_quantized_files_for_modules_lose_nothing_unasked(
     assert {entry.bits for entry in first if isinstance(entry, QuantEntry)} == {4}
 
 
-@pytest.mark.parametrize("wrong", [{"bits": 5}, {"group_size": 16}])
+@pytest.mark.parametrize("wrong", [{"bits": 7}, {"group_size": 16}])
 def test_a_format_that_does_not_exist_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(QuantizationError, match="is not supported; use one of"):
         Format(**wrong)

@@ -71,7 +71,7 @@ def test_codes_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     raw = gguf_blocks(kind, 5, 2)
     found = GGUFFile(write(tmp_path / "m.gguf", {"w": (raw, Type[kind])})).load("w")
     assert isinstance(found, QTensor)
-    assert (found.bits, found.group_size) == (4 if kind == "Q4_K" else 6, 32)
+    assert (found.bits, found.group_size) == (4 if kind == "Q4_K" else 5, 32)
     codes = unpack_codes(found.codes, found.shape, found.bits, found.packing)
     wanted = [[c for block in np.split(row, 2) for c in codes_of(kind, block)] for row in raw]
     assert codes.tolist() == wanted

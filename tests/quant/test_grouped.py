@@ -22,7 +22,7 @@ def test_bit_strings_come_back(bits: int, rows: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("packing", ["split32", "rows16"])
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("scales", [torch.float16, COMPACT])
 def test_wider_codes_and_smaller_groups_have_the_same_values(

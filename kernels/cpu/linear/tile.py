@@ -41,7 +41,7 @@ from qoff.kernels.cpu.jit.emit import (
     store,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
-from qoff.kernels.layout.packing import BITS
+from qoff.kernels.layout.packing import BITS, QUADS
 
 from .scales import ROW_BLOCK_BYTES, scale_and_minimum
 
@@ -84,22 +84,16 @@ def codes_32(b, address, bits, kind=V_I32):
 
     def masked(vector, shift, mask):
         shifted = b.lshr(vector, filled(shift)) if shift else vector
-        return b.and_(shifted, filled(mask * 0x01010101))
+        return shifted if mask == 255 else b.and_(shifted, filled(mask * 0x01010101))
 
-    upper = [filled(0)] * 2  # of the 6-bit codes 24 to 27 and 28 to 31
-    for step in range(bits):
-        vector = load(b, address, step * VECTOR_BYTES, kind)
-        if bits == 8:
-            yield 4 * step, vector
-        elif bits == 4:
-            yield 8 * step, masked(vector, 0, 15)
-            yield 8 * step + 4, masked(vector, 4, 15)
-        else:
-            yield 4 * step, masked(vector, 0, 63)
-            place = step // 2 * 2
-            upper[step % 2] = b.or_(upper[step % 2], masked(vector, 6 - place, 3 << place))
-    if bits == 6:
-        yield from zip((24, 28), upper, strict=True)
+    words = [load(b, address, step * VECTOR_BYTES, kind) for step in range(bits)]
+    for i, parts in enumerate(QUADS[bits]):
+        quad, at = None, 0
+        for word, first, width in parts:
+            part = masked(words[word], first - at, (1 << width) - 1 << at)
+            quad = part if quad is None else b.or_(quad, part)
+            at += width
+        yield 4 * i, quad
 
 
 class _Sums:

@@ -32,10 +32,13 @@ from qoff.plan.forms import stored_bits
 from qoff.quant import Format, QTensor
 
 FORMATS = (
+    Format(3, 64),
+    Format(3, 32),
     Format(4, 128),
     Format(4, 64),
     Format(4, 32),
-    Format(6, 128),
+    Format(5, 64),
+    Format(5, 32),
     Format(6, 64),
     Format(6, 32),
     Format(8, 128),

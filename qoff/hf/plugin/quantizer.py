@@ -157,7 +157,7 @@ class QoffHfQuantizer(HfQuantizer):
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         sensitive = model.get_submodule(module) in ends
         from qoff.hf.packed.module import packing_for
-        from qoff.kernels.layout.packing import read_bits
+        from qoff.kernels.layout.widening import read_bits
 
         bits = config.head_bits if sensitive else config.bits
         packing = packing_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -23,7 +23,7 @@ from qoff.checkpoint.layout import QuantEntry, TensorEntry, WeightFile
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.device import check_packing
 from qoff.hf.packed.module import PackedModule, packing_for
-from qoff.kernels.layout.packing import read_bits
+from qoff.kernels.layout.widening import read_bits
 from qoff.memory import Residency, WeightStore, place_in_host, residency_of
 from qoff.memory.plan import Unit, is_expert
 from qoff.memory.plan.placement import spread_evenly

@@ -27,8 +27,9 @@ from qoff.checkpoint import (
     tensors_of,
     view_weight,
 )
-from qoff.kernels.layout.packing import packed_shapes, read_bits, spread_six, widen_six_in_place
+from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.widening import read_bits, spread, widen_in_place
 from qoff.memory.arena import PAGE, round_up
 
 from .units import is_expert
@@ -96,10 +97,11 @@ class Image:
         """Widen the codes of an image that is `widened`, in the memory that it was read to."""
         for raw, placed in self._widened():
             stop = raw.codes.offset + raw.codes.nbytes
-            widen_six_in_place(memory[placed.codes.offset : stop], placed.codes.nbytes)
+            codes = memory[placed.codes.offset : stop]
+            widen_in_place(codes, placed.codes.nbytes, raw.bits)
             matrix = view(placed, memory)
             assert isinstance(matrix, QTensor)
-            spread_six(matrix.codes, matrix.scale_min)
+            spread(matrix.codes, matrix.scale_min, raw.bits)
 
     def _widened(self) -> Iterator[tuple[QuantEntry, QuantEntry]]:
         """Matrices as they are read and as they lie then, where their bits differ."""
