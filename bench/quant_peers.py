@@ -114,12 +114,12 @@ def ours(inputs: Inputs, quant: QuantConfig) -> Weights:
 
 
 def mixed(inputs: Inputs, bits: float) -> Weights:
-    """What a conversion with `--target-bits` stores; losses are measured on a third of the text."""
+    """What a conversion with `--target-bits` stores; formats are chosen by a third of the text."""
     quant, measured = QuantConfig(solver="gptq"), torch.arange(len(inputs.ids)) % 3 == 0
     model, solver = Unconverted.of(open_source(inputs.source)), inputs.ids[~measured]
     found = NativeSensitivities(model, inputs.ids[measured], quant, calibration=solver)
     formats = mixed_for_bits(found, found.of(), bits).formats
-    return ours(replace(inputs, ids=solver), replace(quant, weights=formats))
+    return ours(inputs, replace(quant, weights=formats))
 
 
 def package(inputs: Inputs, name: str) -> Weights:

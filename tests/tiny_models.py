@@ -149,11 +149,14 @@ def tiny_model(base: Path, family: str = "llama") -> Path:
     return path
 
 
-def tiny_checkpoint(base: Path, family: str = "llama", packing: str = "rows16") -> Path:
+def tiny_checkpoint(
+    base: Path, family: str = "llama", packing: str = "rows16", bits: int = QUANT.bits
+) -> Path:
     """The checkpoint of `tiny_model`, under `base`; made once."""
-    path = base / "tiny-checkpoints" / f"{family}-{packing}"
+    path = base / "tiny-checkpoints" / f"{family}-{packing}-{bits}"
     if not path.exists():
-        convert(tiny_model(base, family), path, quant=QUANT, for_cpu=packing == "rows16")
+        quant = replace(QUANT, bits=bits)
+        convert(tiny_model(base, family), path, quant=quant, for_cpu=packing == "rows16")
     return path
 
 

@@ -21,6 +21,7 @@ from qoff.errors import ArgumentError, FormatError, QoffError
 from qoff.eval.texts import CALIBRATION_TEXT, begun, encode, read_text
 from qoff.hf.load import local_source
 from qoff.hf.plugin.config import IMPORTED
+from qoff.kernels.layout.packing import BITS
 from qoff.models.convert.convert import convert, modules_source
 from qoff.models.convert.loss import LossProbe
 from qoff.models.convert.unconverted import Unconverted
@@ -36,6 +37,7 @@ from .output import progress_bar
 TOKENS = 512  # of a text to calibrate on
 _PLANNED = ("bits", "group_size", "solver", "target_bits", "max_kl", "weight")
 _MUCH = 0.05  # nats a token
+_LESS_PER_BIT = 3.0  # at least, by which a loss is divided with each bit more
 _TEXTS = 24  # of which a third is for what formats lose, and the others for the solver
 _EXCERPT = 1 << 13  # characters that have a piece of tokens
 _LONG = 2 * _TEXTS * _EXCERPT  # characters of a text that is not tokenized as a whole
@@ -140,6 +142,7 @@ def run(
             "loss": mix.loss,
             "formats": dict(count.most_common()),
         }
+    calibrated = quant.solver in CALIBRATED
     probe, unmeasured = _probe(path, trust_remote_code) if measured else (None, None)
     with progress_bar("converting", quiet) as progress:
         convert(
@@ -150,7 +153,8 @@ def run(
             overwrite=overwrite,
             progress=progress,
             trust_remote_code=trust_remote_code,
-            calibration=_for_solver(ids, quant),
+            # Once formats are chosen, no text has to be kept for it.
+            calibration=ids if target.given and calibrated else _for_solver(ids, quant),
             probe=probe,
             **options,
         )
@@ -213,12 +217,14 @@ def loss_sentence(found: Mapping[str, Any], quant: QuantConfig, target: Target) 
     )
     if kl <= _MUCH:
         return said
+    missing = math.log(kl / _MUCH, _LESS_PER_BIT) if kl < math.inf else 8
+    bits = next((bits for bits in BITS if bits >= quant.bits + missing), 8)
     better = [
         option
         for option, helps in (
             ("--solver gptq", quant.solver not in CALIBRATED),
             ("--group-size 32", quant.group_size > 32),
-            ("--bits 8", quant.bits < 8 and not target.given),
+            (f"--bits {bits}", quant.bits < 8 and not target.given),
             (f"--max-kl {_MUCH}", not target.given),
         )
         if helps

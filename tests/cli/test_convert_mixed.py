@@ -8,12 +8,15 @@ import shutil
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, QuantEntry, verify
 from qoff.cli.convert import Target, loss_sentence
 from qoff.eval.texts import CALIBRATION_TEXT
+from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from qoff.plan.forms import WeightForm
 from qoff.plan.saved import plan_text
@@ -110,6 +113,22 @@ def test_a_target_is_told_as_a_sentence(source: Path, text: Path, tmp_path: Path
     printed = succeed("convert", source, tmp_path / "out", *FAST, *options)
     assert "bits a weight in layers (" in printed
     assert "nats a token, measured on the calibration text" in printed
+
+
+def test_formats_that_were_chosen_are_solved_on_all_of_the_text(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+
+    def recorded(*args: Any, calibration: Tensor, **options: Any) -> Path:
+        seen.append(len(calibration))
+        return convert(*args, calibration=calibration, **options)
+
+    monkeypatch.setattr("qoff.cli.convert.convert", recorded)
+    options = ("--calibration", text, "--no-measure")
+    succeed("convert", source, tmp_path / "out", *options)
+    succeed("convert", source, tmp_path / "mixed", *options, "--target-bits", 5)
+    assert seen == [4, 7]
 
 
 def solver(path: Path) -> str:
@@ -306,10 +325,13 @@ def test_what_is_not_measured_is_told(
     assert not caplog.messages
 
 
-def test_much_loss_is_told_with_what_is_much() -> None:
-    found = {"kl": 0.06, "kl_error": 0.01, "kl_tokens": 512}
-    said = loss_sentence(found, QuantConfig(solver="gptq"), Target())
-    assert "which is much (more than 0.05); --bits 8, --max-kl 0.05 lose less" in said
+@pytest.mark.parametrize(
+    ("bits", "kl", "better"), [(4, 0.06, 5), (3, 0.14, 4), (4, 0.4, 6), (6, 0.06, 8)]
+)
+def test_much_loss_is_told_with_the_bits_that_may_do(bits: int, kl: float, better: int) -> None:
+    found = {"kl": kl, "kl_error": 0.01, "kl_tokens": 512}
+    said = loss_sentence(found, QuantConfig(bits, solver="gptq"), Target())
+    assert f"which is much (more than 0.05); --bits {better}, --max-kl 0.05 lose less" in said
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ def write_checkpoint(
     scale: int = 1,
     alike: bool = False,
     vocab: int = VOCAB,
-    six: bool = False,
+    odd: bool = False,
 ) -> Checkpoint:
     """A checkpoint shaped like a decoder; `scale` multiplies the rows of its matrices.
 
-    With `alike`, all layers have the same weights, which is quicker. six: embedding and down
-    projections have 6 bits.
+    With `alike`, all layers have the same weights, which is quicker. odd: codes that a GPU
+    widens, of 6 bits in the embedding, of 3 and 5 in layers.
     """
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -57,10 +57,10 @@ def write_checkpoint(
         layer: dict[str, QTensor | Tensor] = {}
         for i in range(layers):
             if not layer or not alike:
-                layer = random_layer(packing, scale, 6 if six else 4)
+                layer = random_layer(packing, scale, (5, 3) if odd else (4, 4))
             writer.write_layer(i, {f"model.layers.{i}.{n}": w for n, w in layer.items()})
         outer: dict[str, QTensor | Tensor] = {
-            "model.embed_tokens": random_weight(vocab, HIDDEN, 6 if six else 8, packing=packing),
+            "model.embed_tokens": random_weight(vocab, HIDDEN, 6 if odd else 8, packing=packing),
             "model.norm.weight": torch.randn(HIDDEN),
         }
         if not tied:
@@ -70,15 +70,19 @@ def write_checkpoint(
     return Checkpoint.open(path)
 
 
-def random_layer(packing: str, scale: int, down_bits: int = 4) -> dict[str, QTensor | Tensor]:
+def random_layer(
+    packing: str, scale: int, bits: tuple[int, int] = (4, 4)
+) -> dict[str, QTensor | Tensor]:
+    """bits: of the output and of the down projection; the others have 4."""
+    out, down = bits
     return {
         "input_layernorm.weight": torch.randn(HIDDEN),
         "self_attn.qkv_proj": random_weight(90 * scale, HIDDEN, packing=packing),
         "self_attn.qkv_proj.bias": torch.randn(90 * scale),
-        "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, packing=packing),
+        "self_attn.o_proj": random_weight(HIDDEN, HIDDEN, out, packing=packing),
         "post_attention_layernorm.weight": torch.randn(HIDDEN),
         "mlp.gate_up_proj": random_weight(256 * scale, HIDDEN, packing=packing),
-        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, down_bits, packing=packing),
+        "mlp.down_proj": random_weight(HIDDEN * scale, MLP, down, packing=packing),
     }
 
 

@@ -36,7 +36,7 @@ def checkpoint(
 ) -> Checkpoint:
     packing, tied = request.param
     path = tmp_path_factory.mktemp("ck") / "model"
-    return write_checkpoint(path, LAYERS, packing, tied, scale=3, six=tied)
+    return write_checkpoint(path, LAYERS, packing, tied, scale=3, odd=tied)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_left")
 @pytest.fixture(scope="module")
 def six_bits(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("six") / "model"
-    return write_checkpoint(path, LAYERS, PACKING, tied=False, six=True)
+    return write_checkpoint(path, LAYERS, PACKING, tied=False, odd=True)
 
 
 @settings(max_examples=20)

@@ -58,12 +58,15 @@ def resident_logits(path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "packing"),
-    [(family, "rows16") for family in EXPERTS]
-    + [(family, "split32") for family in KINDS_OF_EXPERTS],
+    ("family", "packing", "bits"),
+    [(family, "rows16", 4) for family in EXPERTS]
+    + [(family, "split32", 4) for family in KINDS_OF_EXPERTS]
+    + [("mixtral", "rows16", 3), ("mixtral", "split32", 3)],
 )
-def test_the_logits_do_not_depend_on_the_budget(base: Path, family: str, packing: str) -> None:
-    path = tiny_checkpoint(base, family, packing)
+def test_the_logits_do_not_depend_on_the_budget(
+    base: Path, family: str, packing: str, bits: int
+) -> None:
+    path = tiny_checkpoint(base, family, packing, bits)
     expected = resident_logits(path)
     least, everything = budgets(path)
     slots = set()

@@ -79,7 +79,9 @@ def test_result_does_not_depend_on_chunks_or_packing(weight, solver, bits, scale
 
 
 @settings(deadline=None, max_examples=30)
-@given(weights(), st.sampled_from([3, 4, 5, 6, 8]), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    weights(), st.sampled_from([3, 4, 5, 6, 8]), st.sampled_from([torch.float32, torch.bfloat16])
+)
 def test_rtn_is_the_reference(weight, bits, dtype):
     w, group = weight[0].to(dtype), weight[1]
     q = quantize(w, bits, group, "rtn", scale_dtype=torch.float16)
@@ -151,7 +153,9 @@ def test_bad_requests_are_refused(w, options, message):
 
 def test_config_refuses_what_quantize_refuses():
     assert QuantConfig().solver == "hqq"
-    with pytest.raises(QuantizationError, match="head_bits 7 is not supported; use one of 3, 4, 5, 6, 8"):
+    with pytest.raises(
+        QuantizationError, match="head_bits 7 is not supported; use one of 3, 4, 5, 6, 8"
+    ):
         QuantConfig(head_bits=7)
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch import tuned
 from qoff.kernels.triton.launch.gpu import Gpu

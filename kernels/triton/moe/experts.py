@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
+from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.kernels.triton.launch.options import LAUNCH

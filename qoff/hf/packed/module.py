@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.widening import read_bits
 
 from .weight import PackedWeight
 
