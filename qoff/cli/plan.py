@@ -35,8 +35,8 @@ _ASSUMED = (
     "measures this one's, --losses reads them"
 )
 _MIXED = (
-    "which matrices have 8 bits only the weights tell: sizes are those of as many, and losses are "
-    "taken in proportion, though the matrices that lose most come first; qoff convert measures them"
+    "which matrices have more bits only the weights tell: sizes are right, and losses are taken in "
+    "proportion, though the matrices that lose most come first; qoff convert measures them"
 )
 _INFERENCE = (
     *(

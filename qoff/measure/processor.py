@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
-from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.packing import BITS, packed_shapes
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
@@ -79,7 +79,8 @@ def of_gpu(device: torch.device) -> Processor:
         return result
 
     place = str(device)
-    matmul = _matmul(linear, ops.PACKING, place, torch.float16)
+    forms = {4: _ROWS, 8: _FEW}  # others are widened to these
+    matmul = _matmul(linear, ops.PACKING, place, torch.float16, forms)
     matmul |= {"16": _dense(torch.bfloat16, place), "32": _dense(torch.float32, place)}
     small = random_matrix((64, 64), 4, ops.PACKING, place)
     x = torch.randn(1, 64, dtype=torch.float16, device=device)
@@ -161,7 +162,7 @@ def _matmul(
     """forms: rows by bits. near: of one matrix again and again, that stays in the last cache."""
     timed = _in_list if device == "cpu" else seconds_of
     found: dict[str, Curve] = {}
-    for bits, rows in (forms or {4: _ROWS, 6: _FEW, 8: _FEW}).items():
+    for bits, rows in (forms or {bits: _ROWS if bits == 4 else _FEW for bits in BITS}).items():
         count = max(2, POOL // (_SIZE * _SIZE * bits // 8))
         one = random_matrix((_SIZE, _SIZE), bits, packing, device)
         matrices = [one] * count if near else [one, *(_copied(one) for _ in range(count - 1))]

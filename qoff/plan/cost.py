@@ -15,6 +15,7 @@ import numpy as np
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.packing import BITS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE
 
@@ -350,7 +351,7 @@ class CostModel:
     def layer_bits(self) -> int:
         """Bits of the layers' matrices, on average."""
         bits = 8 * sum(self.sizes.layer_bytes) / max(1, self._stored_columns)
-        return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
+        return min(BITS, key=lambda b: abs(b + 0.5 - bits))
 
     @cached_property
     def _stored_columns(self) -> float:
@@ -367,4 +368,4 @@ class CostModel:
     def head_bits(self) -> int:
         """Bits of the matrix of the logits."""
         bits = 8 * self.sizes.head_bytes / self.sizes.head_columns
-        return min((4, 6, 8), key=lambda b: abs(b + 0.5 - bits))
+        return min(BITS, key=lambda b: abs(b + 0.5 - bits))

@@ -13,14 +13,14 @@ from qoff.quant import Format
 from .sizes import ModelSizes
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-MANY_BITS = 8  # of the matrices that have more
+_MANY_BITS = 8  # of the matrices that have more
 
 
 @dataclass(frozen=True)
 class WeightForm:
     """How weights are quantized, by the fields of `QuantConfig`.
 
-    target_bits: a weight, if some matrices have 8 bits: as many as make up for that.
+    target_bits: a weight, if some matrices have more than `bits`: as many as make up for that.
     """
 
     bits: int
@@ -31,8 +31,8 @@ class WeightForm:
     def __str__(self) -> str:
         if self.target_bits is not None:
             return (
-                f"weights of {self.target_bits:g} bits a weight, {self.bits} or {MANY_BITS} in "
-                f"groups of {self.group_size}, {self.solver}"
+                f"weights of {self.target_bits:g} bits a weight, {self.bits} or more in groups of "
+                f"{self.group_size}, {self.solver}"
             )
         return f"weights of {self.bits} bits in groups of {self.group_size}, {self.solver}"
 
@@ -46,9 +46,9 @@ class WeightForm:
     def mixed(self, sizes: ModelSizes) -> dict[str, Format]:
         """Matrices that have 8 bits, by patterns; sizes: of a model whose matrices all have fewer.
 
-        Only the weights tell which should, so it is those kinds that have the fewest weights, in
-        all layers or evenly spread; what they take together is right. All experts of a layer are
-        alike. Without `target_bits` none.
+        Only the weights tell which should have how many, so it is those kinds that have the fewest
+        weights, in all layers or evenly spread; what they take together is right. All experts of a
+        layer are alike. Without `target_bits` none.
         """
         if self.target_bits is None:
             return {}
@@ -61,10 +61,10 @@ class WeightForm:
                     some = kinds.setdefault(kind, {})
                     some[matrix] = some.get(matrix, 0) + entry.shape[0] * entry.shape[1]
         share = (self.target_bits - stored_bits(self.bits, self.group_size)) / (
-            MANY_BITS - self.bits
+            _MANY_BITS - self.bits
         )
         left = int(share * sum(sum(some.values()) for some in kinds.values()))
-        found, high = dict[str, Format](), Format(MANY_BITS, self.group_size)
+        found, high = dict[str, Format](), Format(_MANY_BITS, self.group_size)
         for kind, some in sorted(kinds.items(), key=lambda one: sum(one[1].values())):
             whole = sum(some.values())
             if whole > left:

@@ -2,7 +2,7 @@
 
 Losses are KL from the model in floats, nats a token: those of a sweep of the same model
 (`qoff eval MODEL --sweep`), or, assumed, those of docs/accuracy.md, of a model of 135M parameters.
-Between 4 and 8 bits for all there are mixtures of both, as `qoff convert --target-bits` makes them.
+Between two of these there are mixtures, as `qoff convert --target-bits` makes them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import UnpackableError
 from qoff.schema import is_number
 
-from .forms import MANY_BITS, WeightForm, stored_bits
+from .forms import WeightForm, stored_bits
 from .manual import Plan
 from .profile import MachineProfile
 from .search import find_plan
 from .sizes import ModelSizes
 from .workload import Workload
 
-_WEIGHTS = {(4, 64): 0.094, (4, 32): 0.068, (8, 32): 0.0002}  # gptq, off their grid; rtn
+# Of the text that loses most: gptq, off their grid; rtn.
+_WEIGHTS = {(3, 32): 0.22, (4, 64): 0.078, (4, 32): 0.055, (5, 32): 0.017, (8, 32): 0.0002}
 _HEADS = {64: 0.0065, 32: 0.0042}  # 6 bits, float16 scales; of hqq and rtn what loses more
 _CACHES = {(4, 4): 0.0232, (8, 4): 0.0061}  # of the text that loses more
 _WEIGHTS_NAME = re.compile(r"(\d) bits, group (\d+), (\w+)")
 _CACHE_NAME = re.compile(r"(\d),(\d), window (\d+)")
 _AS_THEY_ARE = "as they are"
-_STEP = 0.05  # bits a weight, from those of 4 bits with scales up
+_STEP = 0.05  # bits a weight, from those of the fewer bits with scales up
 
 
 @dataclass(frozen=True)
@@ -107,33 +108,38 @@ def _form(cell: Mapping[str, Any]) -> Form | None:
 
 
 def mixtures(forms: Sequence[Form], most: float) -> list[Form]:
-    """Of 4 and 8 bits, with the fewest of 8 that lose at most `most`, for each KV cache.
+    """Of fewer and more bits, the smallest that lose at most `most`, for each KV cache.
 
-    What a mixture loses is taken to be in proportion: less is true, as the matrices that lose most
-    have 8 bits. Of the form of 4 bits that loses least and has one of 8 in such groups that loses
-    no more than that. None where 4 bits for all will do, or 8 bits for all lose more.
+    One between the form that loses just more and the one that loses just less, of as large groups,
+    where there are both: what it loses is taken to be in proportion. Less is true, as the matrices
+    that lose most have more bits.
     """
     found = list[Form]()
-    for kv in dict.fromkeys(form.kv for form in forms):
-        some = sorted((form for form in forms if form.kv == kv), key=lambda form: form.loss)
-        forms_of = [(form, form.weights) for form in some if form.weights is not None]
-        few = [(form, how) for form, how in forms_of if how.bits == 4]
-        if not few or few[0][0].loss <= most:
+    for kv, group in dict.fromkeys((f.kv, f.weights.group_size) for f in forms if f.weights):
+        some = [
+            (form, form.weights.bits)
+            for form in forms
+            if form.weights and (form.kv, form.weights.group_size) == (kv, group)
+        ]
+        low, few = max(
+            ((form, bits) for form, bits in some if form.loss > most),
+            key=lambda one: one[1],
+            default=(None, 0),
+        )
+        high, many = min(
+            ((form, bits) for form, bits in some if form.loss <= most and bits > few),
+            key=lambda one: one[1],
+            default=(None, 0),
+        )
+        if low is None or low.weights is None or high is None:
             continue
-        for low, weights in few:
-            group = weights.group_size
-            wide = (x for x, how in forms_of if (how.bits, how.group_size) == (MANY_BITS, group))
-            high = next(wide, None)
-            if high is None or high.loss > most:
-                continue
-            steps = (MANY_BITS - 4) / _STEP
-            part = math.ceil(steps * (low.loss - most) / (low.loss - high.loss)) / steps
-            if part < 1:
-                bits = stored_bits(4, group) + part * (MANY_BITS - 4)
-                loss = low.loss + part * (high.loss - low.loss)
-                mixed = replace(weights, target_bits=round(bits, 4))
-                found.append(Form(mixed, kv, loss, low.assumed))
-                break
+        steps = (many - few) / _STEP
+        part = math.ceil(steps * (low.loss - most) / (low.loss - high.loss)) / steps
+        if part < 1:
+            bits = stored_bits(few, group) + part * (many - few)
+            mixed = replace(low.weights, target_bits=round(bits, 4))
+            loss = low.loss + part * (high.loss - low.loss)
+            found.append(Form(mixed, kv, loss, low.assumed))
     return found
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.packing import BITS
 from qoff.schema import is_number, shown
 
 Array = npt.NDArray[np.float64]
@@ -80,7 +81,7 @@ class Processor:
                 (float(m), max((bits + scale) / 8 / bytes_per_s, 2 * m / flops_per_s))
                 for m in _ROWS
             )
-            for bits, scale in ((4, 0.5), (6, 0.5), (8, 0.5), (16, 0), (32, 0))
+            for bits, scale in (*((bits, 0.5) for bits in BITS), (16, 0), (32, 0))
         }
         limited: Surface = ((1.0, ((1.0, 1 / bytes_per_s),)),)
         attention = dict.fromkeys(("4", "8", "32"), limited)

@@ -199,7 +199,7 @@ def test_a_disk_has_room_for_the_checkpoint_and_what_the_plan_spills(
 def test_bits_are_chosen_for_the_disk_that_their_checkpoint_leaves(
     config: Path, here: Path
 ) -> None:
-    ask = ("--machine", here, *WORK, "--brief", "--json", "--max-kl", 0.011)
+    ask = ("--machine", here, *WORK, "--brief", "--json", "--max-kl", 0.0107)
     large = json.loads(run("plan", config, *ask, "--disk", "1GiB").stdout)
     refused = run("plan", config, *ask, "--disk", large["checkpoint_bytes"] - MIB)
     assert refused.exit_code == 1
@@ -293,8 +293,9 @@ def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -
         kept: dict[str, Any] = json.loads(found.stdout)["form"]
         return kept
 
-    assert form("--max-kl", 1)["form"].startswith("weights of 4 bits in groups of 64")
-    close = form("--max-kl", 0.011)
+    assert form("--max-kl", 1)["form"].startswith("weights of 3 bits in groups of 32")
+    assert form("--max-kl", 0.11)["form"].startswith("weights of 4 bits in groups of 64")
+    close = form("--max-kl", 0.0107)
     assert "8 bits" in close["form"]
     layers, head, cache = 0.0002, 0.0042, 0.0061  # docs/accuracy.md, with a head of 6 bits
     assert close["kl"] == pytest.approx(layers + head + cache)
@@ -359,7 +360,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--losses", "/dev/null"], "--losses needs --max-kl"),
         (["--max-kl", "1", "--kv", "4"], "leave out --kv"),
         (["--max-kl", "1", "--group-size", "32"], "leave out --group-size"),
-        (["--max-kl", "1", "--gpu", "1MiB"], "weights of 4 bits in groups of 64"),
+        (["--max-kl", "1", "--gpu", "1MiB"], "weights of 3 bits in groups of 32"),
         (["--train", "--kv", "4"], "--train plans no answers; leave out --kv"),
         (["--train"], "more than the 6.0 MiB there"),
         (["--train", "--bits", "8"], "--train without --lora plans for all weights to learn"),
