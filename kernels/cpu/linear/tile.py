@@ -86,14 +86,18 @@ def codes_32(b, address, bits, kind=V_I32):
         shifted = b.lshr(vector, filled(shift)) if shift else vector
         return shifted if mask == 255 else b.and_(shifted, filled(mask * 0x01010101))
 
-    words = [load(b, address, step * VECTOR_BYTES, kind) for step in range(bits)]
-    for i, parts in enumerate(QUADS[bits]):
-        quad, at = None, 0
-        for word, first, width in parts:
-            part = masked(words[word], first - at, (1 << width) - 1 << at)
-            quad = part if quad is None else b.or_(quad, part)
-            at += width
-        yield 4 * i, quad
+    quads = [None] * len(QUADS[bits])
+    for step in range(bits):  # a word is done with before the next one takes a register
+        vector = load(b, address, step * VECTOR_BYTES, kind)
+        for i, parts in enumerate(QUADS[bits]):
+            at = 0
+            for word, first, width in parts:
+                if word == step:
+                    part = masked(vector, first - at, (1 << width) - 1 << at)
+                    quads[i] = part if quads[i] is None else b.or_(quads[i], part)
+                at += width
+            if max(word for word, _, _ in parts) == step:
+                yield 4 * i, quads[i]
 
 
 class _Sums:
