@@ -1,4 +1,4 @@
-"""4-bit weights of qoff and of other projects: one model, one evaluator, one run.
+"""Packed weights of qoff and of other projects: one model, one evaluator, one run.
 
 Each quantizes the matrices of the layers of a float model by its own code, with the same
 calibration text where it wants one. They are dequantized into that model, whose embedding, head and
@@ -67,6 +67,8 @@ WINDOW = 512  # tokens
 Weights = tuple[Mapping[str, Tensor], float]  # matrices by name, and bits a weight of them
 DEFAULT = "qoff gptq, group 32"
 MIXED = (4.25, 4.77)  # bits a weight that formats are chosen for: those of IQ4_XS and of Q4_K_M
+WIDTHS = (3, 5)  # bits of all matrices, besides 4
+LLAMA_CPP = ("Q4_K_M", "Q4_K_S", "IQ4_XS", "Q3_K_M", "IQ3_S", "Q5_K_S")
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def peers(steps: int = STEPS) -> list[Peer]:
     own = [
         *((QuantConfig(4, group, solver), "") for solver in ("gptq", "hqq") for group in (32, 64)),
         (QuantConfig(4, 64, "gptq", scale_dtype=torch.float16), ", 16-bit scales"),
+        *((QuantConfig(bits, 32, "gptq"), f", {bits}-bit codes") for bits in WIDTHS),
     ]
     return [
         *(
@@ -159,7 +162,7 @@ def peers(steps: int = STEPS) -> list[Peer]:
         *(Peer(f"qoff gptq, {bits} bits", partial(mixed, bits=bits)) for bits in MIXED),
         *(
             Peer(f"llama.cpp {kind}, importance", partial(llama_cpp, kind=kind), no_llama)
-            for kind in ("Q4_K_M", "Q4_K_S", "IQ4_XS")
+            for kind in LLAMA_CPP
         ),
         *(
             Peer(
@@ -268,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "window": WINDOW,
             "pieces": len(ids),
         },
-        f"4-bit weights against the float model; more than {DEFAULT}, over windows of all texts",
+        f"packed weights against the float model; more than {DEFAULT}, over windows of all texts",
         ("weights", "bits", *(f"{w}, {t}" for t in chosen for w in ("KL", "perplexity")), "more"),
         notes=[f"{peer.name}: left out: {peer.missing}" for peer in wanted if peer.missing],
     )
