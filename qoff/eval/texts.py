@@ -23,7 +23,7 @@ _DATASETS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 def read_text(path: str | Path | None = None) -> str:
     """A UTF-8 file, without the mark that editors of Windows begin one with; by default qoff's.
 
-    Raises ArgumentError for a file that is not there, empty, or not UTF-8.
+    Raises ArgumentError for a file that is not there, empty, or no text in UTF-8.
     """
     where = DEFAULT_TEXT if path is None else Path(path)
     try:
@@ -32,6 +32,8 @@ def read_text(path: str | Path | None = None) -> str:
         raise ArgumentError(f"{where}: cannot be read ({error.strerror}); name a text") from error
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{where}: not a text in UTF-8 ({error}); convert it") from error
+    if "\0" in text:
+        raise ArgumentError(f"{where}: holds NUL bytes, as no text does; name another file")
     if not text.strip():
         raise ArgumentError(f"{where}: is empty; name a text")
     return text

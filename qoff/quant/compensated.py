@@ -175,7 +175,8 @@ def _feedback(hessian: Tensor, name: str) -> Tensor:
             return lower.div_(lower.diagonal().clone())
         added, damping = damping, damping * 10
     raise QuantizationError(
-        f"{name}: the second moments of its inputs are no such matrix; they hold NaN, or infinity"
+        f"{name}: the second moments of its inputs are no such matrix; they hold NaN, or infinity, "
+        "as the weights before it do; get the model again, or use a solver without calibration"
     )
 
 

@@ -220,6 +220,8 @@ def test_a_text_that_is_none_is_one_line(checkpoint: Path, tmp_path: Path) -> No
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     assert "not a text in UTF-8" in fail("eval", checkpoint, "--text", tmp_path / "binary")
     (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "zeros").write_bytes(b"text\0")
+    assert "holds NUL bytes" in fail("eval", checkpoint, "--text", tmp_path / "zeros")
     assert "is empty" in fail("eval", checkpoint, "--text", tmp_path / "empty")
     assert "no dataset 'imagenet'" in fail("eval", checkpoint, "--dataset", "imagenet")
 
