@@ -1,7 +1,7 @@
 """The layouts ("packings") of quantized matrices: pack, unpack, and move between them.
 
-A matrix has N rows (outputs) and K columns (inputs), a code of 3, 4, 5, 6 or 8 bits for each
-element, and a scale and a minimum for each run of `group_size` columns of a row: two floats, or two
+A matrix has N rows (outputs) and K columns (inputs), a code of 2, 3, 4, 5, 6 or 8 bits for
+each element, and a scale and a minimum for each run of `group_size` columns of a row: two floats, or two
 bytes that stand for them (`scales`). Codes of 32 columns are `bits` words of 4 bytes. Each byte j
 of such a block has that place in a word; quad q is the elements 4q to 4q+3, in the four bytes of
 one word, or of several that have some of its bits each. `QUADS` says where.
@@ -10,7 +10,8 @@ split32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and 
     codes[N, K * bits / 8]: a row's blocks of 32 columns, one after the other.
     4 bit  byte j of 16 holds element j in the low nibble and element j+16 in the high nibble.
     others by `QUADS`. Of 5 and 6 bits byte j holds element j in its low bits, of 3 bits two
-           elements; the last elements are in what is left of the upper bits. 8 bits: element j.
+           elements; the last elements are in what is left of the upper bits. Of 2 bits it holds
+           four elements, of 8 bits element j.
     scale_min[K/g, N, 2]: [..., 0] is the scale, [..., 1] the minimum.
 
 rows16, rows in blocks of 16 so that one vector register holds a word of every row of a block:
@@ -32,7 +33,7 @@ from torch.nn.functional import pad
 
 from qoff.errors import OpError
 
-BITS = (3, 4, 5, 6, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 PACKINGS: Mapping[str, int] = MappingProxyType({"split32": 1, "rows16": 1})  # name -> version
 ROW_BLOCK = 16  # rows that rows16 keeps together
@@ -41,6 +42,7 @@ Part = tuple[int, int, int]  # a word of a block, the first bit in each of its b
 # Of each quad of 32 columns: the parts that its codes are made of, their lowest bits first.
 QUADS: Mapping[int, tuple[tuple[Part, ...], ...]] = MappingProxyType(
     {
+        2: tuple(((i // 4, i % 4 * 2, 2),) for i in range(8)),
         3: (
             *(((i // 2, i % 2 * 3, 3),) for i in range(6)),
             ((0, 6, 2), (1, 6, 1)),

@@ -1,6 +1,6 @@
 """Codes that GPU kernels do not read as they are stored, made wider where they arrive.
 
-A GPU reads codes of 4 and of 8 bits. Those of 3 bits take 4 there, those of 5 and 6 take 8; files,
+A GPU reads codes of 4 and of 8 bits. Those of 2 and 3 bits take 4 there, those of 5 and 6 take 8; files,
 host memory and the link have them as they are.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from .packing import quads_of
 from .scales import COMPACT
 
-_WIDER = {3: 4, 5: 8, 6: 8}  # by the bits of codes in packing split32
+_WIDER = {2: 4, 3: 4, 5: 8, 6: 8}  # by the bits of codes in packing split32
 _BLOCKS = 1 << 15  # of 32 codes that are widened at a time, so that temporaries stay in cache
 
 

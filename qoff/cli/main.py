@@ -66,7 +66,7 @@ def convert(
     ],
     out: Annotated[Path, Argument(help="Directory to create.")],
     weights: ConversionOptions,
-    head_bits: int = Option(6, help="Bits of embedding and head: 3 to 6, or 8."),
+    head_bits: int = Option(6, help="Bits of embedding and head: 2 to 6, or 8."),
     weight: list[str] | None = Option(
         None, help="Another format for some matrices, like '*.down_proj=8,64'; repeatable."
     ),

@@ -223,7 +223,7 @@ class CacheOptions:
 class QuantOptions:
     """Fields of `qoff.QuantConfig`, for weights that are not quantized yet."""
 
-    bits: int = Option(4, help="Bits of the layers' matrices: 3 to 6, or 8.")
+    bits: int = Option(4, help="Bits of the layers' matrices: 2 to 6, or 8.")
     group_size: int = Option(32, help="Columns that share a scale: 32, 64, 128.")
     solver: str = Option("hqq", help="Of weights to quantize: hqq, mse or rtn; gptq calibrates.")
 

@@ -15,7 +15,7 @@ split32. In the K types a sub-block of 32 has w = (d * s) * q - dmin * t, and th
 sub-blocks share 32 bytes; bit i of fifth byte j belongs to element j of sub-block i.
 
 Of four types the values of 32 elements are evenly spaced, whatever table they come from, so that
-codes of 3 or 4 bits hold them:
+codes of 4 bits hold those of IQ3_S, and of 2 bits those of the others:
 
     IQ3_S         256: d, ..., eight nibbles s;  w = d * (1 + 2 s) * q, q odd, from -15 to 15
     IQ1_S         256: d, ..., eight words with three bits s and a sign;
@@ -165,7 +165,7 @@ BLOCK_TYPES: Mapping[str, tuple[int, Decoder]] = {
     "Q4_K": (4, partial(_k, has_fifth=False)),
     "Q5_K": (5, partial(_k, has_fifth=True)),
     "IQ3_S": (4, partial(_even, kind="IQ3_S", steps=_iq3_s)),
-    "IQ1_S": (4, partial(_even, kind="IQ1_S", steps=_iq1_s)),
-    "TQ1_0": (3, partial(_even, kind="TQ1_0", steps=_ternary)),
-    "TQ2_0": (3, partial(_even, kind="TQ2_0", steps=_ternary)),
+    "IQ1_S": (2, partial(_even, kind="IQ1_S", steps=_iq1_s)),
+    "TQ1_0": (2, partial(_even, kind="TQ1_0", steps=_ternary)),
+    "TQ2_0": (2, partial(_even, kind="TQ2_0", steps=_ternary)),
 }

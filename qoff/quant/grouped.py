@@ -2,7 +2,7 @@
 
 Formats of others have w = (code - zero) * scale; a QTensor has w = code * scale + minimum, so
 minimum = -zero * scale. With scales of 16 bits both give exactly the same values. Codes of 2 to 8
-bits fit a form of 3 bits or more, and a group that is a multiple of 32, 64 or 128 columns falls
+bits fit a form of as many or more, and a group that is a multiple of 32, 64 or 128 columns falls
 into groups of that size which share its scale.
 """
 

@@ -162,7 +162,7 @@ HEADERS: dict[str, tuple[Damage, str]] = {
     "not described": (lambda f: edit_description(f, lambda d: d.clear()), "is not described"),
     "other rows": (described(shape=[32, 64]), "should have codes"),
     "other bits": (described(bits=8), "should have codes"),
-    "2 bits": (described(bits=2), "codes of 2 bits"),
+    "7 bits": (described(bits=7), "codes of 7 bits"),
     "infinite bits": (described(bits=float("inf")), "whole numbers"),
     "group of 48": (described(group_size=48), "group size 48"),
     "shape of three": (described(shape=[48, 64, 1]), "is not described"),

@@ -260,9 +260,9 @@ def test_a_size_below_all_formats_is_refused_before_they_are_measured(
 ) -> None:
     """In groups of 64, or of 32 where 64 do not divide the columns."""
     monkeypatch.setattr("qoff.eval.mixing.native.Layerwise", None)
-    options = ("--target-bits", 3.2, "--calibration", text)
+    options = ("--target-bits", 2.2, "--calibration", text)
     said = fail("convert", source, tmp_path / "out", *options)
-    assert "3.2 bits a weight are too few; the smallest formats take 3.294" in said
+    assert "2.2 bits a weight are too few; the smallest formats take 2.500" in said
 
 
 def test_a_size_above_all_formats_is_told(

@@ -57,8 +57,8 @@ def test_a_size_below_all_formats_is_refused_before_the_model_runs(
     model: ModuleSensitivities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qoff.eval.mixing.by_modules.UnconvertedModules.run", None)
-    with pytest.raises(ArgumentError, match=r"3.1 bits a weight are too few; the smallest .* 3"):
-        ModuleSensitivities(model._source, texts(4, 64), RTN, bits=3.1)
+    with pytest.raises(ArgumentError, match=r"2.1 bits a weight are too few; the smallest .* 2"):
+        ModuleSensitivities(model._source, texts(4, 64), RTN, bits=2.1)
 
 
 def test_every_matrix_is_there_with_its_bytes(

@@ -272,8 +272,8 @@ def test_memory_is_that_of_the_codes(base: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 2}, "bits 2 is not"),
-        ({"head_bits": 2}, "head_bits 2 is not"),
+        ({"bits": 7}, "bits 7 is not"),
+        ({"head_bits": 7}, "head_bits 7 is not"),
         ({"group_size": 48}, "group_size 48 is not"),
         ({"solver": "magic"}, "solver 'magic' is not"),
         ({"packing": "loose"}, "packing 'loose' is not"),
@@ -289,7 +289,7 @@ def test_a_bad_configuration_names_its_key(options: dict[str, Any], message: str
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("changes", [{"version": 2}, {"bits": 2}, {"group_size": 48}])
+@pytest.mark.parametrize("changes", [{"version": 2}, {"bits": 7}, {"group_size": 48}])
 def test_a_checkpoint_of_another_kind_names_the_key(
     checkpoint: Path, tmp_path: Path, changes: dict[str, int]
 ) -> None:

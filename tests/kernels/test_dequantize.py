@@ -14,7 +14,7 @@ from tests.kernels.operands import random_weight
 from tests.tolerances import assert_close
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(1, 96, 32), (33, 128, 64), (160, 256, 128)])
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_equals_reference(n: int, k: int, group: int, bits: int, scale_dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from qoff.kernels.layout.scales import SCALE_DTYPES
 from tests.kernels.operands import random_weight
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("n", [1, 33, 160])
 @pytest.mark.parametrize("packing", ["rows16", "split32"])
 def test_equals_reference(n: int, bits: int, packing: str) -> None:

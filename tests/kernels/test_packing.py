@@ -27,7 +27,7 @@ packings = st.sampled_from(list(PACKINGS))
 @st.composite
 def matrices(draw, packing="split32"):
     """A QTensor of any format with random codes and scales, N not a multiple of 16 as a rule."""
-    n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([3, 4, 5, 6, 8]))
+    n, bits = draw(st.integers(1, 50)), draw(st.sampled_from([2, 3, 4, 5, 6, 8]))
     group = draw(st.sampled_from([32, 64, 128]))
     k = group * draw(st.integers(1, 4))
     dtype = draw(st.sampled_from(SCALE_DTYPES))
@@ -64,7 +64,7 @@ def test_every_element_is_where_the_layout_says(matrix, data):
         half_byte, cpu_byte = q.codes[row, col], cpu.codes[block, col // 4, lane, col % 4]
         got = [half_byte, cpu_byte]
     elif q.bits != 4:
-        of_bits = {3: _three_bits, 5: _five_bits, 6: _six_bits}[q.bits]
+        of_bits = {2: _two_bits, 3: _three_bits, 5: _five_bits, 6: _six_bits}[q.bits]
         got = [of_bits(q.codes[row], col), of_bits(cpu.codes[block, :, lane].flatten(), col)]
     else:
         half_byte = q.codes[row, col // 32 * 16 + col % 16]
@@ -124,7 +124,7 @@ def test_values_are_those_of_the_formula_in_every_packing(matrix, packing):
 def test_kernels_read_the_same_values(matrix, packing, wanted):
     q = matrix[0].to_packing(packing)
     found = q.for_kernels(wanted)
-    wider = {3: 4, 5: 8, 6: 8} if wanted == "split32" else {}
+    wider = {2: 4, 3: 4, 5: 8, 6: 8} if wanted == "split32" else {}
     assert (found.packing, found.bits) == (wanted, wider.get(q.bits, q.bits))
     assert torch.equal(found.dequantize(), q.dequantize())
 
@@ -133,7 +133,7 @@ def test_kernels_read_the_same_values(matrix, packing, wanted):
 @given(matrices(), packings, st.integers(0, 5), st.sampled_from([1, 2]))
 def test_wider_codes_smaller_groups_and_float32_scales_keep_values(matrix, packing, more, parts):
     q = matrix[0].to_packing(packing)
-    bits = min(bits for bits in [3, 4, 5, 6, 8] if bits >= min(8, q.bits + more))
+    bits = min(bits for bits in [2, 3, 4, 5, 6, 8] if bits >= min(8, q.bits + more))
     group = max(32, q.group_size // parts)
     expected = q.dequantize()
     assert torch.equal(widened(q, bits, group).dequantize(), expected)
@@ -150,7 +150,7 @@ def test_rows_of_a_matrix_are_rows_of_its_values(matrix, packing, data):
     assert torch.equal(q.rows(start, stop).dequantize(), q.dequantize()[start:stop])
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("offset", [0, 4, 6])
 def test_codes_may_lie_anywhere_in_the_memory_they_are_read_from(bits, offset):
     memory = torch.randint(0, 256, (offset + 20 * 8 * bits,), dtype=torch.uint8)
@@ -193,7 +193,7 @@ def test_four_bits_cost_four_and_a_half(group, dtype):
     ("change", "message"),
     [
         ({"packing": "tiles"}, "unknown packing 'tiles'"),
-        ({"bits": 2}, "codes of 2 bits"),
+        ({"bits": 7}, "codes of 7 bits"),
         ({"group_size": 48}, "group size 48"),
         ({"group_size": 128}, "does not divide the 192 columns"),
         ({"shape": (5, 128)}, "codes of a 4-bit split32"),
@@ -230,8 +230,13 @@ def test_bad_uses_are_refused():
         pack_codes(torch.zeros(4, 32), 4, "split32")
 
 
-def _three_bits(row, col):
+def _two_bits(row, col):
     """Code `col` of a row of bytes, as the layout says."""
+    block, j = row[col // 32 * 8 :][:8].tolist(), col % 32
+    return block[j // 16 * 4 + j % 4] >> 2 * (j % 16 // 4) & 3
+
+
+def _three_bits(row, col):
     block, j = row[col // 32 * 12 :][:12].tolist(), col % 32
     if j < 24:
         return block[j // 8 * 4 + j % 4] >> (3 if j % 8 > 3 else 0) & 7

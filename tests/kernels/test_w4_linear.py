@@ -22,7 +22,7 @@ from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, relative_rms
     [(16, 32, 32), (5, 64, 64), (33, 256, 128), (100, 192, 64), (160, 96, 32), (512, 1536, 32)],
 )
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 65])
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_equals_reference(n: int, k: int, group_size: int, tokens: int, bits: int) -> None:
     weight = random_weight(n, k, bits, group_size)
     x = torch.randn(tokens, k)
@@ -117,7 +117,7 @@ def test_norms_of_whole_rows(n: int, tokens: int, which: dict) -> None:
     assert torch.equal(cpu.norm(tiles, norm, residual=added, **scales), hidden)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_activations_of_8_bits_are_rounded_as_said(tokens: int, bits: int) -> None:
     weight, x = random_weight(80, 192, bits, 32), torch.randn(tokens, 192)

@@ -15,7 +15,7 @@ from qoff.quant.compensated import compensated
 from qoff.quant.rows import concat_rows
 from qoff.quant.solvers import SOLVERS
 
-BITS = st.sampled_from([3, 4, 5, 6, 8])
+BITS = st.sampled_from([2, 3, 4, 5, 6, 8])
 
 
 def drawn(seed: int, spread: float = 0.05) -> Tensor:

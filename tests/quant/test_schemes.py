@@ -94,14 +94,14 @@ def test_gptq_is_exact(bits: int, group: int, version: int) -> None:
         for g_idx in (True, False):
             if not g_idx:
                 del tensors["g_idx"]
-            check_exact(scheme, tensors, matrix, (max(3, bits), GROUPS[group]))
+            check_exact(scheme, tensors, matrix, (bits, GROUPS[group]))
 
 
 def test_gptq_reads_bits_and_groups_of_modules_with_their_own() -> None:
     scheme = gptq_scheme(4, 128, dynamic={"+:.*": {"bits": 8, "group_size": 32}})
     for bits, group in ((8, 32), (4, 128), (3, 64)):
         matrix = random_matrix(N, K, bits, group)
-        check_exact(scheme, gptq(matrix), matrix, (max(3, bits), group))
+        check_exact(scheme, gptq(matrix), matrix, (bits, group))
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -136,7 +136,7 @@ def test_compressed_tensors_are_exact(bits: int, group: int, dtype: torch.dtype)
     scheme = read_scheme(compressed_config(bits, strategy), "config: ")
     for sym in (False, True):
         matrix = random_matrix(N, K, bits, group, sym=sym, dtype=dtype)
-        target = (max(3, bits), GROUPS[group])
+        target = (bits, GROUPS[group])
         tensors = compressed(matrix, sym=sym)
         check_exact(scheme, tensors, matrix, target)
         tensors["weight_g_idx"] = torch.full((K,), -1, dtype=torch.int32)  # not set

@@ -13,7 +13,7 @@ from qoff.quant import QuantConfig, quantize
 from qoff.quant.solvers import HQQ_NORM, SOLVERS
 
 NORMS = {"mse": 2.0, "hqq": HQQ_NORM}
-SOLVER, BITS = st.sampled_from(list(SOLVERS)), st.sampled_from([3, 4, 5, 6, 8])
+SOLVER, BITS = st.sampled_from(list(SOLVERS)), st.sampled_from([2, 3, 4, 5, 6, 8])
 SCALES = st.sampled_from([torch.float16, COMPACT])
 
 
@@ -40,7 +40,7 @@ def weights(draw):
 @given(
     weights(),
     st.sampled_from(list(NORMS)),
-    st.sampled_from([3, 4, 5, 6, 8]),
+    st.sampled_from([2, 3, 4, 5, 6, 8]),
     st.sampled_from([torch.float16, torch.float32]),
 )
 def test_no_group_is_worse_than_rounding_to_nearest(weight, solver, bits, dtype):
@@ -52,7 +52,7 @@ def test_no_group_is_worse_than_rounding_to_nearest(weight, solver, bits, dtype)
     assert bool((other <= kept * (1 + 1e-4)).all())
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("solver", list(NORMS))
 def test_solvers_gain_on_normal_weights(solver, group, bits):
@@ -80,7 +80,7 @@ def test_result_does_not_depend_on_chunks_or_packing(weight, solver, bits, scale
 
 @settings(deadline=None, max_examples=30)
 @given(
-    weights(), st.sampled_from([3, 4, 5, 6, 8]), st.sampled_from([torch.float32, torch.bfloat16])
+    weights(), st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([torch.float32, torch.bfloat16])
 )
 def test_rtn_is_the_reference(weight, bits, dtype):
     w, group = weight[0].to(dtype), weight[1]
@@ -154,7 +154,7 @@ def test_bad_requests_are_refused(w, options, message):
 def test_config_refuses_what_quantize_refuses():
     assert QuantConfig().solver == "hqq"
     with pytest.raises(
-        QuantizationError, match="head_bits 7 is not supported; use one of 3, 4, 5, 6, 8"
+        QuantizationError, match="head_bits 7 is not supported; use one of 2, 3, 4, 5, 6, 8"
     ):
         QuantConfig(head_bits=7)
 

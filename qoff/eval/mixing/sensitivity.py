@@ -32,6 +32,7 @@ from qoff.plan.forms import stored_bits
 from qoff.quant import Format, QTensor
 
 FORMATS = (
+    Format(2, 32),
     Format(3, 64),
     Format(3, 32),
     Format(4, 128),
