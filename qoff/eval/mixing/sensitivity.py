@@ -7,7 +7,8 @@ prediction (the Fisher information). Products of two outputs, or of two tokens, 
 of rounding have any sign, so they are 0 in the mean, and noise on a short text.
 
 That takes one pass forward and one backward for all matrices and formats, a layer at a time, with
-one layer in float32 in memory. What is left out is not 0 for all kinds of matrices: an error of a
+one layer in float32 in memory. Of large matrices every fourth row stands for the others, whose
+products are left out in any case. What is left out is not 0 for all kinds of matrices: an error of a
 key is the same for all queries. So the estimates of each kind (QKV, output, up, down) are scaled to
 the true loss of all matrices of that kind together, one pass forward for each.
 
@@ -46,6 +47,7 @@ FORMATS = (
     Format(8, 64),
 )
 _EXPERTS = 16  # of a layer that stand for all
+_ROWS, _EACH = 128, 4  # of a matrix that stand for all: so many at least, and one of so many
 logger = logging.getLogger(__name__)
 Products = list[tuple[Tensor, Tensor]]  # inputs [M, K] and gradients of outputs [M, N]
 Progress = Callable[[int, int], None]  # layers done, layers in all
@@ -152,13 +154,17 @@ class Sensitivities(ABC, Generic[Gradient]):
             most = sorted(alike, key=rows.__getitem__, reverse=True)[:_EXPERTS]
             share = sum(rows[one] for one in most) / max(1, sum(rows.values()))
             (n, k), losses, sizes = weights[most[0]].shape, {}, {}
+            some = slice(0, n, min(_EACH, max(1, n // _ROWS)))
+            count = len(range(n)[some])
+            parts = {one: weights[one][some] for one in most}
             for form in (form for form in formats if k % form.group_size == 0):
                 total = 0.0
-                for one in most:
-                    q = self._quantized(weights[one], form, name)
-                    total += _squares(q.dequantize().sub_(weights[one]), products.get(one, ()))
-                losses[form] = total / (2 * self.tokens * (share or 1.0))
-                sizes[form] = q.nbytes * len(alike)
+                for one, part in parts.items():
+                    q = self._quantized(part, form, name)
+                    seen = [(x, gradient[:, some]) for x, gradient in products.get(one, ())]
+                    total += _squares(q.dequantize().sub_(part), seen)
+                losses[form] = total * n / count / (2 * self.tokens * (share or 1.0))
+                sizes[form] = q.nbytes * n // count * len(alike)
             if not sizes:
                 raise QuantizationError(
                     f"{name}: no group size of {', '.join(map(str, formats))} divides its "
