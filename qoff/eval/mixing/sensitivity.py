@@ -23,6 +23,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -125,15 +126,18 @@ class Sensitivities(ABC, Generic[Gradient]):
         """The gradient before a layer, and inputs and gradients of the outputs of its matrices."""
 
     def _scaled(self, found: Sequence[Sensitivity]) -> list[Sensitivity]:
-        """Estimates whose sum over a kind of matrix, in its smallest formats, is what it loses."""
+        """Estimates whose sum over a kind of matrix, in small formats, is what it loses.
+
+        With fewer than 4 bits a whole kind would lose too much for what holds to second order.
+        """
         kinds: dict[str, list[Sensitivity]] = {}
         for one in found:
             kinds.setdefault(_kind(one.name), []).append(one)
         nothing, factors = self.measured({}), {}
         for kind, ones in kinds.items():
-            smallest = {one.name: min(one.nbytes, key=one.nbytes.__getitem__) for one in ones}
-            estimate = sum(one.loss[smallest[one.name]] for one in ones)
-            loss = self.measured(smallest) - nothing
+            small = {one.name: min(one.nbytes, key=partial(_size, one)) for one in ones}
+            estimate = sum(one.loss[small[one.name]] for one in ones)
+            loss = self.measured(small) - nothing
             factors[kind] = loss / estimate if loss > 0 and estimate > 0 else 1.0
         return [
             replace(one, loss={f: x * factors[_kind(one.name)] for f, x in one.loss.items()})
@@ -175,6 +179,10 @@ class Sensitivities(ABC, Generic[Gradient]):
                 losses, sizes = {widest: 0.0}, {widest: sizes[widest]}
             found.append(Sensitivity(name, n * k * len(alike), sizes, losses))
         return found
+
+
+def _size(one: Sensitivity, form: Format) -> tuple[bool, int]:
+    return form.bits < 4, one.nbytes[form]
 
 
 def check_size(bits: float, shapes: Iterable[tuple[int, int]]) -> None:
