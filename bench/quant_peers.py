@@ -67,8 +67,11 @@ WINDOW = 512  # tokens
 Weights = tuple[Mapping[str, Tensor], float]  # matrices by name, and bits a weight of them
 DEFAULT = "qoff gptq, group 32"
 MIXED = (4.25, 4.77)  # bits a weight that formats are chosen for: those of IQ4_XS and of Q4_K_M
-WIDTHS = (3, 5)  # bits of all matrices, besides 4
-LLAMA_CPP = ("Q4_K_M", "Q4_K_S", "IQ4_XS", "Q3_K_M", "IQ3_S", "Q5_K_S")
+WIDTHS = ((2, 32), (3, 32), (3, 64), (5, 32), (5, 64))  # bits and groups of all matrices
+LLAMA_CPP = (
+    *("Q4_K_M", "Q4_K_S", "IQ4_XS"),
+    *("Q5_K_S", "Q3_K_M", "IQ3_S", "IQ3_XXS", "Q2_K"),
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def peers(steps: int = STEPS) -> list[Peer]:
     own = [
         *((QuantConfig(4, group, solver), "") for solver in ("gptq", "hqq") for group in (32, 64)),
         (QuantConfig(4, 64, "gptq", scale_dtype=torch.float16), ", 16-bit scales"),
-        *((QuantConfig(bits, 32, "gptq"), f", {bits}-bit codes") for bits in WIDTHS),
+        *((QuantConfig(*form, "gptq"), f", {form[0]}-bit codes") for form in WIDTHS),
     ]
     return [
         *(
