@@ -1,10 +1,10 @@
 """The layouts ("packings") of quantized matrices: pack, unpack, and move between them.
 
-A matrix has N rows (outputs) and K columns (inputs), a code of 2, 3, 4, 5, 6 or 8 bits for
-each element, and a scale and a minimum for each run of `group_size` columns of a row: two floats, or two
-bytes that stand for them (`scales`). Codes of 32 columns are `bits` words of 4 bytes. Each byte j
-of such a block has that place in a word; quad q is the elements 4q to 4q+3, in the four bytes of
-one word, or of several that have some of its bits each. `QUADS` says where.
+A matrix has N rows (outputs) and K columns (inputs), a code of 2, 3, 4, 5, 6 or 8 bits for each
+element, and a scale and a minimum for each run of `group_size` columns of a row: two floats, or two
+bytes that stand for them (`scales`). Codes of 32 columns are a block of `bits` words of 4 bytes.
+Elements 4q to 4q+3 are quad q: each of the four bytes of a word has the code of one of them, or
+some of its bits, and other words have the others. `QUADS` says where.
 
 split32, the layout on disk and on a GPU; its blocks are those of GGUF Q4_0 and Q4_1:
     codes[N, K * bits / 8]: a row's blocks of 32 columns, one after the other.

@@ -1,7 +1,7 @@
 """Codes that GPU kernels do not read as they are stored, made wider where they arrive.
 
-A GPU reads codes of 4 and of 8 bits. Those of 2 and 3 bits take 4 there, those of 5 and 6 take 8; files,
-host memory and the link have them as they are.
+A GPU reads codes of 4 and of 8 bits. Those of 2 and 3 bits take 4 there, those of 5 and 6 take 8;
+files, host memory and the link have them as they are.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ prediction (the Fisher information). Products of two outputs, or of two tokens, 
 of rounding have any sign, so they are 0 in the mean, and noise on a short text.
 
 That takes one pass forward and one backward for all matrices and formats, a layer at a time, with
-one layer in float32 in memory. Of large matrices every fourth row stands for the others, whose
-products are left out in any case. What is left out is not 0 for all kinds of matrices: an error of a
-key is the same for all queries. So the estimates of each kind (QKV, output, up, down) are scaled to
-the true loss of all matrices of that kind together, one pass forward for each.
+one layer in float32 in memory. Every fourth row of a large matrix stands for the others. Products
+of two outputs are not 0 for all kinds of matrices: an error of a key is the same for all queries.
+So the estimates of each kind (QKV, output, up, down) are scaled to the true loss of all matrices of
+that kind together, one pass forward for each.
 
 The experts of a layer have one format: a matrix of each is one choice, estimated by those experts
 that read most of the text.
