@@ -254,12 +254,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts=(str, str(DEFAULT_TEXT), "texts that are scored, with commas between"),
         windows=(int, 12, f"windows of {WINDOW} tokens of each, second halves scored"),
         steps=(int, STEPS, "of AutoRound"), only=(str, "", "peers, with ; between"),
-        pieces=(int, 64, "of 512 tokens of the calibration text, for all who want it"),
+        pieces=(int, 24, "of 512 tokens of the calibration text, for all who want it"),
         work=(Path, FOLDER / "quant_peers", "folder of what is done"),
     )  # fmt: skip
     args.work.mkdir(parents=True, exist_ok=True)
     source, like = args.model or moved_demo(args.work), args.like or fetch_gguf()
-    ids = calibration_ids(source, CALIBRATION_TEXT)[: args.pieces]
+    ids = calibration_ids(source, CALIBRATION_TEXT, most=args.pieces)
     inputs = Inputs(source, like, ids, args.work, args.steps)
     texts = [Path(path) for path in args.texts.split(",")]
     chosen = samples(source, texts, 1 if args.quick else args.windows)

@@ -40,7 +40,6 @@ _MUCH = 0.05  # nats a token
 _LESS_PER_BIT = 3.0  # at least, by which a loss is divided with each bit more
 _TEXTS = 24  # of which a third is for what formats lose, and the others for the solver
 _EXCERPT = 1 << 13  # characters that have a piece of tokens
-_LONG = 2 * _TEXTS * _EXCERPT  # characters of a text that is not tokenized as a whole
 logger = logging.getLogger(__name__)
 _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 
@@ -49,16 +48,22 @@ _FORMAT = re.compile(r"(.+)=(\d+),(\d+)")
 class Target:
     """What formats are chosen for: a size in bits a weight, a loss in nats a token, or nothing.
 
-    calibration: the text that was named for it, or for the solver.
+    calibration: the text that was named for it, or for the solver. tokens: for the solver.
     """
 
     bits: float | None = None
     loss: float | None = None
     calibration: Path | None = None
+    tokens: int | None = None
 
     @property
     def given(self) -> bool:
         return self.bits is not None or self.loss is not None
+
+    @property
+    def texts(self) -> int:
+        """How many pieces of a text are read, so that `tokens` are the solver's."""
+        return _TEXTS if self.tokens is None else math.ceil(math.ceil(self.tokens / TOKENS) * 1.5)
 
     def text(self, quant: QuantConfig) -> Path | None:
         """The text to calibrate on, by default the one of qoff; None if none is needed.
@@ -73,11 +78,13 @@ class Target:
         if self.given and quant.weights:
             raise QoffError("--weight and a target both choose formats; leave one of them out")
         wants = self.given or quant.solver in CALIBRATED
-        if self.calibration is not None and not wants:
-            raise QoffError(
-                "--calibration is for --target-bits, --max-kl and --solver gptq; "
-                "give one of them, or leave it out"
-            )
+        told = {"--calibration": self.calibration, "--calibration-tokens": self.tokens}
+        for option, said in told.items():
+            if said is not None and not wants:
+                raise QoffError(
+                    f"{option} is for --target-bits, --max-kl and --solver gptq; "
+                    "give one of them, or leave it out"
+                )
         return self.calibration or (CALIBRATION_TEXT if wants else None)
 
 
@@ -124,7 +131,7 @@ def run(
     path = local_source(source, trust_remote_code)
     _check_model(path)  # what is none needs neither calibration nor a loss
     try:
-        ids = None if text is None else calibration_ids(path, text, trust_remote_code)
+        ids = None if text is None else calibration_ids(path, text, trust_remote_code, target.texts)
     except FormatError as error:
         if target.given or not automatic:
             raise
@@ -257,11 +264,13 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
     return found
 
 
-def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -> Tensor:
+def calibration_ids(
+    source: Path, file: Path, trust_remote_code: bool = False, most: int = _TEXTS
+) -> Tensor:
     """Token ids of a text in UTF-8 by the tokenizer of a model, int64 [texts, 512], in order.
 
-    24 pieces spread over a long text, of which no more is tokenized than they need; a shorter one
-    has fewer. Each begins with what the tokenizer puts before a text, if anything. Raises
+    `most` pieces spread over a long text, of which no more is tokenized than they need; a shorter
+    one has fewer. Each begins with what the tokenizer puts before a text, if anything. Raises
     ArgumentError as `read_text` does, QoffError for a file without a whole piece, FormatError for a
     model without a tokenizer, or with one that knows more tokens than the model.
     """
@@ -269,7 +278,7 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
 
     text = read_text(file)
     tokenizer = tokenizer_of(source, trust_remote_code)
-    ids = _excerpts(tokenizer, text)
+    ids = _excerpts(tokenizer, text, most)
     ids = encode(tokenizer, text) if ids is None else ids
     config = open_source(source).config()
     known = (config.get("text_config") or config).get("vocab_size")
@@ -282,23 +291,23 @@ def calibration_ids(source: Path, file: Path, trust_remote_code: bool = False) -
     if not pieces:
         raise QoffError(
             f"{file}: has {len(ids)} tokens; calibration needs at least {TOKENS}, "
-            f"better {_TEXTS * TOKENS}"
+            f"better {most * TOKENS}"
         )
-    kept = min(pieces, _TEXTS)
+    kept = min(pieces, most)
     chosen = torch.arange(kept) * pieces // kept
     return begun(ids[: pieces * TOKENS].view(pieces, TOKENS)[chosen], tokenizer)
 
 
-def _excerpts(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor | None:
+def _excerpts(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> Tensor | None:
     """Token ids of pieces spread over a text, int64 [n].
 
     None for a text that is read as a whole: it is short, or a piece takes more characters.
     """
-    if len(text) < _LONG:
+    if len(text) < 2 * count * _EXCERPT:
         return None
     found = []
-    for number in range(_TEXTS):
-        start = number * len(text) // _TEXTS
+    for number in range(count):
+        start = number * len(text) // count
         excerpt = text[start : start + _EXCERPT]
         word = excerpt.find(" ", 0, _EXCERPT // 8) if number else -1  # not from within one
         ids = encode(tokenizer, excerpt[word + 1 :])[:TOKENS]

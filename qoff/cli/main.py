@@ -81,6 +81,9 @@ def convert(
     calibration: Path | None = Option(
         None, exists=True, dir_okay=False, help="Text for --target-bits, --max-kl, gptq."
     ),
+    calibration_tokens: int | None = Option(
+        None, min=512, help="Of it for gptq: more lose less, and take longer; by default 8192."
+    ),
     for_: str = Option("any", "--for", help="Device to pack for: any or cpu."),
     requantize: bool = Option(
         False, "--requantize", help="Quantize again what cannot be taken over exactly."
@@ -95,7 +98,7 @@ def convert(
 
     if plan is not None:
         weights, target_bits = work.planned(context, plan, weights)
-    target = work.Target(target_bits, max_kl, calibration)
+    target = work.Target(target_bits, max_kl, calibration, calibration_tokens)
     if plan is None and target.given and named(context, ["bits"]):
         raise ArgumentError(
             "--target-bits and --max-kl choose the bits of all matrices in layers; leave out --bits"

@@ -129,6 +129,10 @@ def test_formats_that_were_chosen_are_solved_on_all_of_the_text(
     succeed("convert", source, tmp_path / "out", *options)
     succeed("convert", source, tmp_path / "mixed", *options, "--target-bits", 5)
     assert seen == [4, 7]
+    more = ("--calibration-tokens", 1024)
+    succeed("convert", source, tmp_path / "less", *options, *more)
+    succeed("convert", source, tmp_path / "less-mixed", *options, *more, "--target-bits", 5)
+    assert seen == [4, 7, 2, 3]
 
 
 def solver(path: Path) -> str:
@@ -382,6 +386,8 @@ def test_a_conversion_that_loses_much_names_what_loses_less(
         (["--weight", "*.o_proj=7,64"], "--weight '*.o_proj=7,64': bits 7 is not supported"),
         (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
         (["--solver", "hqq", "--calibration", "TEXT"], "--calibration is for"),
+        (["--solver", "hqq", "--calibration-tokens", "1024"], "--calibration-tokens is for"),
+        (["--calibration-tokens", "511"], "greater than or"),
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
