@@ -387,7 +387,6 @@ def test_a_conversion_that_loses_much_names_what_loses_less(
         (["--weight", "*.out=4,64"], "no matrix is called '*.out'"),
         (["--solver", "hqq", "--calibration", "TEXT"], "--calibration is for"),
         (["--solver", "hqq", "--calibration-tokens", "1024"], "--calibration-tokens is for"),
-        (["--calibration-tokens", "511"], "greater than or"),
         (["--target-bits", "5", "--max-kl", "1", "--calibration", "TEXT"], "give one of them"),
         (["--target-bits", "5", "--weight", "*=8,32", "--calibration", "TEXT"], "leave one of"),
         (["--target-bits", "2", "--calibration", "TEXT"], "2 bits a weight are too few"),
