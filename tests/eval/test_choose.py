@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qoff.eval.mixing import mixing
 from qoff.eval.mixing.mixing import choose
 
 OPTIONS = st.tuples(st.integers(1, 60), st.integers(0, 1000).map(float))  # size, cost
@@ -46,3 +48,16 @@ def test_the_bytes_go_where_they_gain_most() -> None:
     assert choose(sizes, costs, 8.0) == [1, 1]
     assert choose(sizes, costs, 7.0) is None
     assert choose(costs, sizes, 19) is None
+
+
+def test_what_the_solver_prints_is_not_in_the_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def talking(*args: object, **options: object) -> object:
+        os.write(1, b"HighsMipSolverData::something();\nanother thread's\n")
+        return solve(*args, **options)
+
+    solve = mixing.milp
+    monkeypatch.setattr(mixing, "milp", talking)
+    assert choose([[5.0, 4.0]], [[10, 20]], 30) == [1]
+    assert capfd.readouterr().out == "another thread's\n"

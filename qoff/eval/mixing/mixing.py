@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -95,16 +100,46 @@ def choose(
     unit = limit / 1e6 or 1.0  # so that the solver's absolute tolerances are small
     bound = np.concatenate(bounded) / unit
     one_each = np.repeat(np.eye(len(count)), count, axis=1)  # [items, options of all]
-    found = milp(
-        np.concatenate(costs) / (max(map(max, costs)) or 1.0),
-        integrality=1,
-        bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(bound, ub=limit / unit)],
-        options=_SOLVER,
-    )
+    with _without_lines(b"Highs"):
+        found = milp(
+            np.concatenate(costs) / (max(map(max, costs)) or 1.0),
+            integrality=1,
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(one_each, 1, 1),
+                LinearConstraint(bound, ub=limit / unit),
+            ],
+            options=_SOLVER,
+        )
     if found.x is None:
         return None
     return [int(item.argmax()) for item in np.split(found.x, np.cumsum(count)[:-1])]
+
+
+@contextmanager
+def _without_lines(start: bytes) -> Iterator[None]:
+    """Leave out lines of the process's standard output that begin so; others come afterwards.
+
+    HiGHS writes some there whatever it is told, in the middle of what a command prints as JSON.
+    """
+    try:
+        own = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    sys.stdout.flush()
+    with TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 1)
+        try:
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)  # what C has not written yet
+            os.dup2(own, 1)
+            os.close(own)
+            kept.seek(0)
+            for line in kept:
+                if not line.startswith(start):
+                    os.write(1, line)
 
 
 def _one_format(found: Sequence[Sensitivity], nbytes: int) -> Format | None:
