@@ -14,7 +14,8 @@ from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.linear.scales import HALF, ROW_BLOCK_BYTES, SINGLE, width_of
 from qoff.kernels.cpu.operands import address, check_rows, fail, int64s, offsets
-from qoff.kernels.layout.packing import QUADS
+from qoff.kernels.layout.packing import BITS as WIDTHS
+from qoff.kernels.layout.packing import EACH_BYTE, reads
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import EXPONENT, SHIFT, STEPS
 
@@ -41,13 +42,11 @@ def _parts():
 
     A mask of 0 has nothing.
     """
-    found = np.zeros((max(QUADS) + 1, 8, 3, 3), np.uint32)
-    for bits, quads in QUADS.items():
-        for i, quad in enumerate(quads):
-            at = 0
-            for place, (word, first, width) in enumerate(quad):
-                found[bits, i, place] = 64 * word, first - at, ((1 << width) - 1 << at) * 0x01010101
-                at += width
+    found = np.zeros((max(WIDTHS) + 1, 8, 3, 3), np.uint32)
+    for bits in WIDTHS:
+        for i, quad in enumerate(reads(bits)):
+            for place, (word, right, mask) in enumerate(quad):
+                found[bits, i, place] = 64 * word, right, mask * EACH_BYTE
     return found
 
 

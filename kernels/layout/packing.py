@@ -25,6 +25,7 @@ rows16, rows in blocks of 16 so that one vector register holds a word of every r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -64,9 +65,23 @@ QUADS: Mapping[int, tuple[tuple[Part, ...], ...]] = MappingProxyType(
     }
 )
 
-_EACH_BYTE = 0x01010101
+EACH_BYTE = 0x01010101
 _LOW64 = 0x0F0F0F0F0F0F0F0F  # the low nibbles of the eight bytes of an int64
 _PIECE = 1 << 16  # words that a repack moves at a time, so that temporaries stay in cache
+
+
+def reads(bits: int) -> tuple[tuple[Part, ...], ...]:
+    """Of each quad the parts that it is the or of: (word, bits to the right, mask of a byte)."""
+    found = []
+    for parts in QUADS[bits]:
+        places = accumulate((width for _, _, width in parts), initial=0)
+        found.append(
+            tuple(
+                (word, first - at, (1 << width) - 1 << at)
+                for (word, first, width), at in zip(parts, places, strict=False)
+            )
+        )
+    return tuple(found)
 
 
 def check_format(shape: tuple[int, int], bits: int, group_size: int, packing: str) -> None:
@@ -166,7 +181,7 @@ def _by_quads(codes: Tensor, bits: int) -> Tensor:
     for quad, parts in zip(quads.unbind(1), QUADS[bits], strict=True):
         at = 0
         for word, first, width in parts:
-            some = (quad >> at) & (((1 << width) - 1) * _EACH_BYTE)
+            some = (quad >> at) & (((1 << width) - 1) * EACH_BYTE)
             words[:, word] |= some << first
             at += width
     return words.view(torch.uint8).view(len(codes), -1)
@@ -181,11 +196,10 @@ def quads_of(packed: Tensor, bits: int) -> Iterator[Tensor]:
     """The eight quads of each block of bytes of packing split32, int32 [B]; of 3, 5 or 6 bits."""
     aligned = packed.clone() if packed.storage_offset() % 4 else packed
     words = aligned.reshape(-1, 4 * bits).view(torch.int32)
-    for parts in QUADS[bits]:
-        quad, at = torch.zeros_like(words[:, 0]), 0
-        for word, first, width in parts:
-            quad |= (words[:, word] >> (first - at)) & (((1 << width) - 1 << at) * _EACH_BYTE)
-            at += width
+    for parts in reads(bits):
+        quad = torch.zeros_like(words[:, 0])
+        for word, right, mask in parts:
+            quad |= (words[:, word] >> right) & (mask * EACH_BYTE)
         yield quad
 
 

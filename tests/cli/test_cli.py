@@ -173,7 +173,7 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
         (["convert", "{tmp}/gone", "{tmp}/out"], "no such file or directory"),
         (["convert", "{tmp}", "{tmp}/out"], "no model.safetensors"),
         (["convert", "{source}", "{tmp}/out", "--solver", "magic"], "solver 'magic'"),
-        (["convert", "{source}", "{tmp}/out", "--bits", "3"], "bits 3"),
+        (["convert", "{source}", "{tmp}/out", "--bits", "7"], "bits 7"),
         (["convert", "{source}", "{tmp}/out", "--group-size", "40"], "group_size 40"),
         (["convert", "{source}", "{tmp}/out", "--group-size", "128"], "does not divide"),
         (["convert", "{source}", "{tmp}/out", "--for", "toaster"], "'toaster'"),

@@ -41,7 +41,7 @@ from qoff.kernels.cpu.jit.emit import (
     store,
 )
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
-from qoff.kernels.layout.packing import BITS, QUADS
+from qoff.kernels.layout.packing import BITS, EACH_BYTE, reads
 
 from .scales import ROW_BLOCK_BYTES, scale_and_minimum
 
@@ -84,18 +84,16 @@ def codes_32(b, address, bits, kind=V_I32):
 
     def masked(vector, shift, mask):
         shifted = b.lshr(vector, filled(shift)) if shift else vector
-        return shifted if mask == 255 else b.and_(shifted, filled(mask * 0x01010101))
+        return shifted if mask == 255 else b.and_(shifted, filled(mask * EACH_BYTE))
 
-    quads = [None] * len(QUADS[bits])
+    quads: dict[int, ir.Value] = {}
     for step in range(bits):  # a word is done with before the next one takes a register
         vector = load(b, address, step * VECTOR_BYTES, kind)
-        for i, parts in enumerate(QUADS[bits]):
-            at = 0
-            for word, first, width in parts:
+        for i, parts in enumerate(reads(bits)):
+            for word, right, mask in parts:
                 if word == step:
-                    part = masked(vector, first - at, (1 << width) - 1 << at)
-                    quads[i] = part if quads[i] is None else b.or_(quads[i], part)
-                at += width
+                    part = masked(vector, right, mask)
+                    quads[i] = b.or_(quads[i], part) if i in quads else part
             if max(word for word, _, _ in parts) == step:
                 yield 4 * i, quads[i]
 
