@@ -25,6 +25,7 @@ rows16, rows in blocks of 16 so that one vector register holds a word of every r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -193,14 +194,12 @@ def _elements(packed: Tensor, bits: int) -> Tensor:
 
 
 def quads_of(packed: Tensor, bits: int) -> Iterator[Tensor]:
-    """The eight quads of each block of bytes of packing split32, int32 [B]; of 3, 5 or 6 bits."""
+    """The eight quads of each block of bytes of packing split32, int32 [B]; not of 4 or 8 bits."""
     aligned = packed.clone() if packed.storage_offset() % 4 else packed
     words = aligned.reshape(-1, 4 * bits).view(torch.int32)
     for parts in reads(bits):
-        quad = torch.zeros_like(words[:, 0])
-        for word, right, mask in parts:
-            quad |= (words[:, word] >> right) & (mask * EACH_BYTE)
-        yield quad
+        found = [(words[:, word] >> right) & (mask * EACH_BYTE) for word, right, mask in parts]
+        yield reduce(torch.bitwise_or, found)
 
 
 def _pad_rows(x: Tensor) -> Tensor:
