@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -97,6 +98,7 @@ def choices_of(plan: Plan) -> Choices:
         np.array([plan.schedule == "block"]),
         np.array([plan.attends_on_cpu]),
         np.array([_NEAREST.index(plan.activations)]),
+        np.array([plan.cpu_experts]),
     )
 
 
@@ -150,6 +152,7 @@ class Certifier:
             prefill_tokens=int(c.prefill_tokens[0]),
             schedule="block" if c.block[0] else "sequential",
             cpu_attention="auto" if c.attends_on_cpu[0] else "never",
+            cpu_experts=bool(c.cpu_experts[0]),
             activations=_NEAREST[int(c.activations[0])],
             token_s=self.cost.workload.token_s,
         )
@@ -206,9 +209,14 @@ class Certifier:
                     host_staging=STAGING if machine.on_gpu else 0,
                     layouts=sizes.layouts(self.packing),
                     in_place=not machine.on_gpu,
+                    cpu_experts=plan.cpu_experts,
                 )
             except BudgetError as error:
                 return HOST if str(error).startswith(HOST) else DEVICE
+            if plan.cpu_experts and residency.streamed:  # host memory is for experts then
+                return DEVICE
+            if plan.cpu_experts and not residency.cpu_experts:
+                return HOST
             if tiled or not residency.in_parts:
                 return plan, memory, residency
             memory = self.memory_of(plan, tiled=True)
@@ -249,7 +257,7 @@ class Certifier:
         mixture = self.cost.mixture
         if mixture is None or not residency.expert_slots:
             return None
-        held = residency.expert_slots / mixture.total
+        held = residency.expert_slots / (mixture.total - len(residency.cpu_experts))
         tokens = each * self.cost.active(c) / np.where(c.block, 1.0, decode.passes)
         return float(mixture.hits(np.array([held]), tokens)[0, 0])
 
@@ -275,7 +283,8 @@ class Certifier:
             missed = 1 - residency.expert_slots / count
             of_all = self.cost.sizes.expert_bytes * count
             held = max(0, residency.host_weight_bytes - streamed[HOST])
-            elsewhere = _kept(residency) + residency.cpu_expert_bytes  # none is on the device
+            on_cpu = len(residency.cpu_experts) / count * of_all
+            elsewhere = _kept(residency) + math.ceil(on_cpu)  # none of these is on the device
             kept = min(elsewhere, int(missed * of_all))
             streamed[HOST] += int(missed * held) + kept
             streamed[DISK] += max(0, int(missed * (of_all - held)) - kept)

@@ -18,6 +18,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.packing import BITS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE
+from qoff.memory.experts.on_cpu import AHEAD
 
 from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
 from .kv_blocks import KVBlocks
@@ -42,6 +43,7 @@ class _Work(NamedTuple):
     rows: Array  # of a pass
     last_rows: Array  # of those that go on behind the last layer's attention
     seconds: Array  # of the device without attention to packed blocks
+    experts: Array  # seconds of them
     head: Array  # seconds of them
     starts: Array  # seconds of them that passes take beside their ops
     queries: Array  # of a KV head
@@ -104,7 +106,7 @@ class CostModel:
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has
         sizes, device, kv = self.sizes, self.machine.device, self.kv_blocks
-        seconds, head, starts = self._passes(rows, rows, passes, c)
+        seconds, experts, head, starts = self._passes(rows, rows, passes, c)
         blocks = active * kv.mean * self.kv.attention_top
         shape, past = sizes.shapes[0], kv.mean * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(each_has * shape.heads / shape.kv_heads)
@@ -130,6 +132,7 @@ class CostModel:
                 rows,
                 rows,
                 seconds,
+                experts,
                 head,
                 starts,
                 queries,
@@ -159,7 +162,7 @@ class CostModel:
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         ends = np.minimum(prompts, c.batch_size)
-        seconds, head, starts = self._passes(piece, ends, passes, c)
+        seconds, experts, head, starts = self._passes(piece, ends, passes, c)
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
         heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
@@ -180,6 +183,7 @@ class CostModel:
                 piece,
                 ends,
                 seconds,
+                experts,
                 head,
                 starts,
                 queries,
@@ -230,6 +234,8 @@ class CostModel:
         bytes_[:, _IN, 3], asked[:, _IN, 3] = moved, brought
         if on_gpu:  # what is read from disk passes through host memory, and new blocks come there
             bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
+            if self.mixture is not None:
+                self._cross(c, self.mixture, work, bytes_, asked)
             bytes_[:, _IN, 4], asked[:, _IN, 4] = moved, brought
             bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
             asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
@@ -263,9 +269,12 @@ class CostModel:
                 busy[:, _GPU, part] -= np.where(c.attends_on_cpu, attention, 0.0)
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
                 busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
+            if self.mixture is not None:
+                self._compute_on_cpu(c, self.mixture, work, busy)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
         base, each = busy[:, :, 0], busy[:, :, 1:]
-        return Phase(rounds, base, each, self.units, passes, moves, work.starts, work.head)
+        starts, head = work.starts, work.head
+        return Phase(rounds, base, each, self.units, passes, moves, starts, head, c.cpu_experts)
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -280,11 +289,11 @@ class CostModel:
 
     def _passes(
         self, rows: Array, head_rows: Array, passes: Array, c: Choices
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, Array, Array, Array]:
         """Seconds of a round's passes in matrices, in calling the ops, and between them.
 
         In the block schedule, those behind the first find what fits in the cache. Returned beside:
-        the seconds of them that the head takes, and those that passes take beside ops.
+        the seconds of them that experts take, and the head, and those that passes take beside ops.
         """
         device, sizes = self.machine.device, self.sizes
         calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)
@@ -296,18 +305,14 @@ class CostModel:
             (self.layer_bits, sizes.last_columns, largest, head_rows),
             (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
         ]
-        if self.mixture is not None:  # each that is chosen computes for its own rows
-            layers, top_k = self.mixture.experts.layers, self.mixture.experts.top_k
+        experts = np.zeros_like(seconds)
+        if self.mixture is not None:
             # Those that come one by one compute for all passes of a round at once.
             streams = self.weight_bytes > self.machine.usable[DEVICE]
-            once = np.where(c.block & streams, 1.0, passes)
-            for m, count in ((rows, sum(layers[:-1])), (head_rows, layers[-1])):
-                together = m * passes / once
-                chosen = self.mixture.wanted(together) * self.mixture.experts.count
-                weights = sizes.expert_columns * count / sum(layers) * chosen
-                own = np.maximum(1.0, together * top_k / chosen)
-                each = device.experts_s(self.layer_bits, own, self.activation_bits)
-                seconds = seconds + once * weights * each
+            times = np.where(c.block & streams, 1.0, passes)
+            asked = rows * passes, head_rows * passes
+            experts = self._experts(self.mixture, device, asked, times, self.activation_bits)
+            seconds = seconds + experts
         for bits, columns, nbytes, m in parts:
             first = device.matmul_s(bits, m, self.activation_bits)
             near = (
@@ -318,7 +323,74 @@ class CostModel:
             again = np.where(c.block, near, first)
             last = columns * (first + (passes - 1) * again)
             seconds = seconds + last
-        return seconds, last, passes * between
+        return seconds, experts, last, passes * between
+
+    def _experts(
+        self,
+        mixture: Mixture,
+        processor: Processor,
+        rows: tuple[Array, Array],
+        times: Array,
+        activation_bits: int,
+    ) -> Array:
+        """Seconds of a round's experts: each that is chosen computes for its own rows.
+
+        rows: of a round, and of its last layer. times: that an expert computes, for as many of them
+        at once.
+        """
+        layers, top_k = mixture.experts.layers, mixture.experts.top_k
+        seconds = np.zeros_like(times)
+        for m, count in zip(rows, (sum(layers[:-1]), layers[-1]), strict=True):
+            together = m / times
+            chosen = mixture.wanted(together) * mixture.experts.count
+            weights = self.sizes.expert_columns * count / sum(layers) * chosen
+            own = np.maximum(1.0, together * top_k / chosen)
+            each = processor.experts_s(self.layer_bits, own, activation_bits)
+            seconds = seconds + times * weights * each
+        return seconds
+
+    def _crossing(self, mixture: Mixture, work: _Work) -> tuple[Array, Array]:
+        """Bytes that cross the links where the CPU computes experts: inputs, outputs of its pairs.
+
+        The inputs of all tokens go to it, and the outputs are those of all pairs. The last layer's
+        count like others.
+        """
+        numbers = sum(mixture.experts.layers) * work.rows * work.passes
+        numbers = numbers * self.sizes.spec.hidden_size
+        return numbers * self.activation_bytes, numbers * mixture.experts.top_k * _FLOAT
+
+    def _cross(
+        self, c: Choices, mixture: Mixture, work: _Work, bytes_: Array, asked: Array
+    ) -> None:
+        """Have this cross the links in place of experts in host memory."""
+        inputs, outputs = self._crossing(mixture, work)
+        calls, on_cpu = sum(mixture.experts.layers) * work.passes, c.cpu_experts
+        bytes_[:, _IN, 1] = np.where(on_cpu, outputs / mixture.share, bytes_[:, _IN, 1])
+        asked[:, _IN, 1] = np.where(on_cpu, calls / mixture.share, asked[:, _IN, 1])
+        bytes_[:, _OUT, 0] += np.where(on_cpu, inputs, 0.0)
+        asked[:, _OUT, 0] += np.where(on_cpu, calls, 0.0)
+
+    def _compute_on_cpu(self, c: Choices, mixture: Mixture, work: _Work, busy: Array) -> None:
+        """Have the CPU compute the experts in host memory, and the device so much less.
+
+        It reads them for the first pass of a round, and for what waits then, and waits itself for
+        what comes before the experts of a layer, and for inputs and outputs: in the block schedule,
+        of one pass.
+        """
+        machine = self.machine
+        times = np.where(c.block, np.minimum(work.passes, 1.0 + AHEAD), work.passes)
+        rows = work.rows * work.passes, work.last_rows * work.passes
+        there = self._experts(mixture, machine.host, rows, times, 16)
+        alone = np.where(c.block, work.passes, 1.0)  # passes that others go on beside
+        inputs, outputs = self._crossing(mixture, work)
+        before = busy[:, _GPU, 0] - work.experts + inputs / machine.from_device.bytes_per_s
+        there = there + outputs / machine.to_device.bytes_per_s / alone
+        read = times * mixture.wanted(rows[0] / times) * self.weight_bytes
+        on_cpu = c.cpu_experts
+        busy[:, _GPU, 1] -= np.where(on_cpu, work.experts / mixture.share, 0.0)
+        busy[:, _CPU, 1] += np.where(on_cpu, there / mixture.share, 0.0)
+        busy[:, _CPU, 0] += np.where(on_cpu, before / alone, 0.0)
+        busy[:, _MEMORY, 1] += np.where(on_cpu, read, 0.0)
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:
         """Seconds of linear attention of so many new tokens."""

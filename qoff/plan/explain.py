@@ -105,8 +105,18 @@ class Explained:
                     "by what is published of a mixture with 256 experts; --routes takes this "
                     "model's, which qoff bench MODEL --experts -o json records"
                 )
+            on_cpu, experts = self.found.residency.cpu_experts, "the experts"
+            if on_cpu:
+                mixture = self.sizes.spec.experts
+                assert mixture is not None
+                nbytes = format_size(self.found.residency.cpu_expert_bytes)
+                yield (
+                    f"{len(on_cpu):,} of {mixture.count * sum(mixture.layers):,} experts "
+                    f"({nbytes}) stay in host memory, where the CPU computes them"
+                )
+                experts = "the other experts"
             yield (
-                f"of the experts that a round of decoding wants {self.found.hits:.0%} are taken to "
+                f"of {experts} that a round of decoding wants {self.found.hits:.0%} are taken to "
                 f"be on the device, {told}"
             )
         simulated = self.found.simulated

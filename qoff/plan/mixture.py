@@ -33,12 +33,23 @@ class Moves:
     values: Array
     slopes: Array
     offsets: Array
+    share: float = 1.0  # of the weights that experts are
 
     @classmethod
     def all_of(cls, plans: int) -> Moves:
         """Of a model whose tokens need all weights."""
         ends = np.array([0.0, 1.0])
         return cls(ends, np.tile(ends, (plans, 1)), np.ones((plans, 1)), np.zeros((plans, 1)))
+
+    def beside(self, part: Array, computed: Array) -> Array:
+        """The same, where experts that are a part `computed` of all weights are not among them.
+
+        They take their share of what tokens want, and the cache is for the others.
+        """
+        others = np.maximum(1e-9, 1 - computed / self.share)
+        experts = np.minimum(part, self.share * others)
+        found: Array = others * self.of(experts / others) + part - experts
+        return found
 
     def of(self, part: Array) -> Array:
         """Of these parts, [plans]."""
@@ -123,7 +134,7 @@ class Mixture:
         convex = _convex(away, values)
         slopes = np.diff(convex) / np.diff(away)
         offsets = np.minimum(0.0, convex[:, :-1] - slopes * away[:-1])  # nothing away, none moved
-        return Moves(away, values, slopes, offsets)
+        return Moves(away, values, slopes, offsets, self.share)
 
     def _missed(self, tokens: Array) -> Array:
         """Of all weights the part that a cache of each size in `HELD`, largest first, has not."""

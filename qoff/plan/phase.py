@@ -38,6 +38,7 @@ class Choices:
     block: npt.NDArray[np.bool_]  # schedule: block, else sequential
     attends_on_cpu: npt.NDArray[np.bool_]
     activations: npt.NDArray[np.int64]  # 0: device, 1: host, 2: disk
+    cpu_experts: npt.NDArray[np.bool_]  # the CPU beside a GPU computes those in host memory
 
     def __len__(self) -> int:
         return len(self.batch_size)
@@ -59,7 +60,8 @@ class Phase:
     rounds: how many the workload has. base: seconds that each resource is busy in a round where
     nothing is offloaded, [plans, RESOURCES]. each: seconds more where all of the weights, or all of
     the KV cache, come from a tier, [plans, RESOURCES, PLACED]. passes: of a round. moves: what of
-    the weights that are away comes. oldest: blocks of a sequence, of which the first are far; None:
+    the weights that are away comes. cpu_experts: whether those on the host stay there, because the
+    CPU computes with them, [plans]. oldest: blocks of a sequence, of which the first are far; None:
     of all that is attended to as large a part as of all. between: seconds more where the whole KV
     cache is on disk, of what is read in the places of blocks to come, [plans, RESOURCES].
     """
@@ -72,6 +74,7 @@ class Phase:
     moves: Moves
     starts: Array
     head: Array
+    cpu_experts: npt.NDArray[np.bool_]
     oldest: Oldest | None = None
     between: Array | None = None
 
@@ -85,11 +88,14 @@ class Phase:
     def moved(self, placed: Array) -> Array:
         """The parts that a round moves of what is placed, and attends to there.
 
-        Of experts those that are not near, of the KV cache those blocks that there are already.
+        Of experts those that are not near, or where the CPU computes them all of its own; of the KV
+        cache those blocks that there are already.
         """
         found = placed.copy()
-        found[:, _FAR] = self.moves.of(placed[:, _FAR])
-        found[:, _NEAR] = self.moves.of(placed[:, _NEAR] + placed[:, _FAR]) - found[:, _FAR]
+        near, far = placed[:, _NEAR], placed[:, _FAR]
+        read, on_cpu = self.moves.of(far), self.cpu_experts
+        found[:, _FAR] = np.where(on_cpu, self.moves.beside(far, near), read)
+        found[:, _NEAR] = np.where(on_cpu, near, self.moves.of(near + far) - read)
         if self.oldest is not None:
             found[:, _KV_FAR] = self.oldest.of(placed[:, _KV_FAR])
             away = self.oldest.of(placed[:, _KV_NEAR] + placed[:, _KV_FAR])

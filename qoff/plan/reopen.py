@@ -92,7 +92,7 @@ def better_plan(
     beside: bytes that a plan takes on the device for what the planner does not know.
     """
     plan = running.plan
-    if plan.cpu_experts:  # which no forecast knows
+    if plan.cpu_experts:  # other ones would round otherwise
         return None
     requests = left.there + (0 if left.open_ended else int(left.follows))
     work = _workload(plan, left, max(1, requests))

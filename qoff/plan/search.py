@@ -7,6 +7,7 @@ the placement of tensors and blocks does, and counted exactly.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -70,7 +71,8 @@ def find_plan(
     sizes.spec.check_positions(workload.context)
     certifier = _certifier(sizes, machine, workload, template, dtype, counted)
     cost = certifier.cost
-    choices = choices_for(workload, machine.on_gpu, like)
+    on_cpu = cost.mixture is not None and cost.weight_bytes > machine.usable[DEVICE]
+    choices = choices_for(workload, machine.on_gpu, like, cpu_experts=on_cpu)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
@@ -190,25 +192,29 @@ class _Relaxed:
     disk: float
 
 
-def choices_for(workload: Workload, on_gpu: bool, like: Plan | None = None) -> Choices:
+def choices_for(
+    workload: Workload, on_gpu: bool, like: Plan | None = None, cpu_experts: bool = False
+) -> Choices:
     """The discrete choices for a workload: none with more places than requests.
 
-    like: as for `find_plan`.
+    like: as for `find_plan`. cpu_experts: whether there are experts that may stay in host memory.
     """
     count = workload.at_once
     tokens = max(1, int(workload.prompt.mean * count))
-    pieces = [p for p in _PREFILL if p < tokens] or [_PREFILL[0]]
+    pieces = list(_PREFILL[: 1 + bisect_left(_PREFILL, tokens)])  # the last one may take all
     attending: tuple[bool, ...] = (True, False)
     if like is not None:
         pieces = [like.prefill_tokens]
         attending = (like.attends_on_cpu,) if on_gpu else attending
+    computing = (False, True) if on_gpu and cpu_experts and like is None else (False,)
     rows = [
-        row
+        (*row, experts)
         for row in product(_SIZES, _BATCHES, pieces, (True, False), attending, (0, 1, 2))
         if _sensible(row, count, on_gpu)
+        for experts in computing
     ]
     columns = list(zip(*rows, strict=True))
-    size, batches, prefill, block, attends, parked = columns
+    size, batches, prefill, block, attends, parked, experts = columns
     return Choices(
         np.array(size, float),
         np.array(batches, float),
@@ -216,6 +222,7 @@ def choices_for(workload: Workload, on_gpu: bool, like: Plan | None = None) -> C
         np.array(block),
         np.array(attends),
         np.array(parked),
+        np.array(experts),
     )
 
 
@@ -235,7 +242,8 @@ def _no_less(choices: Choices, index: int) -> npt.NDArray[np.bool_]:
     found = np.ones(len(choices), dtype=bool)
     for more in (choices.batch_size, choices.batches, choices.prefill_tokens):
         found &= more >= more[index]
-    for same in (choices.block, choices.attends_on_cpu, choices.activations):
+    kinds = (choices.block, choices.attends_on_cpu, choices.activations, choices.cpu_experts)
+    for same in kinds:
         found &= same == same[index]
     return found
 
@@ -259,8 +267,11 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
     total: Array = np.where(lost, np.inf, 0.0)
     for phase in (prefill, decode):
         per_byte = phase.each / np.maximum(nbytes, 1)[:, None, :]
-        per_byte[:, :, :2] *= phase.moves.least[:, None, None]
+        least_moved = np.stack([phase.moves.least] * 2, -1)
+        least_moved[phase.cpu_experts, 0] = 1.0  # all of them are computed with
+        per_byte[:, :, :2] *= least_moved[:, None, :]
         gained = np.minimum(0.0, phase.each[:, :, 2:].min(-1))  # less to attend to
+        gained += phase.moves.share * np.minimum(0.0, phase.each[:, :, 0])  # less to multiply
         away = off[:, None] * np.maximum(0.0, per_byte.min(-1))
         on_disk = far[:, None] * np.maximum(0.0, per_byte[:, :, [1, 3]].min(-1))
         # What is more than all of the KV cache is weights.
@@ -311,11 +322,12 @@ def program(
     """The linear program of a choice; None where its sequences do not fit without weights.
 
     Variables are the parts `PLACED`, and the seconds of the busiest resource in each phase; of a
-    mixture of experts also the parts of the weights that each phase moves from host and disk.
+    mixture of experts also the parts of the weights that each phase moves from host and disk. Where
+    the CPU computes what is on the host, nothing else is there, and it does not move.
     """
     cost, machine = certifier.cost, certifier.cost.machine
     mixed = 0.0 if cost.mixture is None else cost.mixture.share
-    one = choices.one(index)
+    one, stays = choices.one(index), bool(choices.cpu_experts[index])
     weights, usable = cost.weight_bytes, machine.usable
     tiers = [certifier.plan_of(one, *parts) for parts in ((0, 0), (1, 0), (0, 1))]
     near, host, far = (certifier.memory_of(plan) for plan in tiers)
@@ -344,6 +356,9 @@ def program(
         rows[2] = [a + b for a, b in zip(rows[2], rows[3], strict=True)]
         limits[2] += limits[3]
         rows[3], limits[3] = [1, 0, 1, 0, 0, 0], 0.0
+    if stays:
+        rows.append([1, 1, 0, 0, 0, 0])
+        limits.append(mixed)
     first = len(PLACED) + 2  # of what is moved
     width = first + (4 if mixed else 0)
     rows = [[*row, *[0.0] * (width - first)] for row in rows]
@@ -356,7 +371,7 @@ def program(
         row[: len(PLACED)] = each
         if mixed:
             at = first + 2 * number
-            row[at : at + 2], row[:2] = row[:2], 0.0
+            row[at + stays : at + 2], row[stays:2] = row[stays:2], 0.0
         row[len(PLACED) + number] = longest
         found: list[float] = row.tolist()
         return found
@@ -370,8 +385,9 @@ def program(
         goal += row_of(number, rounds * each.sum(0) / phase.units, rounds * (1 - 1 / phase.units))
         fixed += rounds * base.sum() / phase.units
         if mixed:
-            rows += _moved(phase.moves, index, first + 2 * number, width)
-            limits += [*-phase.moves.offsets[index]] * 2
+            moving = _beside if stays else _moved
+            rows += moving(phase.moves, index, first + 2 * number, width)
+            limits += [*-phase.moves.offsets[index]] * (1 if stays else 2)
     if cost.workload.token_s is not None:
         each = decode.each[index].sum(0) / decode.units
         rows.append(row_of(1, each, 1 - 1 / decode.units))
@@ -390,6 +406,16 @@ def _moved(moves: Moves, index: int, at: int, width: int) -> list[list[float]]:
             row = np.zeros(width)
             row[list(away)], row[list(moved)] = slope, -1.0
             rows.append(row.tolist())
+    return rows
+
+
+def _beside(moves: Moves, index: int, at: int, width: int) -> list[list[float]]:
+    """The same where what is on the host stays there: less is left to want of what is on disk."""
+    rows = list[list[float]]()
+    for slope, offset in zip(moves.slopes[index], moves.offsets[index], strict=True):
+        row = np.zeros(width)
+        row[0], row[1], row[at + 1] = -offset / moves.share, slope, -1.0
+        rows.append(row.tolist())
     return rows
 
 

@@ -149,6 +149,7 @@ def test_rounds_are_never_shorter_than_what_the_busiest_resource_takes(
         np.array([block or parked]),
         np.array([True]),
         np.array([TIERS.index("disk") if parked and batches > 1 else 0]),
+        np.array([False]),
     )
     found = certifier.certify(choices, 0.0, on_disk)
     if found is None:

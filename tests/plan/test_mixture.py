@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from qoff.plan.certify import choices_of
 from qoff.plan.cost import CostModel
@@ -42,3 +43,15 @@ def test_a_disk_with_no_weights_on_it_is_not_read() -> None:
     for phase in (cost.prefill(choices_of(plan)), cost.decode(choices_of(plan))):
         busy = phase.busy(np.array([[0.5, 0.0, 0.0, 0.0]]))
         assert busy[0, RESOURCES.index("disk read")] == 0
+
+
+def test_experts_that_the_cpu_computes_leave_their_share_of_what_moves() -> None:
+    share, parts = 0.8, np.array([0.0, 0.1, 0.3])
+    away = np.array([0.0, share, 1.0])
+    moves = Moves(away, np.array([[0.0, 0.4, 0.6]] * 3), np.ones((3, 1)), np.zeros((3, 1)), share)
+    assert moves.beside(parts, np.zeros(3)) == pytest.approx(moves.of(parts))
+    # Half of the experts compute there: the others' half of what is wanted, all of them away.
+    assert moves.beside(np.full(3, 0.4), np.full(3, 0.4)) == pytest.approx(np.full(3, 0.2))
+    # And what is no expert moves whole.
+    assert moves.beside(np.full(3, 0.5), np.full(3, 0.4)) == pytest.approx(np.full(3, 0.3))
+    assert moves.beside(np.zeros(3), np.full(3, share)) == pytest.approx(np.zeros(3))

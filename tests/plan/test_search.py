@@ -19,6 +19,7 @@ from qoff.memory.plan import plan_residency
 from qoff.plan import Memory, Plan
 from qoff.plan.certify import Certified, Certifier, Counted, choices_of
 from qoff.plan.cost import CostModel
+from qoff.plan.explain import Explained
 from qoff.plan.machine import assumed_profile
 from qoff.plan.pareto import pareto_front
 from qoff.plan.phase import Choices, round_seconds
@@ -29,8 +30,16 @@ from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 
-from .machines import GEMMA_27B, GIB, LLAMA_405B, MIB, machine, mixture, sizes
+from .machines import GEMMA_27B, GIB, LLAMA_405B, MIB, MIXTURE, machine, mixture, sizes
 
+LARGE_MIXTURE = MIXTURE | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 64,
+    "moe_intermediate_size": 1024,
+}
 WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
 
 
@@ -70,6 +79,46 @@ def test_no_plan_that_was_tried_is_better(
     assert best.seconds <= 1.02 * min(one.seconds for one in tried)
     assert best.bound <= best.seconds
     assert all(best.bound <= 1.0001 * one.seconds for one in tried)
+
+
+@pytest.mark.parametrize(("rate", "requests"), [(2e11, 1), (2e11, 24), (1e9, 24)])
+def test_experts_in_host_memory_are_computed_there_where_that_is_faster(
+    rate: float, requests: int
+) -> None:
+    """And virtual time agrees about how long it takes."""
+    model = ModelSizes.of(LARGE_MIXTURE, QuantConfig(packing="split32"))
+    on = replace(
+        machine(True, device=model.nbytes // 3, host=2 * model.nbytes, disk=1000 * GIB),
+        host=Processor.of(rate, 50 * rate, 1e-6),
+        device=Processor.of(1e12, 1e14, 1e-6),
+        to_device=Link(1e10, 1e-6),
+        from_device=Link(1e10, 1e-6),
+    )
+    work = Workload(Lengths.of(256), Lengths.of(64), requests)
+    best = find_plan(model, on, work)
+    assert best.plan.cpu_experts == bool(best.residency.cpu_experts) == (rate > 1e10)
+    assert best.bound <= best.seconds
+    template = Plan(context=work.context, prefill_tokens=256)
+    cost = CostModel(model, on, work, template.kv, 2)
+    certifier = Certifier(cost, template, torch.device("cpu"), torch.float16)
+    for size, batches, on_cpu in product((1, 4, 24), (1, 2), (False, True)):
+        tried = replace(template, batch_size=size, batches=batches, cpu_experts=on_cpu)
+        one = certifier.certify(choices_of(tried), host=0, disk=0)
+        assert one is not None
+        assert one.plan.cpu_experts == bool(one.residency.cpu_experts) == on_cpu
+        assert best.bound <= 1.0001 * one.seconds
+        assert best.seconds <= 1.02 * one.seconds or size * batches > 2 * requests
+    found = simulated(best, model, on, work)
+    if best.plan.cpu_experts:
+        assert found.decode.seconds == pytest.approx(best.decode.seconds, rel=0.25)
+        assert found.prefill.seconds == pytest.approx(best.prefill.seconds, rel=0.25)
+        said = list(Explained(model, on, work, best).warnings())
+        assert any(f"{len(best.residency.cpu_experts)} of 512 experts" in one for one in said)
+        assert best.seconds < 0.8 * min(
+            one.seconds
+            for size in (1, 4, 24)
+            if (one := certifier.certify(choices_of(replace(template, batch_size=size)), 0, 0))
+        )
 
 
 def test_fewer_sequences_are_found_where_blocks_of_more_do_not_fit() -> None:
@@ -292,6 +341,7 @@ def test_the_sequential_schedule_reads_the_weights_for_each_batch() -> None:
         np.array([True, False]),
         np.array([True, True]),
         np.array([0, 0]),
+        np.array([False, False]),
     )
     each = cost.decode(both).each[:, 0, 1]
     assert each[1] == pytest.approx(6 * each[0])

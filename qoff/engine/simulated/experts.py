@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -9,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights, WeightStore
-from qoff.memory.experts import ExpertWave, StreamedExperts
+from qoff.memory.experts import ExpertCache, ExpertWave, StreamedExperts
+from qoff.memory.experts.on_cpu import CpuExperts, CpuLayer
 from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.choices import Chosen
@@ -120,6 +123,12 @@ class SimulatedLayer(Layer):
         mine = numbers, len(run.input) * experts.spec.top_k / len(numbers)  # pairs of an expert
         left, mixture = set(numbers), run.mixture
         mixture.choices.append(mine)
+        future = None
+        if streamed.on_cpu is not None and layer in streamed.on_cpu.layers:
+            if mixture.on_cpu is None:
+                mixture.on_cpu = _CpuPairs(self._simulated, streamed.on_cpu, layer)
+            future = mixture.on_cpu.add(mine, run.input)
+            left -= mixture.on_cpu.numbers
         while left:
             wanted = ChosenExperts(layer, tuple(sorted(left)), guesses)
             found = yield from wait_for(run, wanted)
@@ -129,6 +138,8 @@ class SimulatedLayer(Layer):
                 mixture.wave = wave
                 self._compute_wave(mixture.choices, wave)
             left -= set(wave.numbers)
+        if future is not None:
+            mixture.on_cpu.finish(future, mine, run.input)
         mixture.done([mine])
         if len(numbers) > 1:
             x = chosen.choices[0].x
@@ -145,6 +156,40 @@ class SimulatedLayer(Layer):
             self._simulated.compute_experts(pairs, len(there), matrices, self._bits)
 
 
+class _CpuPairs:
+    """Experts of a layer that the CPU computes, for all passes of a round that wait together."""
+
+    def __init__(self, ops: SimulatedOps, on_cpu: CpuExperts, layer: int) -> None:
+        self._ops, self._on_cpu = ops, on_cpu
+        self._machine, self._layer = ops.machine, on_cpu.layers[layer]
+        self.numbers = _numbers(self._layer)
+        self._waiting: list[tuple[set[int], float]] = []
+
+    def add(self, choice: tuple[set[int], float], x: Tensor) -> Future[None]:
+        """Have the thread compute what a pass wants of them; x: its inputs."""
+        numbers, each = choice
+        self._waiting.append((numbers & self.numbers, each))
+        return self._on_cpu.submit(partial(self._compute, x.nbytes))
+
+    def finish(self, future: Future[None], choice: tuple[set[int], float], x: Tensor) -> None:
+        """Wait until it is done, and for the outputs to come."""
+        self._on_cpu.join(future)
+        numbers, each = choice
+        pairs = each * len(numbers & self.numbers)
+        self._on_cpu.pairs += round(pairs)
+        self._machine.to_device.move(int(4 * pairs) * x.shape[1])
+
+    def _compute(self, nbytes: int) -> None:
+        """In the thread: inputs come, and all that waits is computed, if that has not been done."""
+        self._machine.from_device.move(nbytes)
+        some, self._waiting = self._waiting, []
+        there = set().union(*(numbers for numbers, _ in some))
+        if there:
+            rows = sum(len(numbers) * each for numbers, each in some) / len(there)
+            matrices = (self._layer.gate_up, self._layer.down)
+            self._ops.compute_experts(rows, len(there), matrices, 16, on_host=True)
+
+
 def warm(store: WeightStore, router: Router, sequences: int) -> None:
     """Have the experts where they are after rounds in which so many sequences decoded."""
     cache = store.experts
@@ -153,13 +198,31 @@ def warm(store: WeightStore, router: Router, sequences: int) -> None:
     router.begin(sequences)
     asked, rounds, slots = 0, 0, store.residency.expert_slots
     layers = np.flatnonzero(cache.counts).tolist()
+    on_cpu = {layer: set[int]() for layer in layers}
+    if cache.on_cpu is not None:
+        on_cpu |= {layer: _numbers(one) for layer, one in cache.on_cpu.layers.items()}
+    come = {layer: set(range(cache.counts[layer])) - on_cpu[layer] for layer in layers}
+    if slots >= sum(map(len, come.values())):  # all of them are there some day
+        for layer in layers:
+            _bring(cache, layer, come[layer], ())
+        return
     while rounds < 2 or (asked < _TIMES * slots and rounds < _MOST):
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            left = set(router.of_next(layer, sequences).tolist())
-            asked += len(left)
-            guesses = router.guess(following, sequences)
-            while left:
-                wave = cache.acquire(ChosenExperts(layer, tuple(sorted(left)), guesses))
-                left -= set(wave.numbers)
-                cache.release(wave)
+            wanted = set(router.of_next(layer, sequences).tolist()) - on_cpu[layer]
+            asked += len(wanted)
+            _bring(cache, layer, wanted, router.guess(following, sequences))
         rounds += 1
+
+
+def _bring(cache: ExpertCache, layer: int, numbers: set[int], guesses: tuple[Expert, ...]) -> None:
+    """Have these experts come, wave by wave."""
+    left = set(numbers)
+    while left:
+        wave = cache.acquire(ChosenExperts(layer, tuple(sorted(left)), guesses))
+        left -= set(wave.numbers)
+        cache.release(wave)
+
+
+def _numbers(layer: CpuLayer) -> set[int]:
+    """The experts of a layer that the CPU computes."""
+    return set((layer.table >= 0).nonzero()[:, 0].tolist())

@@ -41,7 +41,7 @@ class SimulatedOps:
     ACTIVATION_BITS: tuple[int, ...] = (8, 16)
 
     def __init__(self, machine: VirtualMachine, matrices: int) -> None:
-        self._machine, self._device = machine, machine.profile.device
+        self.machine, self._device = machine, machine.profile.device
         on_gpu = machine.profile.on_gpu
         self.PACKING, self.CACHE = ("split32", "device") if on_gpu else ("rows16", "host")
         self.call_s = 0.0  # of an op beside its work
@@ -54,7 +54,7 @@ class SimulatedOps:
 
     def begin_pass(self) -> None:
         """What Python does for a pass beside calling ops."""
-        self._machine.compute(self.pass_s, on_host=True)
+        self.machine.compute(self.pass_s, on_host=True)
 
     def w4_linear(
         self,
@@ -74,17 +74,17 @@ class SimulatedOps:
         return x.new_empty(len(x), rows // 2 if end.gated else rows)
 
     def norm(self, x: Tensor, by: Norm, *, out: Tensor | None = None, **_: Any) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
 
     def low_rank(self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return x.new_empty(len(x), rows.stop - rows.start)
 
     def route(
         self, scores: Tensor, routing: Routing, *vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         rows, count = scores.shape
         first = torch.randint(count, (rows, 1), generator=self._random)
         ids = (first + torch.arange(routing.top_k)) % count  # neighbours, as likely as any others
@@ -108,16 +108,24 @@ class SimulatedOps:
         return torch.empty_like(x) if out is None else out
 
     def compute_experts(
-        self, rows: float, count: int, matrices: Iterable[QExperts], activation_bits: int
+        self,
+        rows: float,
+        count: int,
+        matrices: Iterable[QExperts],
+        activation_bits: int,
+        on_host: bool = False,
     ) -> None:
-        """So many experts compute for so many rows each."""
+        """So many experts compute for so many rows each. on_host: by the CPU beside a GPU."""
+        processor = self.machine.profile.host if on_host else self._device
         for one in matrices:
-            each = self._device.experts_s(one.bits, np.asarray(rows), activation_bits)
+            each = processor.experts_s(one.bits, np.asarray(rows), activation_bits)
             weights = count * one.shape[0] * one.shape[1]
-            self._machine.compute(float(each) * weights + self.call_s)
+            seconds = float(each) * weights + (0.0 if on_host else self.call_s)
+            nbytes = count * (one.codes[0].nbytes + one.scale_min[0].nbytes) if on_host else 0
+            self.machine.compute(seconds, on_host, nbytes)
 
     def add_experts(self, weighted: Tensor, *, out: Tensor | None = None, **_: Any) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         if out is not None:
             return out
         return weighted.new_empty(weighted.shape[0], weighted.shape[-1])
@@ -157,13 +165,13 @@ class SimulatedOps:
     ) -> Tensor:
         rows, sequences = np.asarray(len(qkvz)), np.asarray(len(ragged.spans))
         seconds = float(self._device.states_s(shape, rows, sequences))
-        self._machine.compute(self.call_s + seconds)
+        self.machine.compute(self.call_s + seconds)
         return qkvz.new_empty(len(qkvz), shape.values) if out is None else out
 
     def gate(
         self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
 
     def attention(
@@ -189,7 +197,7 @@ class SimulatedOps:
         if how not in self._matmul_s:
             each = self._device.near_s if near else self._device.matmul_s
             self._matmul_s[how] = float(each(bits, np.asarray(rows), activation_bits))
-        self._machine.compute(self._matmul_s[how] * weights + self.call_s)
+        self.machine.compute(self._matmul_s[how] * weights + self.call_s)
 
     def _is_near(self, weight: QTensor) -> bool:
         """Whether the pass before had this matrix, and a layer's fit in the last cache."""
@@ -210,7 +218,7 @@ class SimulatedOps:
                 packed[slot] += part.table.counts[slot]
         past = [span.past - packed[span.slot] for span in ragged.spans]
         seconds += _unpacked_s(self._device, shape, ragged, past, cache.keys.itemsize)
-        self._machine.compute(seconds)
+        self.machine.compute(seconds)
 
     def _attend_on_gpu(self, shape: HeadShape, cache: DeviceLayerCache, ragged: Ragged) -> None:
         """Blocks elsewhere by the CPU, and then those here."""
@@ -221,7 +229,7 @@ class SimulatedOps:
             nbytes = sum(
                 _blocks(shape, part, ragged) * part.form.nbytes for part in cache.offloaded
             )
-            self._machine.compute(seconds, on_host=True, nbytes=nbytes)
+            self.machine.compute(seconds, on_host=True, nbytes=nbytes)
         there = step.packed if step.resident_from is None else step.packed - step.resident_from
         packed, before = there.tolist(), step.packed.tolist()
         seconds = self.call_s
@@ -233,7 +241,7 @@ class SimulatedOps:
                 seconds += tokens // BLOCK_TOKENS * shape.kv_heads * each
         past = [span.past - before[span.slot] for span in ragged.spans]
         size = cache.recent_k.itemsize
-        self._machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
+        self.machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
 
 
 def _blocks(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float = 1.0) -> int:

@@ -154,6 +154,8 @@ def simulated(
     router = None if experts is None else Router(experts, workload.routes)
     with _uncollected(), Simulation(sizes, found.plan, machine, router) as run:
         driver = run.driver
+        if router is not None:
+            run.warm(router, active)
         prefill = run.measured(lambda: driver.read(passes, pieces, tokens, past))
         if router is not None:
             run.warm(router, active)

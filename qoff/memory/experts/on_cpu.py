@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint, read_weight
+from qoff.checkpoint import Checkpoint, TensorEntry
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers, UnitRead
@@ -22,6 +22,7 @@ from qoff.memory.plan import Residency
 from qoff.memory.plan.experts import CPU_PACKING, MATRICES, LayerExperts
 
 T = TypeVar("T")
+AHEAD = 2  # batches of pairs that the thread is given: one is computed, the next one waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class CpuExperts:
     ) -> None:
         self.layers: dict[int, CpuLayer] = {}
         self.pairs = 0
-        self.clock = transfers.clock
+        self.clock, self._transfers = transfers.clock, transfers
         self._workers: Workers | None = None  # once there is something to do
         bias_bytes = residency.cpu_bias_bytes
         self._biases = arena.alloc(bias_bytes, "biases of experts").view(torch.float32)
@@ -97,8 +98,7 @@ class CpuExperts:
         entry = experts.file.weights.get(f"{name}.bias")
         if entry is None:
             return None
-        found = read_weight(experts.file, entry)
-        assert isinstance(found, Tensor)
-        some = found.view(experts.count, -1)[numbers]
+        assert isinstance(entry, TensorEntry)
+        some = self._transfers.read_floats(experts.file, entry).view(experts.count, -1)[numbers]
         memory, self._biases = self._biases.split([some.numel(), len(self._biases) - some.numel()])
         return memory.view(some.shape).copy_(some)

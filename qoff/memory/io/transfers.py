@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import FileCheck
+from qoff.checkpoint import FileCheck, TensorEntry, WeightFile, read_weight
 from qoff.errors import DiskReadError
 from qoff.kernels.layout.qtensor import QTensor, repack_into
 from qoff.memory.arena import Arena, TierArenas
@@ -227,6 +227,12 @@ class Transfers(ABC):
         if image.repacked or image.widened or read.digest is not None:
             read.futures.append(self._finisher.submit(partial(self._finish, read, lane)))
         return read
+
+    def read_floats(self, file: WeightFile, entry: TensorEntry) -> Tensor:
+        """A tensor of a file that is not quantized. Raises DiskReadError."""
+        found = read_weight(file, entry)
+        assert isinstance(found, Tensor)
+        return found
 
     def close(self) -> None:
         """Stop; transfers under way fail. Joins all threads, gives the arenas up."""

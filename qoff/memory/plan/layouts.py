@@ -8,7 +8,7 @@ from functools import cache, cached_property, lru_cache
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile, tensors_of
 
-from .experts import LayerExperts, expert_units, layer_experts
+from .experts import CPU_PACKING, LayerExperts, expert_units, layer_experts
 from .parts import Total, UnitPlan, plan_unit, streamed_bytes
 from .units import (
     HEAD,
@@ -64,6 +64,11 @@ class Layouts:
     def experts(self) -> list[LayerExperts]:
         """Those of each layer."""
         return layer_experts(self.checkpoint, self.packing)
+
+    @cached_property
+    def on_cpu(self) -> Layouts:
+        """Of the same checkpoint, where a CPU computes."""
+        return self if self.packing == CPU_PACKING else Layouts(self.checkpoint, CPU_PACKING)
 
     @cached_property
     def expert_bytes(self) -> Mapping[Unit, int]:

@@ -14,7 +14,6 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory.arena import PAGE, round_up
 
-from .experts import CPU_PACKING, expert_units, layer_experts
 from .layouts import Choice, Layouts
 from .residency import Residency, check_slots, joined, rows_image
 from .units import HEAD, Expert, Unit, row_tables, unit_weights
@@ -117,17 +116,18 @@ def place_in_host(
             f"host memory: {host_staging} buffers between disk and device take {staging:,} bytes, "
             f"and the budget is {host_memory:,}; raise it to that"
         )
+    layouts = layouts or Layouts(checkpoint, plan.packing)
     left = host_memory - staging
     nbytes: Mapping[Unit, int] = plan.streamed if left else {}
     one_by_one: Mapping[Unit, int] = {}
     if left and plan.expert_slots and not cpu_experts:
-        one_by_one = (layouts or Layouts(checkpoint, plan.packing)).expert_bytes
+        one_by_one = layouts.expert_bytes
         if sum(nbytes.values()) + sum(one_by_one.values()) <= left:
             nbytes, one_by_one = {**nbytes, **one_by_one}, {}
     chosen = spread_evenly(nbytes, left)
     used = sum(nbytes[unit] for unit in chosen)
     if cpu_experts and plan.expert_slots:
-        plan = _with_cpu_experts(checkpoint, plan, left - used)
+        plan = _with_cpu_experts(layouts.on_cpu, plan, left - used)
         left -= plan.on_cpu_bytes
     if one_by_one:
         # Never on both: what is not on the device, and what is on its way there.
@@ -142,13 +142,16 @@ def place_in_host(
     return replace(plan, host=chosen, host_weight_bytes=used)
 
 
-def _with_cpu_experts(checkpoint: Checkpoint, plan: Residency, room: int) -> Residency:
-    """The plan with as many experts for the CPU as fit, of those that are not on the device."""
-    layers = layer_experts(checkpoint, CPU_PACKING)
+def _with_cpu_experts(layouts: Layouts, plan: Residency, room: int) -> Residency:
+    """The plan with as many experts for the CPU as fit, of those that are not on the device.
+
+    layouts: in the CPU's packing.
+    """
+    layers, each = layouts.experts, layouts.expert_bytes
     some = [experts for experts in layers if experts.count]
     staging = max(experts.staging_bytes for experts in some)
     bias = max(experts.bias_bytes for experts in some)
-    nbytes: dict[Unit, int] = {one: layers[one.layer].nbytes + bias for one in expert_units(layers)}
+    nbytes = {one: size + bias for one, size in each.items()} if bias else each
     away = sum(nbytes.values()) - plan.expert_slots * max(nbytes.values())
     beside = round_up(staging, PAGE) + PAGE * (bias > 0)
     found = spread_evenly(nbytes, max(0, min(room - beside, away)))

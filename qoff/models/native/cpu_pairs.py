@@ -21,14 +21,13 @@ from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.ops import Ops, ops_for
 from qoff.kernels.processor import pool_threads
 from qoff.kernels.upload import on_device
-from qoff.memory.experts.on_cpu import CpuExperts
+from qoff.memory.experts.on_cpu import AHEAD, CpuExperts
 from qoff.models.forward_pass import WAVE_PAIRS
 from qoff.models.spec import DecoderSpec
 from qoff.models.spec_parts import ExpertsSpec
 
 from .choices import Choice, Pairs
 
-AHEAD = 2  # batches of pairs that the thread is given: one is computed, the next one waits
 _NUMBERS = 48  # bytes of a pair: its place, its expert, its weight, and copies of these
 
 
