@@ -149,7 +149,6 @@ def run(
             "loss": mix.loss,
             "formats": dict(count.most_common()),
         }
-    calibrated = quant.solver in CALIBRATED
     probe, unmeasured = _probe(path, trust_remote_code) if measured else (None, None)
     with progress_bar("converting", quiet) as progress:
         convert(
@@ -161,7 +160,7 @@ def run(
             progress=progress,
             trust_remote_code=trust_remote_code,
             # Once formats are chosen, no text has to be kept for it.
-            calibration=ids if target.given and calibrated else _for_solver(ids, quant),
+            calibration=_for_solver(ids, quant, whole=target.given),
             probe=probe,
             **options,
         )
@@ -317,11 +316,11 @@ def _excerpts(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> Tens
     return torch.cat(found)
 
 
-def _for_solver(ids: Tensor | None, quant: QuantConfig) -> Tensor | None:
-    """The texts that the solver wants, which losses are not measured on."""
+def _for_solver(ids: Tensor | None, quant: QuantConfig, whole: bool = False) -> Tensor | None:
+    """The texts that the solver wants; not whole: those that losses are not measured on."""
     if ids is None or quant.solver not in CALIBRATED:
         return None
-    return ids[torch.arange(len(ids)) % 3 > 0] if len(ids) > 1 else ids
+    return ids if whole or len(ids) == 1 else ids[torch.arange(len(ids)) % 3 > 0]
 
 
 def _mixed(
