@@ -40,9 +40,12 @@ Models with linear attention run on CPUs and GPUs. A layer with it keeps no K an
 fixed size for each sequence, float32 and on the device: 2.1 MiB of Qwen3-Next, as much as 3,900
 tokens of K and V packed to 4 bits in one of its other layers ("states" in a plan's memory). They
 sum up all tokens: sequences are copied and go on from any prompt, in pieces, too, but do not go
-back to an earlier token. So `draft_tokens`, `share_prefixes`, such a draft model and cropping a
-`QoffCache` are refused. Bits of `--kv` for single layers count the layers that attend. The matrix
-of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
+back to an earlier token. So `draft_tokens`, such a draft model and cropping a `QoffCache` are
+refused. With `share_prefixes` as many states are kept in host memory as there are sequences: those
+behind the part of a prompt that is packed when it is read, and behind what another one begins with,
+too. A further turn of a conversation reads the newest answer and what is new. A prompt takes a
+round more for each place where states are kept. Bits of `--kv` for single layers count the layers
+that attend. The matrix of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
 Gemma 4 runs on CPUs and GPUs; K and V of its heads of 256 and 512 channels are packed. Where keys
 are values as well, their matrix is stored twice. E2B and E4B have embeddings of their layers: a

@@ -161,11 +161,6 @@ def plan(
     if work.max_kl is not None:
         weights = replace(weights, group_size=min(GROUP_SIZES))  # divides what any other does
     sizes = sizes_of(model, weights, machine.on_gpu)
-    if work.shared and sizes.spec.linear is not None:
-        raise ArgumentError(
-            f"this {sizes.spec.model_type} model has recurrent states, which sum up whole prompts "
-            "and are not shared; leave out --shared"
-        )
     if work.acceptance and (sizes.spec.linear is not None or work.attention_top < 1):
         raise ArgumentError(
             "--acceptance plans drafted tokens, which models with recurrent states and "

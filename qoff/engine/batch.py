@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kvcache.saved_states import SavedStates
 from qoff.kvcache.slots import SlotCache, SlotSubset
+from qoff.kvcache.stateful import StatefulCache, StatefulDeviceCache
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan.drafting import PassSeconds
@@ -32,7 +35,8 @@ class Continuation(NamedTuple):
 class BatchSlots:
     """`cache.sequences` slots, some of them with a sequence.
 
-    sampler: chooses tokens; slot i is its place `first_place` + i. draft_tokens: of each answer, at
+    sampler: chooses tokens; slot i is its place `first_place` + i. saved_states: of models that
+    have states, where prompts share what they begin with. draft_tokens: of each answer, at
     most, and fewer where fewer are accepted. pass_seconds: by sequences, see `plan.drafting`.
     """
 
@@ -42,6 +46,7 @@ class BatchSlots:
         sampler: Sampler,
         first_place: int = 0,
         prefixes: PrefixIndex | None = None,
+        saved_states: SavedStates | None = None,
         draft_tokens: int = 0,
         adapters: Adapters | None = None,
         drafts: DraftBatch | None = None,
@@ -54,7 +59,7 @@ class BatchSlots:
         self._accepted: dict[int, Acceptance] = {}  # in each slot
         self._drafted: dict[int, int] = {}  # tokens of the pass under way
         self._sampler, self._first_place = sampler, first_place
-        self._prefixes = prefixes
+        self._prefixes, self._saved_states = prefixes, saved_states
         self._slots: dict[int, Sequence] = {}
         self._emptied = list(range(cache.sequences))  # all slots, those emptied last at the end
         self._indexed: object = None  # what `index` depends on, as it was then
@@ -64,6 +69,11 @@ class BatchSlots:
     def free(self) -> int:
         """Empty slots."""
         return self.cache.sequences - len(self._slots)
+
+    @property
+    def saves_states(self) -> bool:
+        """Whether prompts that begin alike need states behind what they share."""
+        return self._saved_states is not None
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence into an empty slot."""
@@ -115,11 +125,37 @@ class BatchSlots:
             sequence.may_share = False
             prompt, expected = sequence.prompt, self.cache.expected[slot]
             blocks = self._prefixes.find(prompt, expected, sequence.adapter)
+            if self._saved_states is not None:
+                blocks = self._with_states(slot, sequence, blocks, self._saved_states)
             self.cache.adopt(slot, blocks)
             sequence.read = self.cache.lengths[slot]
             self._prefixes.queried += len(prompt)
             self._prefixes.shared += sequence.read
         return True
+
+    def _with_states(
+        self, slot: int, sequence: Sequence, blocks: list[int], saved: SavedStates
+    ) -> list[int]:
+        """The first of the blocks, behind which states are kept, which the sequence has then.
+
+        Those behind all of them are to be saved, as somebody else began so, too, and those behind
+        the blocks that will be packed when the prompt is read.
+        """
+        cache, prompt = self.cache, sequence.prompt
+        assert isinstance(cache, StatefulCache | StatefulDeviceCache)
+        found = saved.load(prompt, sequence.adapter, len(blocks), cache.states, slot)
+        packed = cache.blocks_of(len(prompt), cache.window, cache.sinks)
+        sequence.saved_at |= {BLOCK_TOKENS * count for count in (len(blocks), packed)}
+        return blocks[:found]
+
+    def _save_states(self, slot: int, sequence: Sequence) -> None:
+        """Keep the states of a sequence that has read so much of its prompt, if they are wanted."""
+        saved = self._saved_states
+        if saved is None or sequence.read not in sequence.saved_at:
+            return
+        cache = self.cache
+        assert isinstance(cache, StatefulCache | StatefulDeviceCache)
+        saved.save(sequence.prompt[: sequence.read], sequence.adapter, cache.states, slot)
 
     def index(self) -> None:
         """Make the packed blocks of sequences known to others, and to those that come later."""
@@ -138,6 +174,8 @@ class BatchSlots:
         self._indexed = None
         if self._prefixes is not None:
             self._prefixes.clear()
+        if self._saved_states is not None:
+            self._saved_states.clear()
 
     def decode(self) -> ForwardPass | None:
         """A pass with the newest token of each sequence whose prompt is read, and its draft."""
@@ -218,7 +256,8 @@ class BatchSlots:
         decoding = sum(bool(one.answer) for one in self._slots.values())
         room = (1 + self._draft_tokens) * (self.cache.sequences - decoding)  # rows of logits
         for i, s in waiting:
-            count = min(len(s.prompt) - s.read, most)
+            end = min((at for at in s.saved_at if at > s.read), default=len(s.prompt))
+            count = min(end - s.read, most)
             if s.scores_prompt:
                 count = min(count, room)
             padded = (len(chosen) + 1) * max(longest, count)
@@ -264,6 +303,7 @@ class BatchSlots:
                 continue
             read += span.count
             first, sequence.read = sequence.read, sequence.read + span.count
+            self._save_states(slot, sequence)
             done = sequence.decoding and sequence.pooled is None
             count = span.count if sequence.scores_prompt else int(done)
             rows, used = logits[used : used + count], used + count

@@ -14,6 +14,7 @@ import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
@@ -47,15 +48,14 @@ from .admission import Limits
 
 
 def check_states(plan: Plan, spec: DecoderSpec) -> None:
-    """Raise ArgumentError for a plan by which recurrent states would have to go back, or be shared.
+    """Raise ArgumentError for a plan by which recurrent states would have to go back.
 
     They sum up all tokens of a sequence: rejected drafts stay in them.
     """
-    wrong = [name for name in ("draft_tokens", "share_prefixes") if getattr(plan, name)]
-    if spec.linear is not None and wrong:
+    if spec.linear is not None and plan.draft_tokens:
         raise ArgumentError(
-            f"{wrong[0]}: this {spec.model_type} model has recurrent states, which cannot go back "
-            f"to an earlier token; leave {wrong[0]} out"
+            f"draft_tokens: this {spec.model_type} model has recurrent states, which cannot go "
+            "back to an earlier token; leave draft_tokens out"
         )
 
 
@@ -81,6 +81,7 @@ class Executor(ABC):
     runtime: Runtime
     workspace: LayerWorkspace | None  # for one pass after another
     whole_prompts = False  # whether each prompt is read in one pass
+    state_shapes: tuple[DeltaShape, ...] = ()  # of layers whose states are not the modules' own
     _moves_adapters = False  # whether those in host memory come to the device
     _near: frozenset[Place] = frozenset()  # matrices whose adapters are on the device
 
@@ -154,7 +155,7 @@ class Executor(ABC):
         plan = self.plan
         self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         check_states(plan, spec)
-        self.shapes = head_shapes(spec)
+        self.shapes, self.state_shapes = head_shapes(spec), spec.delta_shapes
         self.forms = plan.kv.packed_forms(self.shapes)
         self._hidden_size = spec.hidden_size
         if self._adapter_paths:

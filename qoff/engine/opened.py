@@ -16,6 +16,7 @@ import torch
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, ClosedError, QoffError
 from qoff.hf.load import find_checkpoint
+from qoff.kvcache.saved_states import SavedStates
 from qoff.memory.instrumentation import Instrumentation
 from qoff.plan import Plan
 from qoff.plan.drafting import PassSeconds, pass_seconds
@@ -52,6 +53,9 @@ class Opened:
         vocab = executor.limits.vocab_size
         self._prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
+        self._saved_states = None
+        if plan.share_prefixes and executor.state_shapes:
+            self._saved_states = SavedStates(executor.state_shapes, places)
         self.sampler = Sampler(vocab, places, plan.context, executor.device)
         pass_s: PassSeconds | None = None
         if plan.draft_tokens:
@@ -63,6 +67,7 @@ class Opened:
                 self.sampler,
                 first,
                 self._prefixes,
+                self._saved_states,
                 plan.draft_tokens,
                 executor.adapters,
                 None if drafts is None else drafts.new_batch(vocab),

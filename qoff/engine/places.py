@@ -124,7 +124,10 @@ class Places:
                     reads = sequence.waits_for is None and sequence.pooled is None
                     if self._share_prefixes and reads and not sequence.scores_prompt:
                         sequence.may_share = True
-                        sequence.begins_like = self._alike(sequence)
+                        sequence.begins_like = other = self._alike(sequence)
+                        if other is not None and batch.saves_states:
+                            same = common_blocks(sequence.prompt[:-1], other.prompt)
+                            other.saved_at.add(BLOCK_TOKENS * same)
                     batch.add(sequence)
                     sequence.placed = sequence.placed or perf_counter()
 

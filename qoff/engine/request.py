@@ -240,6 +240,7 @@ class Sequence:
     begins_like: Sequence | None = None  # reads blocks that this one begins with, too
     placed: float | None = None  # when it first had a place, by `time.perf_counter`
     may_share: bool = False  # begins with blocks that are there, if it has read nothing
+    saved_at: set[int] = field(default_factory=set)  # tokens read when its states are kept
     ended: bool = False
     given: tuple[int, ...] = ()  # the answer, where it is known
     grammar: Matcher | None = None  # of what the answer must match
@@ -261,6 +262,7 @@ class Sequence:
         """Forget the answer so far, and that the prompt was read."""
         self.read, self.begins_like, self.ended = 0, None, False
         self.may_share = False
+        self.saved_at.clear()
         self.answer.clear()
         if self.grammar is not None:
             self.grammar.reset()

@@ -20,7 +20,8 @@ class _Stateful(SlotCache):
     """K and V of the layers that attend, packed, and `states` of those that are `linear`.
 
     linear: of each layer of the model. The other arguments are those of the cache without states,
-    whose layers attend. Sequences are copied, but go back to their beginning only.
+    whose layers attend. Sequences are copied, but go back to their beginning only. One that adopts
+    blocks needs the states behind them, too (`StateCache.load`).
     """
 
     def __init__(
@@ -39,10 +40,6 @@ class _Stateful(SlotCache):
     def copy_recent(self, source: int, target: int) -> None:
         super().copy_recent(source, target)  # type: ignore[safe-super]
         self.states.copy(source, target)
-
-    def adopt(self, slot: int, blocks: Sequence[int]) -> None:
-        """Refuse: no states are kept beside blocks. Raises ArgumentError."""
-        raise ArgumentError(NO_WAY_BACK)
 
     def select(self, sequences: Sequence[int]) -> None:
         super().select(sequences)

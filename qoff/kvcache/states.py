@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from weakref import proxy
 
 import torch
@@ -72,6 +72,20 @@ class StateCache(KVCache):
         """Give a sequence what another one has."""
         for part in (*self.conv, *self.memory):
             part[target] = part[source]
+
+    def save(self, slot: int, saved: Tensor) -> None:
+        """Copy the states of a sequence to `saved`, float32 [state_bytes / 4], on any device."""
+        for part, place in self._beside(slot, saved):
+            place.copy_(part)
+
+    def load(self, slot: int, saved: Tensor) -> None:
+        """Give a sequence states that were saved."""
+        for part, place in self._beside(slot, saved):
+            part.copy_(place)
+
+    def _beside(self, slot: int, saved: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = [part[slot].view(-1) for part in (*self.conv, *self.memory)]
+        return zip(parts, saved.split([len(part) for part in parts]), strict=True)
 
     def select(self, sequences: Sequence[int]) -> None:
         self.ended, kept = None, list(sequences)

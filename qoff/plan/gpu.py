@@ -95,6 +95,7 @@ def memory_on_gpu(
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     if spec.linear is not None:
         purposes[DEVICE]["states"] = plan.states_bytes(spec)
+        purposes[HOST]["states"] = plan.saved_states_bytes(spec)
     return Memory(BlockPlans(), purposes, blocks)
 
 

@@ -208,6 +208,10 @@ class Plan:
         """Bytes of the device that linear attention remembers of all sequences."""
         return self.batches * self.batch_size * state_bytes(spec.delta_shapes)
 
+    def saved_states_bytes(self, spec: DecoderSpec) -> int:
+        """Bytes of host memory of those that are kept of prompts, for others that begin alike."""
+        return self.states_bytes(spec) if self.share_prefixes else 0
+
     def logits_bytes(self, vocab_size: int) -> int:
         """Bytes of the logits of all passes of a round, beside those that are computed.
 
@@ -324,7 +328,7 @@ class Memory:
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
         purposes = by_purpose(kv, recent, hidden, {DEVICE: work})
         if spec.linear is not None:
-            purposes[DEVICE]["states"] = plan.states_bytes(spec)
+            purposes[DEVICE]["states"] = plan.states_bytes(spec) + plan.saved_states_bytes(spec)
         return cls(blocks, purposes)
 
     def beside(self, purposes: Mapping[str, int], tier: str = DEVICE) -> Memory:

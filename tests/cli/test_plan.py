@@ -113,13 +113,16 @@ def test_a_plan_has_what_answers_are_computed_with(
     assert read[0] == pytest.approx(read[1] / 2)
 
 
-def test_recurrent_states_are_not_shared(here: Path, tmp_path: Path) -> None:
+def test_recurrent_states_that_are_shared_are_counted(here: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
     save_model(path, "qwen3-next-head64")
-    found = run("plan", path / "config.json", "--machine", here, *WORK, "--shared", 0.5)
-    assert found.exit_code == 1
-    assert "leave out --shared" in found.output
-    assert found.output.count("\n") == 1
+    taken = list[float]()  # of a sequence
+    for more in ((), ("--shared", 0.5)):
+        found = run("plan", path / "config.json", "--machine", here, *WORK, *more, "--json")
+        one = json.loads(found.stdout)
+        sequences = one["plan"]["batches"] * one["plan"]["batch_size"]
+        taken.append(one["bytes"]["device"]["states"] / sequences)
+    assert taken[1] == 2 * taken[0] > 0
 
 
 def test_a_plan_of_a_mixture_takes_recorded_routes(
