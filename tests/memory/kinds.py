@@ -74,6 +74,9 @@ class SimulatedStream(CopyStream):
         self._copier.submit(job.run)
         return Copy(job.ended, job.started if timed else None)
 
+    def follow(self, event: Event) -> None:
+        self._copier.submit(event.synchronize)
+
     def run(self, work: Callable[[], None]) -> Event:
         ended = Done()
         self._copier.submit(work)

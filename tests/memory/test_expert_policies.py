@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from qoff.memory.experts.policy import Lru, NextUse
+from qoff.memory.experts.policy import Keys, Lfu, Lru, NextUse
 from qoff.memory.experts.simulator import Belady, Routes, rates, simulate, simulate_tiers
 
 COUNTS = [16, 0, 16, 16]  # the second layer has none
@@ -38,6 +39,40 @@ def test_layers_read_in_turn_keep_what_fits() -> None:
     best = simulate(Belady(COUNTS, routes), routes, 24, 3)
     assert simulate(Lru(COUNTS), routes, 24, 3) == 0
     assert simulate(NextUse(COUNTS), routes, 24, 3) >= 0.6 * best > 0
+
+
+def test_layers_keep_about_as_many_each_so_that_no_link_idles() -> None:
+    """Of all experts wanted in turn, half of which have room, about half of each layer miss."""
+    policy, held, missed = NextUse([16] * 12), set(range(96)), list[int]()
+    for layer in [*range(12)] * 8:
+        wanted = set(range(16 * layer, 16 * layer + 16))
+        policy.use(layer, np.array(sorted(wanted)))
+        missed.append(len(wanted - held))
+        for key in wanted - held:
+            others = np.array(sorted(held - wanted))
+            held.remove(int(others[policy.leaving(others, 1)[0]]))
+            held.add(key)
+    assert sum(missed[-36:]) < 1.15 * 36 * 8
+    assert 4 <= min(missed[-36:]) <= max(missed[-36:]) <= 12
+
+
+def test_a_prompt_pushes_out_nothing_that_is_wanted_often() -> None:
+    """Between single tokens, a pass that wants all experts of a layer, however few have room."""
+    tokens = skewed(200, chosen=3)
+    routes = [
+        (layer, list(range(16)) if place // 3 % 20 == 19 else numbers)
+        for place, (layer, numbers) in enumerate(tokens)
+    ]
+
+    class Eager(NextUse):
+        """What a prompt wants counts at once."""
+
+        def _use(self, layer: int, keys: Keys) -> None:
+            Lfu._use(self, layer, keys)
+            self.at = layer
+
+    found = [simulate(kind(COUNTS), routes, 24, 300) for kind in (NextUse, Eager)]
+    assert found[0] > found[1]
 
 
 def test_with_room_for_all_each_is_read_once() -> None:

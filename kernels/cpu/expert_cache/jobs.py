@@ -29,13 +29,16 @@ from .words import (
     FIRST,
     FIXED,
     FOLLOWING,
+    GROWS,
     GUESS_IDS,
     HITS,
     IDS,
+    LATE,
     LAYER,
     NEARLY_ALL,
     NOTED,
     NOTHING,
+    NUM_LAYERS,
     NUMBER,
     PAIRS,
     PIECES,
@@ -107,12 +110,30 @@ def _is_known(words, request, chosen):
 
 @inner
 def _use(words, layer, chosen):
-    """Have the shares of a layer's experts age, and those of the chosen grow."""
+    """Have the shares of a layer's experts age, and those of the chosen grow.
+
+    Of many chosen ones when the pass is over: see `memory.experts.policy.NextUse`.
+    """
     shares, first, age = doubles(words, SHARES), longs(words, FIRST), rates(words)[3]
-    for key in range(first[layer], first[layer + 1]):
-        shares[key] *= 1 - age
-    for i in range(1, chosen[0] + 1):
-        shares[chosen[i]] += age
+    late, grows = flags(words, LATE), flags(words, GROWS)
+    if layer < simd.peek_i64(words + AT):
+        for other in range(simd.peek_i64(words + NUM_LAYERS)):
+            if late[other] == 0:
+                continue
+            for key in range(first[other], first[other + 1]):
+                shares[key] *= 1 - age
+                shares[key] += age * grows[key]
+                grows[key] = 0
+            late[other] = 0
+    if 2 * chosen[0] < first[layer + 1] - first[layer]:
+        for key in range(first[layer], first[layer + 1]):
+            shares[key] *= 1 - age
+        for i in range(1, chosen[0] + 1):
+            shares[chosen[i]] += age
+    else:
+        late[layer] = 1
+        for i in range(1, chosen[0] + 1):
+            grows[chosen[i]] = 1
     simd.poke_i64(words + AT, layer)
 
 

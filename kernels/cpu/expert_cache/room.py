@@ -30,6 +30,7 @@ from .words import (
     QUEUE,
     QUEUE_KEYS,
     QUEUED,
+    RANKS,
     READING,
     SHARES,
     SIZES,
@@ -120,7 +121,8 @@ def make_room(words, count):
         return
     _unfix(words)
     keys, layers, fixed = longs(words, KEYS), longs(words, LAYERS), flags(words, FIXED)
-    shares, worths = doubles(words, SHARES), doubles(words, WORTHS)
+    shares, ranks = doubles(words, SHARES), doubles(words, RANKS)
+    worths = doubles(words, WORTHS)
     leaving = longs(words, LEAVING)
     at, num_layers, found = simd.peek_i64(words + AT), simd.peek_i64(words + NUM_LAYERS), 0
     for slot in range(simd.peek_i64(words + COUNT)):
@@ -128,7 +130,7 @@ def make_room(words, count):
         if key < 0 or fixed[slot] != 0:
             continue
         turns = (layers[key] - at - 1) % num_layers / num_layers
-        worth = -(turns + 1 / shares[key])
+        worth = -((turns + 3 * ranks[key]) / 4 + 1 / shares[key])
         if found == count and worth >= worths[found - 1]:
             continue
         place = min(found, count - 1)

@@ -17,8 +17,9 @@ class CacheWords(ctypes.Structure):
     """What the jobs of a cache know: addresses, then numbers.
 
     Of int64 by key: slots, layers, offsets, pieces, chunks (addresses of int64 [pieces, 4]), sizes;
-    of float64: shares. By layer: first, the key of its first expert; files; arrived, whether some
-    of it came in this pass. By slot: keys, queue_keys; of bytes: fixed, guessed, came, queued.
+    of float64: shares, ranks; of bytes: grows. By layer: first, the key of its first expert; files;
+    arrived, whether some of it came in this pass; of bytes: late. By slot: keys, queue_keys; of
+    bytes: fixed, guessed, came, queued.
     Lists, of int64, begin with their length: free, reading, guesses, doubtful, asked (numbers of
     requests), nothing. Space for all slots: leaving, worths.
     """
@@ -26,7 +27,7 @@ class CacheWords(ctypes.Structure):
     _fields_ = (
         *int64s(
             "queue", "slots", "layers", "offsets", "pieces", "chunks", "sizes", "shares",
-            "first", "files", "arrived",
+            "ranks", "grows", "first", "files", "arrived", "late",
             "keys", "queue_keys", "fixed", "guessed", "came", "queued",
             "free", "reading", "guesses", "doubtful", "asked", "leaving", "worths", "nothing",
             "memory", "stride", "spoiled", "count", "num_layers", "at", "unread",
@@ -58,7 +59,7 @@ class RequestWords(ctypes.Structure):
 
 (
     QUEUE, SLOTS, LAYERS, OFFSETS, PIECES, CHUNKS, SIZES, SHARES,
-    FIRST, FILES, ARRIVED,
+    RANKS, GROWS, FIRST, FILES, ARRIVED, LATE,
     KEYS, QUEUE_KEYS, FIXED, GUESSED, CAME, QUEUED,
     FREE, READING, GUESSES, DOUBTFUL, ASKED, LEAVING, WORTHS, NOTHING,
     MEMORY, STRIDE, SPOILED, COUNT, NUM_LAYERS, AT, UNREAD,

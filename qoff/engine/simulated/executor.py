@@ -168,14 +168,6 @@ class _SimulatedStreams(SimulatedReads, CudaTransfers):
     def __init__(self, machine: VirtualMachine) -> None:
         stream = SimulatedStream(machine)
         super().__init__(_CPU, SimulatedReader(machine), stream=lambda device: stream)
-        self._machine = machine
-
-    def save(self, memory: Tensor, host: Tensor) -> None:
-        to_device, from_device = self._machine.to_device, self._machine.from_device
-        from_device.follow(to_device)  # all copies are on one stream
-        from_device.ask()
-        from_device.start(memory.nbytes)
-        to_device.follow(from_device)
 
 
 class _SimulatedThreads(SimulatedReads, ThreadTransfers):

@@ -201,11 +201,8 @@ def warm(store: WeightStore, router: Router, sequences: int) -> None:
     on_cpu = {layer: set[int]() for layer in layers}
     if cache.on_cpu is not None:
         on_cpu |= {layer: _numbers(one) for layer, one in cache.on_cpu.layers.items()}
-    come = {layer: set(range(cache.counts[layer])) - on_cpu[layer] for layer in layers}
-    if slots >= sum(map(len, come.values())):  # all of them are there some day
-        for layer in layers:
-            _bring(cache, layer, come[layer], ())
-        return
+    for layer in layers:  # slots that are empty long would miss what is seldom wanted
+        _bring(cache, layer, set(range(cache.counts[layer])) - on_cpu[layer], ())
     while rounds < 2 or (asked < _TIMES * slots and rounds < _MOST):
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             wanted = set(router.of_next(layer, sequences).tolist()) - on_cpu[layer]

@@ -30,6 +30,8 @@ class SimulatedMoves(ExpertMoves):
         self._sizes = np.zeros(len(self._marks), dtype=np.int64)  # by slot
         self._ready = np.zeros(len(self._marks))  # when nothing is waited for but a GPU's stream
         self._ended = np.zeros(len(self._marks))  # when it is there
+        self._left = np.zeros(len(self._marks))  # by slot, when what was there has left
+        self._saved = np.zeros(len(self._in_host) + 1)  # by slot in host memory; the last: of none
 
     def start(self, slots: Slots, keys: Slots, hosts: Slots, urgent: int) -> None:
         machine, now = self._machine, self._machine.clock.now()
@@ -38,13 +40,13 @@ class SimulatedMoves(ExpertMoves):
         if machine.loading:
             return
         near = (hosts >= 0) | self._stay[keys]
-        self._copy(slots[near])
+        self._copy(slots[near], hosts[near])
         self._read(slots[~near], keys[~near])
 
-    def _copy(self, slots: Slots) -> None:
+    def _copy(self, slots: Slots, hosts: Slots) -> None:
         """From host memory, over the link to the device."""
-        nbytes = self._sizes[slots]
-        self._ended[slots] = self._machine.to_device.queue(nbytes)
+        nbytes, ready = self._sizes[slots], np.maximum(self._left[slots], self._saved[hosts])
+        self._ended[slots] = self._machine.to_device.queue(nbytes, 1, ready)
         if not self._machine.profile.on_gpu:
             self._ready[slots] = self._ended[slots]
         self._transfers.copied_bytes += int(nbytes.sum())
@@ -58,7 +60,7 @@ class SimulatedMoves(ExpertMoves):
         parts = -(-int(self._sizes[slots].max(initial=1)) // buffer) if buffer else 1
         self._ready[slots] = self._ended[slots] = self._machine.read.queue(nbytes, parts)
         if self._machine.profile.on_gpu:
-            link, ready = self._machine.to_device, self._ready[slots]
+            link, ready = self._machine.to_device, np.maximum(self._ready[slots], self._left[slots])
             self._ended[slots] = link.queue(self._sizes[slots], parts, ready)
 
     def begun(self, slots: Slots) -> NDArray[np.bool_]:
@@ -79,8 +81,12 @@ class SimulatedMoves(ExpertMoves):
         self._ready[slot] = self._machine.clock.now()
 
     def save(self, slot: int, host: int) -> None:
-        size = int(self._sizes[slot])
-        self._transfers.save(self._memory[slot][:size], self._in_host[host][:size])
+        size, machine = int(self._sizes[slot]), self._machine
+        if not machine.profile.on_gpu:
+            self._transfers.save(self._memory[slot][:size], self._in_host[host][:size])
+        elif not machine.loading:
+            machine.from_device.ask()
+            self._left[slot] = self._saved[host] = machine.from_device.start(size)
 
     def recycle(self, slots: Slots) -> None:
         """There is nothing in them."""

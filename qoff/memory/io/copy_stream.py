@@ -87,6 +87,12 @@ class CopyStream:
             memory.copy_(source, non_blocking=True)
             return Copy(self._mark(self._stream), started)
 
+    def follow(self, event: Event) -> None:
+        """Have later copies wait for a point, of another stream perhaps. Does not block."""
+        assert isinstance(event, torch.cuda.Event)
+        with self._lock:
+            self._stream.wait_event(event)
+
     def run(self, work: Callable[[], None]) -> Event:
         """Enqueue work on the device behind all copies; where it ends."""
         with self._lock, torch.cuda.stream(self._stream):

@@ -2,7 +2,9 @@
 
 From host memory a unit is one copy, enqueued at once. From disk it is read into a staging buffer in
 pinned memory and then copied; each buffer has a thread, so that the next unit is read meanwhile.
-All copies are on one stream: each into a slot follows those that were started into it before.
+All copies to the GPU are on one stream: each into a slot follows those that were started into it
+before. Experts that leave for host memory go over another one, as a link carries as much both ways
+at once; what comes into their places, or out of their new ones, waits for each of them alone.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ class CudaTransfers(Transfers):
         self._buffers: queue.SimpleQueue[tuple[Tensor, Event | None]] = queue.SimpleQueue()
         self._last: Future[Event] | None = None  # the piece that was asked for last
         self._make_stream = stream
+        self._leaving: CopyStream | None = None  # to host memory, once something does
+        # By the addresses of slots: the copies that ended up there, or left from there.
+        self._saved: dict[int, Event] = {}  # of host memory
+        self._left: dict[int, Event] = {}  # of the device, until something else comes
+        self._taken: dict[int, Future[Event]] = {}  # of host memory
 
     def open(
         self, residency: Residency, instrumentation: Instrumentation = PLAIN
@@ -82,6 +89,7 @@ class CudaTransfers(Transfers):
 
     def read_unit(self, image: Image, memory: Tensor, verify: bool, after: Mark) -> UnitRead:
         read = UnitRead(self, image, memory, verify)
+        self._follow(self._left.pop(memory.data_ptr(), None))
         for at in range(0, image.nbytes, self.buffer_bytes):
             stop = min(at + self.buffer_bytes, image.nbytes)
             piece = partial(self._bring, read, at, stop, after, self._last)
@@ -91,19 +99,29 @@ class CudaTransfers(Transfers):
 
     def copy_unit(self, image: Image, source: Tensor, memory: Tensor, after: Mark) -> UnitRead:
         read = UnitRead(self, image, memory)
+        self._follow(self._left.pop(memory.data_ptr(), None))
+        self._follow(self._saved.get(source.data_ptr()))
         if self.stream.pageable:  # which takes as long as the copy
             copying = self._stagers.submit(partial(self._copy, read, source, after))
         else:
             copying = Future[Event]()  # later copies to the memory are behind it
             copying.set_result(self._copy(read, source, after))
+        if source.data_ptr() in self._saved:
+            self._taken[source.data_ptr()] = copying
         read.futures.append(copying)
         return read
 
     def save(self, memory: Tensor, host: Tensor) -> None:
         used = self.stream.recycle(memory, poison=False)
+        if self._leaving is None:
+            self._leaving = self._make_stream(self.device)
+        taken = self._taken.pop(host.data_ptr(), None)
+        if taken is not None:
+            self._leaving.follow(self.clock.result(taken))
         self._instrumentation.on_copy(memory.nbytes)
         timed = self._instrumentation.timeline is not None
-        copy = self.stream.copy(memory, host, used, timed)
+        copy = self._leaving.copy(memory, host, used, timed)
+        self._saved[host.data_ptr()] = self._left[memory.data_ptr()] = copy.ended
         if timed:
             watch = partial(self._watch, copy, "device to host", "expert", memory.nbytes)
             self._watchers.submit(watch)
@@ -115,7 +133,14 @@ class CudaTransfers(Transfers):
 
     def close(self) -> None:
         super().close()
-        self._stream = None
+        if self._leaving is not None:
+            self._leaving.close()
+        self._stream = self._leaving = None
+
+    def _follow(self, event: Event | None) -> None:
+        """Have what comes to the device next wait for a copy from there."""
+        if event is not None:
+            self.stream.follow(event)
 
     def _bring(
         self, read: UnitRead, at: int, stop: int, after: Mark, before: Future[Event] | None
