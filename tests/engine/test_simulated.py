@@ -186,12 +186,14 @@ def test_an_expert_that_is_kept_in_host_memory_takes_the_link_back(on_gpu: bool)
     memory = torch.empty(MIB, dtype=torch.uint8)
     with Simulation(sizes(on_gpu), replace(PLAIN_PLAN, device_memory=GIB), on) as run:
         here = run.machine
-        there, back = here.to_device.bytes, here.from_device.bytes
+        there, back, start = here.to_device.bytes, here.from_device.bytes, here.clock.now()
         run.executor.runtime.store._transfers.save(memory, memory)
-        here.to_device.move(1)  # behind it on a GPU, too
+        here.to_device.move(1)  # beside it on a GPU
         assert here.from_device.bytes - back == MIB
         assert here.to_device.bytes - there == 1
-        assert here.clock.now() >= MIB / here.profile.from_device.bytes_per_s
+        arrives = start + MIB / here.profile.from_device.bytes_per_s
+        assert here.from_device.free_at >= arrives
+        assert (here.clock.now() >= arrives) != on_gpu
 
 
 def test_a_request_is_as_many_steps_for_three_parts_as_for_three_thousand(

@@ -168,6 +168,11 @@ class _SimulatedStreams(SimulatedReads, CudaTransfers):
     def __init__(self, machine: VirtualMachine) -> None:
         stream = SimulatedStream(machine)
         super().__init__(_CPU, SimulatedReader(machine), stream=lambda device: stream)
+        self._machine = machine
+
+    def save(self, memory: Tensor, host: Tensor) -> None:
+        self._machine.from_device.ask()
+        self._machine.from_device.start(memory.nbytes)
 
 
 class _SimulatedThreads(SimulatedReads, ThreadTransfers):

@@ -64,6 +64,11 @@ class VirtualLink:
         self._free_at = 0.0
         self.bytes = 0
 
+    @property
+    def free_at(self) -> float:
+        """When all that was started has arrived."""
+        return self._free_at
+
     def ask(self) -> None:
         """A request more, whatever it moves."""
         self._free_at = max(self._clock.now(), self._free_at) + self._request_s

@@ -81,12 +81,11 @@ class SimulatedMoves(ExpertMoves):
         self._ready[slot] = self._machine.clock.now()
 
     def save(self, slot: int, host: int) -> None:
-        size, machine = int(self._sizes[slot]), self._machine
-        if not machine.profile.on_gpu:
-            self._transfers.save(self._memory[slot][:size], self._in_host[host][:size])
-        elif not machine.loading:
-            machine.from_device.ask()
-            self._left[slot] = self._saved[host] = machine.from_device.start(size)
+        if self._machine.loading:
+            return
+        size = int(self._sizes[slot])
+        self._transfers.save(self._memory[slot][:size], self._in_host[host][:size])
+        self._left[slot] = self._saved[host] = self._machine.from_device.free_at
 
     def recycle(self, slots: Slots) -> None:
         """There is nothing in them."""
