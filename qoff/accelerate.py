@@ -73,7 +73,7 @@ def cpu_offload(
     whose modules come with all that is in them, in addition to layers. Raises as `qoff.dispatch`.
     """
     device = _device(model, execution_device)
-    values = Values(model, state_dict or {})
+    values = _offloaded(model, state_dict, None, None)
     units = _units(model, values, preload_module_classes, offload_buffers)
     return _placed(model, dict.fromkeys(units, HOST), device, None, values)
 
@@ -280,23 +280,23 @@ def _device(model: nn.Module, named: torch.device | str | int | None) -> torch.d
     if named is None:
         first = next(model.parameters(), None)
         named = "cpu" if first is None or first.is_meta else first.device
-    return resolve_device(f"cuda:{named}" if isinstance(named, int) else named)
+    device = resolve_device(f"cuda:{named}" if isinstance(named, int) else named)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"torch sees no GPU, and the device is {named!r}; use 'cpu'")
+    return device
 
 
 def _places(
     device_map: Mapping[str, Any], main: torch.device | str | int | None
 ) -> tuple[torch.device, dict[str, str]]:
     """The device that computes, and what a map has elsewhere: HOST, DISK, or "" for the device."""
-    nowhere = nn.Module()
-    devices = [
-        _device(nowhere, place) for place in device_map.values() if str(place) not in (HOST, DISK)
-    ]
-    if len(set(devices)) > 1:
+    named = [place for place in device_map.values() if str(place) not in (HOST, DISK)]
+    kinds = {f"cuda:{place}" if isinstance(place, int) else str(place): place for place in named}
+    if len(kinds) > 1:
         raise ArgumentError(
-            f"device_map: has {', '.join(map(str, dict.fromkeys(devices)))}; a model computes on "
-            "one device here"
+            f"device_map: has {', '.join(kinds)}; a model computes on one device here"
         )
-    device = _device(nowhere, main if main is not None else next(iter(devices), "cpu"))
+    device = _device(nn.Module(), main if main is not None else next(iter(named), "cpu"))
     away = (DISK,) if device.type == "cpu" else (HOST, DISK)
     return device, {n: str(p) if str(p) in away else "" for n, p in device_map.items()}
 

@@ -78,6 +78,12 @@ def test_what_means_nothing_is_refused(call: Callable[[Any], Any], message: str)
         call(model_of("llama"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"torch sees no GPU, and the device is 0; use 'cpu'"):
+        ours.cpu_offload(model_of("llama"), execution_device=0)
+
+
 def test_a_model_of_accelerate_is_refused() -> None:
     model = accelerate.cpu_offload(model_of("llama"), torch.device("cpu"))
     with pytest.raises(ArgumentError, match="is dispatched already; take that back first"):

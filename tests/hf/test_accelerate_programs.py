@@ -240,6 +240,29 @@ def test_buffers_stream_if_they_shall(tmp_path: Path) -> None:
     assert torch.equal(output(model), wanted)
 
 
+class Stored(nn.Module):
+    """Its weights are buffers, as those of quantized layers."""
+
+    def __init__(self, kept: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.arange(256, dtype=torch.uint8).reshape(16, 16))
+        self.register_buffer("scale", torch.full((16, 1), 2**-7), persistent=kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.scale, Tensor)
+        assert isinstance(self.codes, Tensor)
+        return x @ (self.codes * self.scale).t()
+
+
+def test_modules_of_buffers_alone_stream_if_they_shall(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Stored(), Stored(kept=False))
+    wanted = output(model)
+    device_map = {"0": "cpu", "1": "disk", "2": "disk"}
+    ours.dispatch_model(model, device_map, offload_dir=tmp_path, offload_buffers=True)
+    assert {n for n, x in model.named_buffers() if x.is_meta} == {"1.codes", "1.scale", "2.codes"}
+    assert torch.equal(output(model), wanted)
+
+
 def test_tied_weights_stream_where_all_of_them_do(tmp_path: Path) -> None:
     model = model_of("tied")
     wanted = results(model)

@@ -1,9 +1,8 @@
-"""Which modules of any model can stream: its layers, or all with parameters of their own."""
+"""Which modules of any model can stream: its layers, or all with tensors of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -21,7 +20,7 @@ def parts_of(
     classes: Collection[str] | None = None,
     whole: Collection[str] | None = None,
 ) -> list[Part]:
-    """The layers of a model; of one without layers, the outermost modules with own parameters.
+    """The layers of a model; of one without layers, the outermost modules with own tensors.
 
     classes: as `layers_of`. whole: further classes, whose modules come with all that is in them.
     """
@@ -35,7 +34,7 @@ def parts_of(
 
 
 def leaves(model: nn.Module, path: str = "", beside: Collection[str] = ()) -> Iterator[Part]:
-    """The outermost modules with parameters of their own; those of the model itself are left out.
+    """The outermost modules with tensors of their own; those of the model itself are left out.
 
     But where it has no others. beside: paths of modules that are left out, with all around them.
     """
@@ -60,8 +59,7 @@ def mapped(
     cannot be split is whole in the slowest of the places. Raises ArgumentError where the map says
     nothing of a parameter.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    places = {name: _place(device_map, name) for name in names}
+    places = {name: _place(device_map, name) for name in _names(model)}
     parts = parts_of(model, None, whole)
     known = [path for path, _ in parts]
     parts += [] if "" in known else leaves(model, "", known)
@@ -80,7 +78,7 @@ def _split(
 ) -> Iterator[tuple[str, nn.Module, str]]:
     """A module if it has one place, or else those in it."""
     start = f"{path}." if path else ""
-    own = [places[start + n] for n, _ in module.named_parameters(remove_duplicate=False)]
+    own = [places[start + name] for name in _names(module)]
     if not own:
         return
     slowest = max(own, key=lambda place: _ORDER.get(place, 2))
@@ -99,14 +97,28 @@ def _place(device_map: Mapping[str, str], name: str) -> str:
     return device_map[max(above, key=len)]
 
 
+def _names(model: nn.Module) -> Iterator[str]:
+    """The names of parameters and saved buffers, all of a tied one."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield from (f"{path}.{own}" if path else own for own in _saved(module))
+
+
+def _saved(module: nn.Module) -> list[str]:
+    """The tensors that a module itself has, without what is not saved."""
+    found = {**module._parameters, **module._buffers}
+    left_out = module._non_persistent_buffers_set
+    return [own for own, x in found.items() if x is not None and own not in left_out]
+
+
 def _own(module: nn.Module) -> bool:
-    """Whether it has parameters that are not those of a module with a forward."""
-    inside: Iterable[Any] = (m for m in module.children() if isinstance(m, _PARAMETERS))
-    return any(p is not None for m in (module, *inside) for p in m._parameters.values())
+    """Whether it has tensors that are not those of a module with a forward."""
+    return bool(_saved(module)) or any(
+        isinstance(m, _PARAMETERS) and _saved(m) for m in module.children()
+    )
 
 
 def _weighs(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return any(map(_saved, module.modules()))
 
 
 def _within(path: str, tops: Collection[str]) -> bool:
