@@ -228,6 +228,9 @@ def test_weights_that_are_not_there_are_no_numbers(tmp_path: Path) -> None:
     model = ours.dispatch_model(net(), {"": "disk"}, offload_dir=tmp_path)
     with pytest.raises(ArgumentError, match="name the class of the first in no_split_modules"):
         output(model)
+    stored = ours.disk_offload(nn.Sequential(Stored()), tmp_path, CPU, offload_buffers=True)
+    with pytest.raises(ArgumentError, match="name the class of the first in no_split_modules"):
+        _ = torch.ones(1, 16) @ stored[0].scale
 
 
 def test_buffers_stream_if_they_shall(tmp_path: Path) -> None:
@@ -331,6 +334,13 @@ def test_a_dtype_is_that_of_all_that_is_loaded(tmp_path: Path) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.float16}
         x = torch.randn(3, 16).half()
         assert torch.equal(model(x), net().half()(x))
+
+
+def test_doubles_stream(tmp_path: Path) -> None:
+    model, x = net().double(), torch.randn(3, 16, dtype=torch.float64)
+    wanted = model(x)
+    ours.disk_offload(model, tmp_path)
+    assert torch.equal(model(x), wanted)
 
 
 def test_one_place_leaves_a_model_that_learns(tmp_path: Path) -> None:

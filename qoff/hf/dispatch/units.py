@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -69,8 +69,8 @@ class ModelUnit:
         place.put(place.empty)
 
 
-class AbsentParameter(nn.Parameter):
-    """One that a module is without; torch would multiply by what happens to be in memory."""
+class Absent(nn.Parameter):
+    """What a module is without; torch would multiply by what happens to be in memory."""
 
     @classmethod
     def __torch_function__(
@@ -97,17 +97,14 @@ class UnitPlace:
             for name, places in unit.owned.items()
         ]
         self._learn = [isinstance(there[name], nn.Parameter) for name in unit.owned]
-        self.empty = [
-            AbsentParameter(x.detach().to("meta"), False) if p else x.detach().to("meta")
-            for x, p in zip(there.values(), self._learn, strict=True)
-        ]
+        self.empty = [Absent(x.detach().to("meta"), False) for x in there.values()]
 
     def find(self, weights: Weights) -> list[Tensor]:
         """The unit's tensors, in memory of `weights`."""
         found = [weights[name] for name, _ in self._places]
         return [_as(x, p) for x, p in zip(found, self._learn, strict=True) if isinstance(x, Tensor)]
 
-    def put(self, values: list[Tensor]) -> None:
+    def put(self, values: Sequence[Tensor]) -> None:
         for (_, places), value in zip(self._places, values, strict=True):
             for table, own in places:
                 table[own] = value
@@ -128,7 +125,7 @@ def units_of(
     a model that is quantized, has no values where it should, or streams already.
     """
     if values:
-        check_values(model, Values(model, {}), buffers=False)
+        check_values(model, Values(model, {}), learns=True)
     return units_from(model, layers_of(model, classes), first_stays=first_stays)
 
 
@@ -179,8 +176,11 @@ def others(model: nn.Module, units: Collection[ModelUnit]) -> Iterator[tuple[Any
                     yield kind, name
 
 
-def check_values(model: nn.Module, values: Values, buffers: bool = True) -> None:
-    """Raise ArgumentError for a model that cannot stream, or has tensors without values."""
+def check_values(model: nn.Module, values: Values, learns: bool = False) -> None:
+    """Raise ArgumentError for a model that cannot stream, or has tensors without values.
+
+    learns: it is trained, where weights are floats of at most 32 bits; buffers may be away then.
+    """
     what = type(model).__name__
     for module in model.modules():
         if hasattr(module, "_hf_hook"):
@@ -188,18 +188,20 @@ def check_values(model: nn.Module, values: Values, buffers: bool = True) -> None
                 f"this {what} is dispatched already; take that back first "
                 "(accelerate.hooks.remove_hook_from_submodules)"
             )
-    tensors = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    tensors = [*model.named_parameters(), *(() if learns else model.named_buffers())]
     for name, x in tensors:
         if x.is_meta and not values.has(x):
             raise ArgumentError(
                 f"this {what} has no values for {name}: it streams already, or was never loaded; "
                 "load it into memory first"
             )
+    known = DTYPES if learns else tuple(DTYPE_NAMES)
     for name, p in model.named_parameters():
-        if type(p) is not nn.Parameter or p.dtype not in DTYPES:
+        if type(p) is not nn.Parameter or p.dtype not in known:
             raise ArgumentError(
-                f"{name} of this {what} is a {type(p).__name__} of {p.dtype}; only models of "
-                "float32, float16 and bfloat16 stream: use qoff.load for quantized ones"
+                f"{name} of this {what} is a {type(p).__name__} of {p.dtype}; only parameters of "
+                f"{', '.join(str(kind).removeprefix('torch.') for kind in known)} stream: use "
+                "qoff.load for quantized models"
             )
 
 
