@@ -233,6 +233,18 @@ def test_weights_that_are_not_there_are_no_numbers(tmp_path: Path) -> None:
         _ = torch.ones(1, 16) @ stored[0].scale
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_the_model_does_not_keep_what_streams(place: str, tmp_path: Path) -> None:
+    model = chain()
+    before = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
+    if place == "cpu":
+        ours.cpu_offload(model, CPU)
+    else:
+        ours.disk_offload(model, tmp_path, CPU)
+    gc.collect()
+    assert not any(x() for x in before)
+
+
 def test_buffers_stream_if_they_shall(tmp_path: Path) -> None:
     model = net()
     wanted = output(model)

@@ -154,7 +154,8 @@ class _Back:
 
     def __init__(self, model: nn.Module, units: list[ModelUnit]) -> None:
         self._model, self._units = model, units
-        self._learning = [p for p in model.parameters() if p.requires_grad]
+        stay = {id(kind[name]): kind[name] for kind, name in others(model, units)}
+        self._learning = [x for x in stay.values() if x.requires_grad]
         self._learns, self._devices = list[set[str]](), list[dict[str, torch.device]]()
         for unit in units:
             there = unit.tensors
