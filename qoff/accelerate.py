@@ -1,28 +1,42 @@
 """Accelerate's functions for models larger than memory, with layers that stream while it computes.
 
 Programs for Accelerate run with another import: `from qoff.accelerate import dispatch_model`. The
-functions take Accelerate's arguments, and raise ArgumentError for those without a meaning here.
+functions take Accelerate's arguments, and raise ArgumentError for those without a meaning here. All
+else that Accelerate has is under the same names, as it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from os import PathLike
+import logging
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, TypeVar
 
+import accelerate
 import torch
-from accelerate import init_empty_weights, init_on_device, load_checkpoint_in_model
-from accelerate.utils import get_max_memory, infer_auto_device_map
-from torch import nn
+from accelerate import (
+    cpu_offload_with_hook,
+    init_empty_weights,
+    init_on_device,
+    load_checkpoint_in_model,
+)
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import OffloadedWeightsLoader, get_max_memory, infer_auto_device_map
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from qoff.budgets import resolve_device
+from qoff.budgets import memory_bounds, resolve_device
 from qoff.errors import ArgumentError
-from qoff.hf.dispatch import dispatch
-from qoff.hf.dispatch.dispatch import DISK, HOST, placed
-from qoff.hf.dispatch.units import ModelUnit, units_of
+from qoff.hf.dispatch.dispatch import chosen, placed
+from qoff.hf.dispatch.files import weights_in
+from qoff.hf.dispatch.parts import mapped, parts_of
+from qoff.hf.dispatch.units import DISK, HOST, ModelUnit, check_values, units_from
+from qoff.hf.dispatch.values import Values
 
 __all__ = [
     "cpu_offload",
+    "cpu_offload_with_hook",
     "disk_offload",
     "dispatch_model",
     "infer_auto_device_map",
@@ -32,40 +46,36 @@ __all__ = [
     "load_checkpoint_in_model",
 ]
 
+logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 _AUTO = ("auto", "balanced", "balanced_low_0", "sequential")  # the same on one GPU
-_WHY = {
-    "state_dict": "weights are those of the model",
-    "offload_index": "weights are those of the model",
-    "offload_buffers": "buffers stay on the device",
-    "preload_module_classes": "layers come whole",
-    "skip_keys": "a model computes on one device, and its inputs are not moved",
-    "force_hooks": "only layers that stream are changed",
-    "offload_state_dict": "a checkpoint is loaded into host memory",
-    "full_state_dict": "there is one process",
-    "broadcast_from_rank0": "there is one process",
-}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return getattr(accelerate, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def cpu_offload(
     model: Model,
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
-    state_dict: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> Model:
     """Stream all layers of a model from host memory; the rest stays on the device.
 
-    execution_device: by default that of the model's first parameter. Raises as `qoff.dispatch`.
+    execution_device: by default that of the model's first parameter. A model without layers streams
+    by its modules, see `qoff.dispatch`, all of them. state_dict: weights in place of the model's.
+    offload_buffers: whether those of layers stream, too. preload_module_classes: names of classes
+    whose modules come with all that is in them, in addition to layers. Raises as `qoff.dispatch`.
     """
-    _refuse(
-        offload_buffers=offload_buffers,
-        state_dict=state_dict,
-        preload_module_classes=preload_module_classes,
-    )
-    return placed(
-        model, dict.fromkeys(units_of(model), HOST), _device(model, execution_device), None
-    )
+    device = _device(model, execution_device)
+    values = _offloaded(model, state_dict, None, None)
+    units = _units(model, values, preload_module_classes, offload_buffers)
+    return _placed(model, dict.fromkeys(units, HOST), device, None, values)
 
 
 def disk_offload(
@@ -75,17 +85,21 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
 ) -> Model:
-    """As `cpu_offload`, from files in a new folder in `offload_dir`, which goes with the model."""
-    _refuse(offload_buffers=offload_buffers, preload_module_classes=preload_module_classes)
+    """As `cpu_offload`, from files in a new folder in `offload_dir`, which goes with the model.
+
+    Weights that the model is without are read from what Accelerate wrote to `offload_dir`.
+    """
     device = _device(model, execution_device)
-    return placed(model, dict.fromkeys(units_of(model), DISK), device, offload_dir)
+    values = _offloaded(model, None, offload_dir, None)
+    units = _units(model, values, preload_module_classes, offload_buffers)
+    return _placed(model, dict.fromkeys(units, DISK), device, offload_dir, values)
 
 
 def dispatch_model(
     model: Model,
     device_map: Mapping[str, Any],
     main_device: torch.device | str | int | None = None,
-    state_dict: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
     offload_dir: str | PathLike[str] | None = None,
     offload_index: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
@@ -93,30 +107,23 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
 ) -> Model:
-    """Stream the layers that a device map has on "cpu" or "disk"; one device computes.
+    """Stream the modules that a device map has on "cpu" or "disk"; one device computes.
 
-    main_device: that device; by default the first in the map that is neither. Raises ArgumentError
-    for a map of several GPUs, for one that splits layers, and for one that offloads what is
-    outside of layers.
+    main_device: that device; by default the first in the map that is neither. Layers stream whole;
+    one that the map splits streams by its modules. Parameters of a module around others that stream
+    stay on the device, and those that are tied to one that stays. state_dict: weights in place of
+    the model's. Weights that the model is without are read from what Accelerate wrote to
+    `offload_dir`, or from where `offload_index` says. skip_keys: of inputs and results that are not
+    moved to the device and back. force_hooks: move them where nothing streams, too. Raises
+    ArgumentError for a map of several GPUs.
     """
-    _refuse(
-        state_dict=state_dict,
-        offload_index=offload_index,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-    )
-    named = {str(place): place for place in device_map.values()}
-    computing = [place for name, place in named.items() if name not in (HOST, DISK)]
-    if len(computing) > 1:
-        raise ArgumentError(
-            f"device_map: has {', '.join(map(str, computing))}; a model computes on one device here"
-        )
-    named_main = [main_device] if main_device is not None else computing
-    device = _device(model, next(iter(named_main), "cpu"))
-    places = _places(model, device_map, device)
-    return placed(model, places, device, offload_dir)
+    values = _offloaded(model, state_dict, offload_dir, offload_index)
+    check_values(model, values)
+    device, places = _places(device_map, main_device)
+    where = _mapped(model, places, preload_module_classes, offload_buffers)
+    _placed(model, where, device, offload_dir, values, skip_keys, force_hooks)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
 
 
 def load_checkpoint_and_dispatch(
@@ -136,90 +143,173 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> Model:
-    """Load a checkpoint into host memory, all of it, and stream its layers as a map says.
+    """Load a checkpoint into a model, and stream its layers as a map says.
 
-    device_map: "auto" and Accelerate's other strategies use a GPU, if there is one, up to
-    `max_memory` (None: what is free), then host memory, then files in `offload_folder`; None: the
-    model stays in host memory. For a model larger than host memory use `qoff.load`.
+    checkpoint: a file of safetensors or torch, an index of shards, or a folder with one of these.
+    Its weights go one by one to where the map has them, so it may be larger than host memory;
+    offload_state_dict is not needed for that. device_map: "auto" and Accelerate's other strategies
+    use a GPU, if there is one and `max_memory` (None: what is free) names it, then host memory,
+    then files in `offload_folder`; None: the model stays in memory, as Accelerate loads it. Others:
+    see `dispatch_model`. Raises ArgumentError for weights of another shape, with `strict` for
+    names that only one of model and checkpoint has, and as `dispatch_model` and `qoff.dispatch` do.
     """
-    _refuse(
-        offload_buffers=offload_buffers,
-        offload_state_dict=offload_state_dict,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-        full_state_dict=not full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
-    )
+    for name, given in {
+        "full_state_dict=False": not full_state_dict,
+        "broadcast_from_rank0": broadcast_from_rank0,
+    }.items():
+        if given and device_map is not None:
+            raise ArgumentError(f"{name} means nothing here: there is one process; leave it out")
     if isinstance(device_map, str) and device_map not in _AUTO:
         raise ArgumentError(
             f"device_map is {device_map!r}; use a dict, or one of {', '.join(_AUTO)}"
         )
-    load_checkpoint_in_model(model, checkpoint, {"": "cpu"}, dtype=dtype, strict=strict)
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
         tie()
     if device_map is None:
+        empty = any(x.is_meta for x in model.state_dict().values())
+        load_checkpoint_in_model(
+            model,
+            fspath(checkpoint),
+            {"": HOST} if empty else None,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
         return model
+    weights = weights_in(checkpoint)
+    kind = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    values = Values(model, weights, kind)
+    _compare(model, weights, values, strict)
+    check_values(model, values)
     if not isinstance(device_map, str):
-        return dispatch_model(model, device_map, offload_dir=offload_folder)
-    device = resolve_device("auto")
-    if max_memory is None:
-        found = get_max_memory()
-        max_memory = {place: found[place] for place in (device.index, "cpu") if place in found}
-    return dispatch(
-        model,
-        device=device,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        no_split_modules=no_split_module_classes,
-    )
+        device, places = _places(device_map, None)
+        where = _mapped(model, places, preload_module_classes, offload_buffers)
+    else:
+        device, bounds = _bounds(max_memory)
+        parts = parts_of(model, no_split_module_classes, preload_module_classes)
+        units = units_from(model, parts, first_stays=True, buffers=offload_buffers)
+        where = chosen(model, units, device, *bounds)
+    _placed(model, where, device, offload_folder, values, skip_keys, force_hooks)
+    if not isinstance(device_map, str):
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
 
 
-def _refuse(**given: Any) -> None:
-    """Raise ArgumentError for the first that is set."""
-    for name, value in given.items():
-        if value not in (None, False):
-            raise ArgumentError(f"{name} means nothing here: {_WHY[name]}; leave it out")
+class _Streaming(AlignDevicesHook):
+    """Moves inputs to the device and results back; the model has its weights when it is removed."""
+
+    def __init__(
+        self, device: torch.device, skip_keys: str | list[str] | None, back: Callable[[], None]
+    ) -> None:
+        super().__init__(execution_device=device, io_same_device=True, skip_keys=skip_keys)
+        self._back = back
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        self._back()
+        return module
+
+
+def _placed(
+    model: Model,
+    where: Mapping[ModelUnit, str],
+    device: torch.device,
+    folder: str | PathLike[str] | None,
+    values: Values,
+    skip_keys: str | list[str] | None = None,
+    force_hooks: bool = False,
+) -> Model:
+    back = placed(model, where, device, folder, values)
+    if where or force_hooks:
+        add_hook_to_module(model, _Streaming(device, skip_keys, back))
+    return model
+
+
+def _units(
+    model: nn.Module, values: Values, whole: Collection[str] | None, buffers: bool
+) -> list[ModelUnit]:
+    """All that can stream; of a model of transformers the part stays that its device is read of."""
+    check_values(model, values)
+    parts = parts_of(model, None, whole)
+    return units_from(model, parts, first_stays=isinstance(model, PreTrainedModel), buffers=buffers)
+
+
+def _offloaded(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor] | None,
+    folder: str | PathLike[str] | None,
+    index: Mapping[str, Any] | None,
+) -> Values:
+    """Weights of a state dict, or those that Accelerate wrote to a folder, where there are none."""
+    given = {name: x for name, x in (state_dict or {}).items() if not x.is_meta}
+    if index is None and (folder is None or not (Path(folder) / "index.json").is_file()):
+        return Values(model, given)
+    return Values(model, OffloadedWeightsLoader(given, folder, index), instead=given.keys())
+
+
+def _compare(model: nn.Module, weights: Collection[str], values: Values, strict: bool) -> None:
+    """Raise ArgumentError for what the checkpoint should have; say what it has for nothing."""
+    wanted = model.state_dict().keys()
+    unused = sorted(set(weights) - wanted)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    absent = [
+        n for n, x in tensors if not values.has(x) and (x.is_meta or (strict and n in wanted))
+    ]
+    if absent or (strict and unused):
+        what = f"has nothing for {', '.join(absent)}" if absent else f"has {', '.join(unused)}, too"
+        raise ArgumentError(f"the checkpoint {what}; make the model by its class and config")
+    if unused:
+        logger.warning("the checkpoint has for no use: %s", ", ".join(unused))
+
+
+def _mapped(
+    model: nn.Module, places: Mapping[str, str], whole: Collection[str] | None, buffers: bool
+) -> dict[ModelUnit, str]:
+    """What streams as a map says, and from where."""
+    found = mapped(model, places, whole)
+    parts = [(path, module) for path, (module, _) in found.items()]
+    units = units_from(model, parts, first_stays=False, shared=True, buffers=buffers)
+    return {unit: found[unit.path][1] for unit in units}
 
 
 def _device(model: nn.Module, named: torch.device | str | int | None) -> torch.device:
     if named is None:
         first = next(model.parameters(), None)
-        named = "cpu" if first is None else first.device
-    return resolve_device(f"cuda:{named}" if isinstance(named, int) else named)
+        named = "cpu" if first is None or first.is_meta else first.device
+    device = resolve_device(f"cuda:{named}" if isinstance(named, int) else named)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"torch sees no GPU, and the device is {named!r}; use 'cpu'")
+    return device
 
 
 def _places(
-    model: nn.Module, device_map: Mapping[str, Any], device: torch.device
-) -> dict[ModelUnit, str]:
-    """Where each layer streams from. Raises ArgumentError for a map that cannot be had."""
-    away = {DISK} if device.type == "cpu" else {HOST, DISK}
+    device_map: Mapping[str, Any], main: torch.device | str | int | None
+) -> tuple[torch.device, dict[str, str]]:
+    """The device that computes, and what a map has elsewhere: HOST, DISK, or "" for the device."""
+    named = [place for place in device_map.values() if str(place) not in (HOST, DISK)]
+    kinds = {f"cuda:{place}" if isinstance(place, int) else str(place): place for place in named}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"device_map: has {', '.join(kinds)}; a model computes on one device here"
+        )
+    device = _device(nn.Module(), main if main is not None else next(iter(named), "cpu"))
+    away = (DISK,) if device.type == "cpu" else (HOST, DISK)
+    return device, {n: str(p) if str(p) in away else "" for n, p in device_map.items()}
 
-    def place_of(name: str) -> str:
-        above = [key for key in device_map if not key or f"{name}.".startswith(f"{key}.")]
-        if not above:
-            raise ArgumentError(
-                f"device_map: says nothing of {name}; name it, or a module above it"
-            )
-        return str(device_map[max(above, key=len)])
 
-    places: dict[ModelUnit, str] = {}
-    inside = set[str]()
-    for unit in units_of(model):
-        names = {f"{unit.path}.{name}" for name, _ in unit.module.named_parameters()}
-        inside |= names
-        found = sorted({place_of(name) for name in names})
-        if len(found) > 1:
-            raise ArgumentError(
-                f"device_map: splits {unit.path} among {', '.join(found)}; layers stream whole"
-            )
-        if found[0] in away:
-            places[unit] = found[0]
-    for name, _ in model.named_parameters():
-        if name not in inside and place_of(name) in away:
-            raise ArgumentError(
-                f"device_map: offloads {name}, which is outside of layers and stays on {device}; "
-                "map it there, or use qoff.dispatch with device_memory"
-            )
-    return places
+def _bounds(
+    max_memory: Mapping[int | str, int | str] | None,
+) -> tuple[torch.device, tuple[int | None, int | None]]:
+    """The device that computes, and the bytes of it and of host memory for weights."""
+    device = resolve_device("auto")
+    if max_memory is None:
+        found = get_max_memory()
+        max_memory = {place: found[place] for place in (device.index, HOST) if place in found}
+    elif not any(isinstance(place, int) for place in max_memory):
+        device = torch.device("cpu")
+    room, host = memory_bounds(None, None, max_memory, device)
+    return device, (room, 0 if device.type == "cpu" else host)

@@ -110,7 +110,7 @@ def _units(
     units, tiles = [], list[Tile]()
     users = {} if most is None else tileable(model, (unit.module for unit in found))
     for i, unit in enumerate(found):
-        learns = _learning([m._parameters[own] for m, own in unit.owned.values()], names)
+        learns = _learning(unit.tensors.values(), names)
         if most is not None and part != "outside":
             learns, more = cut(i, learns, users, most)
             tiles += more

@@ -62,17 +62,15 @@ def test_a_checkpoint_is_loaded_into_empty_weights(device_map: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: ours.cpu_offload(m, offload_buffers=True), "offload_buffers means nothing"),
-        (lambda m: ours.cpu_offload(m, state_dict={}), "state_dict means nothing"),
         (lambda m: ours.dispatch_model(m, {"": 0, "lm_head": 1}), "computes on one device"),
-        (lambda m: ours.dispatch_model(m, MAP, force_hooks=True), "force_hooks means nothing"),
-        (lambda m: ours.dispatch_model(m, {**MAP, "lm_head": "disk"}), "offloads lm_head.weight"),
         (lambda m: ours.dispatch_model(m, OUTER), "says nothing of model.layers.0"),
-        (
-            lambda m: ours.dispatch_model(m, {**MAP, "model.layers.0.mlp": "disk"}),
-            "splits model.layers.0 among cpu, disk; layers stream whole",
-        ),
+        (lambda m: ours.dispatch_model(m, {"": "disk"}), "go to disk: say where with offload_f"),
         (lambda m: ours.load_checkpoint_and_dispatch(m, "x", "best"), "device_map is 'best'"),
+        (lambda m: ours.load_checkpoint_and_dispatch(m, "/none", "auto"), "/none is not there"),
+        (
+            lambda m: ours.load_checkpoint_and_dispatch(m, "x", {}, broadcast_from_rank0=True),
+            "broadcast_from_rank0 means nothing here",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(call: Callable[[Any], Any], message: str) -> None:
@@ -80,7 +78,13 @@ def test_what_means_nothing_is_refused(call: Callable[[Any], Any], message: str)
         call(model_of("llama"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"torch sees no GPU, and the device is 0; use 'cpu'"):
+        ours.cpu_offload(model_of("llama"), execution_device=0)
+
+
 def test_a_model_of_accelerate_is_refused() -> None:
     model = accelerate.cpu_offload(model_of("llama"), torch.device("cpu"))
-    with pytest.raises(ArgumentError, match="is dispatched by Accelerate; take that back first"):
+    with pytest.raises(ArgumentError, match="is dispatched already; take that back first"):
         ours.cpu_offload(model)

@@ -6,8 +6,9 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -28,10 +29,11 @@ from qoff.models.runtime import transfers_to
 from qoff.process import only_here
 from qoff.system_memory import refusals
 
-from .units import ModelUnit, UnitPlace, others, units_of
+from .parts import parts_of
+from .units import DISK, HOST, ModelUnit, UnitPlace, check_values, others, table_of, units_from
+from .values import Values
 
 Model = TypeVar("Model", bound=nn.Module)
-HOST, DISK = "cpu", "disk"  # as device maps call them
 
 
 def dispatch(
@@ -57,6 +59,8 @@ def dispatch(
     `_no_split_modules`, or what is in its lists of modules. Weights that layers share, buffers and
     all outside of layers stay on the device.
 
+    A model without layers streams by its outermost modules with parameters of their own.
+
     The model has no gradients then, and is neither moved nor cast. Raises ArgumentError for a model
     that cannot stream and for layers that go to disk without a folder, BudgetError with the bytes
     wanted, ConversionError where the folder cannot be written. If copying fails half-way, load the
@@ -64,34 +68,59 @@ def dispatch(
     """
     where = resolve_device(device)
     room, host = memory_bounds(device_memory, host_memory, max_memory, where)
-    units = units_of(model, no_split_modules)
+    if where.type == "cpu" and max_memory is not None and host is None:
+        host = 0  # it is the same memory
+    values = Values(model, {})
+    check_values(model, values)
+    units = units_from(model, parts_of(model, no_split_modules), first_stays=True)
+    places = chosen(model, units, where, room, host, slots)
+    placed(model, places, where, offload_folder, values, slots)
+    return model
+
+
+def chosen(
+    model: nn.Module,
+    units: list[ModelUnit],
+    device: torch.device,
+    room: int | None,
+    host: int | None,
+    slots: int = 2,
+) -> dict[ModelUnit, str]:
+    """Where units stream from, HOST or DISK, so that `room` bytes of the device hold the weights.
+
+    host: bytes of host memory. Units that are not named stay. Raises BudgetError.
+    """
     sizes = {unit: unit.nbytes for unit in units}
     everything = _others_bytes(model, []) if room is not None else 0
-    streamed = dict[ModelUnit, int]()
-    if room is not None and everything > room:
-        least = least_bytes(model, units, where, slots)
-        if least > room:
-            raise BudgetError(
-                f"device memory: {room:,} bytes are too few for this {type(model).__name__}: with "
-                f"its layers streamed its weights take {least:,}, of {everything:,} in all; raise "
-                "device_memory to that"
-            )
-        kept = _evenly(sizes, room - least)
-        streamed = {unit: size for unit, size in sizes.items() if unit not in kept}
+    if room is None or everything <= room:
+        return {}
+    least = least_bytes(model, units, device, slots)
+    if least > room:
+        raise BudgetError(
+            f"device memory: {room:,} bytes are too few for this {type(model).__name__}: with "
+            f"its layers streamed its weights take {least:,}, of {everything:,} in all; raise "
+            "device_memory to that"
+        )
+    kept = _evenly(sizes, room - least)
+    streamed = {unit: size for unit, size in sizes.items() if unit not in kept}
     in_host = _evenly(streamed, sum(streamed.values()) if host is None else host)
-    places = {unit: HOST if unit in in_host else DISK for unit in streamed}
-    return placed(model, places, where, offload_folder, slots)
+    return {unit: HOST if unit in in_host else DISK for unit in streamed}
 
 
 @refusals()
 def placed(
-    model: Model,
+    model: nn.Module,
     places: Mapping[ModelUnit, str],
     device: torch.device,
     offload_folder: str | PathLike[str] | None,
+    values: Values,
     slots: int = 2,
-) -> Model:
-    """Stream units from HOST or DISK, as `places` says; all else goes to the device."""
+) -> Callable[[], None]:
+    """Stream units from HOST or DISK, as `places` says; all else goes to the device.
+
+    values: of the tensors that are on the meta device. Returns what takes all of it back: weights
+    are in host memory then, or where they were.
+    """
     units = list(places)
     on_disk = [unit for unit, place in places.items() if place == DISK]
     if on_disk and offload_folder is None:
@@ -100,21 +129,63 @@ def placed(
             f"{len(on_disk)} layers of {size:,} bytes go to disk: say where with offload_folder, "
             "or raise device_memory or host_memory"
         )
+    values.place(others(model, units), device)
+    model.hf_device_map = {"": str(device), **{u.path: p for u, p in places.items()}}  # type: ignore[assignment]
+    if not units:
+        return lambda: None
+    back = _Back(model, units)
     model.requires_grad_(False)
-    for kind, name in others(model, units):
-        kind[name].data = kind[name].data.to(device)
-    if units:
-        with ExitStack() as resources:
-            files = {unit: unit.in_memory() for unit in units}
-            if on_disk:
-                assert offload_folder is not None
-                files |= _written(on_disk, Path(offload_folder), resources)
-            _stream(model, files, [u for u in units if u not in on_disk], device, slots, resources)
-            weakref.finalize(model, only_here(resources.pop_all().close))
-        model.save_pretrained = _refuse_saving  # type: ignore[assignment]
-    paths = {unit.path: place for unit, place in places.items()}
-    model.hf_device_map = {"": str(device), **paths}  # type: ignore[assignment]
-    return model
+    with ExitStack() as resources:
+        files = {unit: unit.in_memory() for unit in units}
+        if on_disk:
+            assert offload_folder is not None
+            files |= _written(on_disk, Path(offload_folder), values, resources)
+        hosted = [unit for unit in units if unit not in on_disk]
+        _stream(model, files, hosted, device, values, slots, resources)
+        back.close = weakref.finalize(model, only_here(resources.pop_all().close))
+    model.save_pretrained = _refuse_saving  # type: ignore[assignment]
+    return back
+
+
+class _Back:
+    """Gives a model its weights again, and its own methods."""
+
+    close: Callable[[], object]
+
+    def __init__(self, model: nn.Module, units: list[ModelUnit]) -> None:
+        self._model, self._units = model, units
+        stay = {id(kind[name]): kind[name] for kind, name in others(model, units)}
+        self._learning = [x for x in stay.values() if x.requires_grad]
+        self._learns, self._devices = list[set[str]](), list[dict[str, torch.device]]()
+        for unit in units:
+            there = unit.tensors
+            self._learns.append({name for name, x in there.items() if x.requires_grad})
+            self._devices.append(
+                {n: torch.device("cpu") if x.is_meta else x.device for n, x in there.items()}
+            )
+
+    def __call__(self) -> None:
+        for unit, learns, devices in zip(self._units, self._learns, self._devices, strict=True):
+            layer = unit.module.__dict__.get("_old_forward", unit.module.forward)
+            assert isinstance(layer, OffloadedLayer)
+            layer.hold()
+            there = {n: x.detach().to(devices[n], copy=True) for n, x in unit.tensors.items()}
+            kinds = {n: isinstance(x, nn.Parameter) for n, x in unit.tensors.items()}
+            layer.give_back()
+            for name, places in unit.owned.items():
+                x = nn.Parameter(there[name], name in learns) if kinds[name] else there[name]
+                for module, own in places:
+                    table_of(module, own)[own] = x
+            attribute = "_old_forward" if "_old_forward" in unit.module.__dict__ else "forward"
+            del unit.module.__dict__[attribute]
+            if attribute != "forward" or unit.module.forward != layer.own:
+                setattr(unit.module, attribute, layer.own)
+        for p in self._learning:
+            p.requires_grad_()
+        for module in self._model.modules():
+            for name in ("_apply", "get_memory_footprint", "save_pretrained", "hf_device_map"):
+                module.__dict__.pop(name, None)
+        self.close()
 
 
 def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
@@ -131,7 +202,7 @@ def least_bytes(
 
 
 def _written(
-    units: list[ModelUnit], folder: Path, resources: ExitStack
+    units: list[ModelUnit], folder: Path, values: Values, resources: ExitStack
 ) -> dict[ModelUnit, WeightFile]:
     """Write the weights of units to files, which go with `resources`, and take them from them."""
     try:
@@ -145,11 +216,9 @@ def _written(
     total = sum(unit.nbytes for unit in units)
     with CheckpointWriter(own / "weights", expected_bytes=total) as writer:
         for i, unit in enumerate(units):
-            writer.write_layer(i, unit.tensors)
+            writer.write_layer(i, unit.take(values))
         writer.write_outer({})
         writer.finish({})
-    for unit in units:
-        unit.take()
     return dict(zip(units, Checkpoint.open(own / "weights").layers, strict=True))
 
 
@@ -158,16 +227,18 @@ def _stream(
     files: Mapping[ModelUnit, WeightFile],
     hosted: Collection[ModelUnit],
     device: torch.device,
+    values: Values,
     slots: int,
     resources: ExitStack,
 ) -> None:
     """Let units take their weights from a store, which is closed with `resources`."""
     part, units = _checkpoint(files), list(files)
     plan = streamed_residency(part, [units.index(unit) for unit in hosted], device, slots)
-    in_memory = {files[unit].path: unit.take for unit in hosted}
+    in_memory = {files[unit].path: partial(unit.take, values) for unit in hosted}
     store = WeightStore(
         part, plan, transfers=transfers_to(device), verify=False, in_memory=in_memory
     )
+    in_memory.clear()  # they hold the modules, and the store outlives these
     resources.callback(store.close)
     turn = threading.Lock()
     for number, unit in enumerate(units):

@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from qoff.checkpoint import TensorEntry, WeightFile
-from qoff.checkpoint.layout import ALIGNMENT
+from qoff.checkpoint.layout import ALIGNMENT, DTYPE_NAMES
 from qoff.errors import ArgumentError
 from qoff.memory import Weights
 
+from .values import Values
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HOST, DISK = "cpu", "disk"  # as device maps call them
+Part: TypeAlias = tuple[str, nn.Module]  # a module and its name in the model
 
 
 @dataclass(frozen=True, eq=False)
 class ModelUnit:
     """A module whose weights come and go together.
 
-    number: among the units. owned: by the name in a file, the module of each parameter and its
-    attribute; nothing outside of the unit uses these. The order is that of the file: every tensor
-    begins where its element type may, and at a cache line where the sizes of all allow.
+    number: among the units. owned: by the name in a file, the modules of each tensor and its
+    attribute in them; nothing outside of units uses these. The order is that of the file: every
+    tensor begins where its element type may, and at a cache line where the sizes of all allow.
     """
 
     path: str
     module: nn.Module
     number: int
-    owned: dict[str, tuple[nn.Module, str]]
+    owned: dict[str, tuple[tuple[nn.Module, str], ...]]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters as they are now."""
-        found = {name: module._parameters[own] for name, (module, own) in self.owned.items()}
-        return {name: x.data for name, x in found.items() if x is not None}
+        """The weights as they are now."""
+        found = {name: table_of(*places[0])[places[0][1]] for name, places in self.owned.items()}
+        return {name: x for name, x in found.items() if x is not None}
 
     @property
     def nbytes(self) -> int:
@@ -52,29 +57,57 @@ class ModelUnit:
             end += x.nbytes
         return WeightFile(Path(f"weights of {self.path}"), ALIGNMENT, end, "", entries)
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self, values: Values) -> dict[str, Tensor]:
         """The weights; the modules are left without."""
-        taken = self.tensors
+        taken = {name: values.of(x) for name, x in self.tensors.items()}
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Leave the modules without weights."""
         place = UnitPlace(self)
         place.put(place.empty)
-        return taken
+
+
+class Absent(nn.Parameter):
+    """What a module is without; torch would multiply by what happens to be in memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(x, Tensor) and not isinstance(x, cls) and not x.is_meta for x in given):
+            raise ArgumentError(
+                "a module computes with weights of one that it does not call, which has them only "
+                "in a call; name the class of the first in no_split_modules, or in Accelerate's "
+                "preload_module_classes"
+            )
+        # That of tensors, which hands the class on to views.
+        return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
 
 
 class UnitPlace:
     """Puts the weights of a unit into its modules, and takes them back."""
 
     def __init__(self, unit: ModelUnit) -> None:
-        self._places = [(n, m._parameters, own) for n, (m, own) in unit.owned.items()]
-        self.empty = [_parameter(x.to("meta")) for x in unit.tensors.values()]
+        there = unit.tensors
+        self._places = [
+            (name, [(table_of(*place), place[1]) for place in places])
+            for name, places in unit.owned.items()
+        ]
+        self._learn = [isinstance(there[name], nn.Parameter) for name in unit.owned]
+        self.empty = [Absent(x.detach().to("meta"), False) for x in there.values()]
 
-    def find(self, weights: Weights) -> list[nn.Parameter]:
-        """The unit's parameters, in memory of `weights`."""
-        found = [weights[name] for name, _, _ in self._places]
-        return [_parameter(x) for x in found if isinstance(x, Tensor)]
+    def find(self, weights: Weights) -> list[Tensor]:
+        """The unit's tensors, in memory of `weights`."""
+        found = [weights[name] for name, _ in self._places]
+        return [_as(x, p) for x, p in zip(found, self._learn, strict=True) if isinstance(x, Tensor)]
 
-    def put(self, values: list[nn.Parameter]) -> None:
-        for (_, parameters, own), value in zip(self._places, values, strict=True):
-            parameters[own] = value
+    def put(self, values: Sequence[Tensor]) -> None:
+        for (_, places), value in zip(self._places, values, strict=True):
+            for table, own in places:
+                table[own] = value
 
 
 def units_of(
@@ -92,33 +125,50 @@ def units_of(
     a model that is quantized, has no values where it should, or streams already.
     """
     if values:
-        _check(model)
-    users = Counter(_storage(p) for _, p in _all_parameters(model))
+        check_values(model, Values(model, {}), learns=True)
+    return units_from(model, layers_of(model, classes), first_stays=first_stays)
+
+
+def units_from(
+    model: nn.Module,
+    parts: Iterable[Part],
+    *,
+    first_stays: bool,
+    shared: bool = False,
+    buffers: bool = False,
+) -> list[ModelUnit]:
+    """These parts as units, those aside that own nothing.
+
+    shared: whether a tensor that several places share streams, if all of them are in these parts.
+    buffers: whether those that a checkpoint has stream with the parameters.
+    """
+    parts = list({id(part): (path, part) for path, part in parts}.values())
+    users = Counter(_storage(x) for _, x in _tensors(model, buffers))
+    inside = Counter(_storage(x) for _, part in parts for _, x in _tensors(part, buffers))
     first = next((id(p) for p in model.parameters()), None) if first_stays else None
     found: list[ModelUnit] = []
-    if classes is None:
-        classes = getattr(model, "_no_split_modules", None) or ()
-    for path, part in _parts(model, frozenset(classes)):
-        inside = Counter(_storage(p) for _, p in _all_parameters(part))
-        owned = {
-            (module, own): p
-            for (module, own), p in _all_parameters(part)
-            if inside[_storage(p)] == users[_storage(p)] == 1
-            and p.is_contiguous()
-            and not isinstance(module, nn.RNNBase)  # which keeps a list of its own of them
-        }
-        if not owned or any(id(p) == first for p in part.parameters()):
+    for path, part in parts:
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        tensors: dict[int, Tensor] = {}
+        for (module, own), x in _tensors(part, buffers):
+            alone = users[_storage(x)] == 1
+            together = shared and inside[_storage(x)] == users[_storage(x)]
+            if (alone or together) and _can_stream(module, x):
+                places.setdefault(id(x), []).append((module, own))
+                tensors[id(x)] = x
+        if not places or any(id(p) == first for p in part.parameters()):
             continue
-        order = sorted(owned.items(), key=lambda item: -_divisor(item[1].nbytes))
+        order = sorted(places, key=lambda key: -_divisor(tensors[key].nbytes))
         number = len(found)
-        names = {f"{number}/{i}": place for i, (place, _) in enumerate(order)}
+        names = {f"{number}/{i}": tuple(places[key]) for i, key in enumerate(order)}
         found.append(ModelUnit(path, part, number, names))
     return found
 
 
 def others(model: nn.Module, units: Collection[ModelUnit]) -> Iterator[tuple[Any, str]]:
     """Dictionaries of parameters and buffers, and names in them, of all outside of these units."""
-    streamed = {(id(module), own) for unit in units for module, own in unit.owned.values()}
+    owned = (place for unit in units for places in unit.owned.values() for place in places)
+    streamed = {(id(module), own) for module, own in owned}
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for name, x in kind.items():
@@ -126,40 +176,56 @@ def others(model: nn.Module, units: Collection[ModelUnit]) -> Iterator[tuple[Any
                     yield kind, name
 
 
-def _check(model: nn.Module) -> None:
+def check_values(model: nn.Module, values: Values, learns: bool = False) -> None:
+    """Raise ArgumentError for a model that cannot stream, or has tensors without values.
+
+    learns: it is trained, where weights are floats of at most 32 bits; buffers may be away then.
+    """
     what = type(model).__name__
     for module in model.modules():
         if hasattr(module, "_hf_hook"):
             raise ArgumentError(
-                f"this {what} is dispatched by Accelerate; take that back first "
+                f"this {what} is dispatched already; take that back first "
                 "(accelerate.hooks.remove_hook_from_submodules)"
             )
-    for name, p in model.named_parameters():
-        if p.is_meta:
+    tensors = [*model.named_parameters(), *(() if learns else model.named_buffers())]
+    for name, x in tensors:
+        if x.is_meta and not values.has(x):
             raise ArgumentError(
                 f"this {what} has no values for {name}: it streams already, or was never loaded; "
                 "load it into memory first"
             )
-        if type(p) is not nn.Parameter or p.dtype not in DTYPES:
+    known = DTYPES if learns else tuple(DTYPE_NAMES)
+    for name, p in model.named_parameters():
+        if type(p) is not nn.Parameter or p.dtype not in known:
             raise ArgumentError(
-                f"{name} of this {what} is a {type(p).__name__} of {p.dtype}; only models of "
-                "float32, float16 and bfloat16 stream: use qoff.load for quantized ones"
+                f"{name} of this {what} is a {type(p).__name__} of {p.dtype}; only parameters of "
+                f"{', '.join(str(kind).removeprefix('torch.') for kind in known)} stream: use "
+                "qoff.load for quantized models"
             )
 
 
-def _parts(model: nn.Module, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules of these classes; where there is none, of the lists of modules."""
+def layers_of(model: nn.Module, classes: Collection[str] | None = None) -> list[Part]:
+    """Modules of these classes, or of those that transformers does not split; or what is in lists.
+
+    They are the outermost ones.
+    """
+    if classes is None:
+        classes = getattr(model, "_no_split_modules", None) or ()
+    whole = frozenset(classes)
     known = any(type(module).__name__ in whole for module in model.modules())
     taken: list[str] = []
+    found: list[Part] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{before}.") for before in taken):
             continue
         if known and type(module).__name__ in whole and path:
             taken.append(path)
-            yield path, module
+            found.append((path, module))
         elif not known and isinstance(module, nn.ModuleList):
             taken.append(path)
-            yield from _members(path, module)
+            found += _members(path, module)
+    return found
 
 
 def _members(path: str, parts: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -171,12 +237,20 @@ def _members(path: str, parts: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{path}.{name}", part
 
 
-def _all_parameters(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    """Every place of a parameter, shared ones, and those of shared modules, once for each."""
+def _tensors(model: nn.Module, buffers: bool) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    """Every place of a parameter, or of a buffer that is saved, shared ones once for each place."""
     for _, module in model.named_modules(remove_duplicate=False):
         for name, p in module._parameters.items():
             if p is not None:
                 yield (module, name), p
+        for name, x in module._buffers.items() if buffers else ():
+            if x is not None and name not in module._non_persistent_buffers_set:
+                yield (module, name), x
+
+
+def _can_stream(module: nn.Module, x: Tensor) -> bool:
+    flat = isinstance(module, nn.RNNBase)  # which keeps a list of its own of its parameters
+    return x.dtype in DTYPE_NAMES and x.is_contiguous() and not flat
 
 
 def _storage(p: Tensor) -> int:
@@ -188,5 +262,10 @@ def _divisor(nbytes: int) -> int:
     return min(nbytes & -nbytes, 64) or 64
 
 
-def _parameter(x: Tensor) -> nn.Parameter:
-    return nn.Parameter(x, requires_grad=False)
+def table_of(module: nn.Module, own: str) -> dict[str, Any]:
+    """Where a module has a tensor of its own."""
+    return module._buffers if own in module._buffers else module._parameters
+
+
+def _as(x: Tensor, learns: bool) -> Tensor:
+    return nn.Parameter(x, requires_grad=False) if learns else x

@@ -43,7 +43,8 @@ class StreamedMethods:
         """device: computes. plan: of what streams, which has its `OffloadedLayer`s already."""
         self._model, self._device = weakref.ref(model), device
         self._streams = plan.weight_bytes
-        self._dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+        self._dtype = next(floats, torch.get_default_dtype())
         for module in model.modules():
             if any(isinstance(part.forward, OffloadedLayer) for part in module.modules()):
                 module._apply = partial(self.apply, weakref.ref(module))  # type: ignore[method-assign]
