@@ -76,9 +76,10 @@ def _gemma3n(config: Any) -> Fields:
     widths = set(config.intermediate_size)
     if len(widths) > 1:
         raise unsupported("intermediate_size", sorted(widths), "one number for all layers")
-    for key, value in (("altup_active_idx", 0), ("altup_correct_scale", True)):
-        if (found := getattr(config, key)) != value:
-            raise unsupported(key, found, str(value))
+    if config.altup_active_idx:
+        raise unsupported("altup_active_idx", config.altup_active_idx, "0")
+    if not config.altup_correct_scale:
+        raise unsupported("altup_correct_scale", config.altup_correct_scale, "true")
     layers, ropes = config.num_hidden_layers, config.rope_parameters
     full, sliding = (
         whole_heads(rope_of(config, ropes[kind], config.head_dim), config.head_dim)

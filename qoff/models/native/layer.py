@@ -54,6 +54,7 @@ class Layer:
         self._exact_linear = Linear(self._exact_ops)
         self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
+        self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         unweighted = spec.qk_norm == "unweighted"
         self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
@@ -110,7 +111,6 @@ class Layer:
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
         if self.streams is not None and layer == 0:
-            self.streams.first(run)
             yield from self.streams.split(run, weights)
         if self._per_layer is not None and layer == 0:
             yield from self._per_layer.begin(run, weights)
@@ -192,11 +192,8 @@ class Layer:
         attended = run.keep(keep, attended)
         if self._latent is not None:
             attended = self._latent.values(run, weights, attended)
-        aside = torch.empty_like(run.input) if self._spec.parallel else None
-        into: Rows = "hidden" if aside is None else aside
-        residual: Rows = "hidden"
-        if run.base is not None:
-            residual = into = run.base
+        residual: Rows = "hidden" if run.base is None else run.base
+        into = torch.empty_like(run.input) if self._spec.parallel else residual
         end, name = self._ending(layer, weights, "self_attn"), "self_attn.o_proj"
         return (
             yield from self._linear(
@@ -235,8 +232,9 @@ class Layer:
         end, norm = self._ending(layer, weights, "mlp"), self._norm_before(weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
-            cut = self._spec.deviations(layer)
-            inner = yield from self._inner(weights, run, "mlp", "hidden", norm, part, cut)
+            inner = yield from self._inner(
+                weights, run, "mlp", "hidden", norm, part, self._cuts[layer]
+            )
             residual: Rows = "hidden" if attended is None else attended[part]
             yield from self._linear(
                 run, weights, "mlp.down_proj", inner,

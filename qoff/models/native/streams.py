@@ -28,14 +28,12 @@ class Streams:
     def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
         self._spec, self._ops, self._linear = spec, ops, Linear(ops)
 
-    def first(self, run: ForwardPass) -> None:
-        """Before the first layer: the embedded tokens, which are the first stream, are active."""
-        assert run.hidden is not None
-        run.active = self._ops.matched(self._stream(run.hidden, 0))
-
     def split(self, run: ForwardPass, weights: Weights) -> Steps:
-        """Make the other streams of the first one: projections of it that are as large."""
-        assert run.active is not None
+        """Before the first layer: make other streams of the first one, which is active then.
+
+        They are projections of it that are as large.
+        """
+        run.active = self._ops.matched(self._stream(run.hidden, 0))
         for i in range(1, self._spec.stream_count):
             found = yield from self._linear(run, weights, names.SPLIT.format(i))
             self._ops.matched(found, run.active, out=self._stream(run.hidden, i))
