@@ -109,7 +109,7 @@ def gemma3n(metadata: Metadata, config: Config) -> Config:
         **dense(metadata),
         **windows(metadata, metadata.layers, 5, 512),
         "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0),
         "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
         "hidden_size_per_layer_input": metadata.need("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": metadata.shape(PER_LAYER[0])[0],
