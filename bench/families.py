@@ -61,6 +61,8 @@ CHANGES: dict[str, dict[str, Any]] = {
                 "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
     "cwm": {"bos_token_id": 0, "eos_token_id": 0},  # which it wants to be numbers
     "opt": {"ffn_dim": 3456},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 64,
+                     "vocab_size_per_layer_input": 512, "laurel_rank": 64},
     "gpt_neox": _UNGATED,
     "starcoder2": _UNGATED,
     "mixtral": _EXPERTS,

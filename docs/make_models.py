@@ -52,8 +52,12 @@ are values as well, their matrix is stored twice. E2B and E4B have embeddings of
 table of more than 2 billion numbers, of which a token reads 256 for each layer. It stays in memory
 where everything does; otherwise its rows come from host memory, where a budget has room for all of
 it, or from disk, 7 to 9 KB of a token at 6 bits. Their last layers attend to keys and values of
-earlier ones, and plans count a KV cache for the earlier ones alone. Gemma 3n, whose layers keep
-several streams of hidden states, runs through transformers' modules, on CPUs alone.
+earlier ones, and plans count a KV cache for the earlier ones alone. Gemma 3n has all of this,
+too. Its layers keep several streams of hidden states, so what a plan counts for hidden states is
+four times as much as the hidden size says. The matrices that make and join streams have the bits of
+the head (`head_bits`), those of LAuReL 8, and routers of streams are floats. Gates of which few
+numbers are left are computed like others. Tokens without a row in the table have that of token 0,
+as in transformers.
 
 ## Other architectures
 
@@ -66,7 +70,7 @@ of transformers on the dequantized weights. What differs from the families above
   own, in float32 and padded like the batch. A packed KV cache replaces it, without padding, in
   models whose attention goes through transformers' attention interface, is causal or has a
   sliding window, and has heads of 64, 80, 96, 128, 256 or 512 channels for keys and values alike.
-  Layers may attend to the keys and values of earlier ones, as in Gemma 3n.
+  Layers may attend to the keys and values of earlier ones.
   Recurrent states stay transformers'. Other models are refused with the reason, which a trial
   without weights finds when the model is loaded.
 - Linear layers of decoder layers are quantized (also the transposed ones of GPT-2, and Falcon's),
@@ -115,7 +119,7 @@ _TRAITS = {
     "gpt2": "GPT-2: transposed linear layers, learned positions",
     "vaultgemma": "VaultGemma: sliding windows, capped logits",
     "falcon_h1": "Falcon H1: Mamba 2 and attention side by side",
-    "gemma3n": "Gemma 3n: streams of hidden states, embeddings of layers, their rows from disk",
+    "gemma3n": "Gemma 3n as earlier versions converted it: keys and values of earlier layers",
     "mamba2": "Mamba 2: no attention",
 }
 
@@ -169,6 +173,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "larger heads without a window": spec.full_heads is not None,
         "scaled layers": spec.layer_scale,
         "embeddings of layers": spec.per_layer is not None,
+        "streams of hidden states": spec.streams is not None,
+        "sparse gates": any(spec.sparsity or ()),
         "keys and values of earlier layers": spec.shared_kv,
         "latent attention": spec.latent is not None,
         "linear attention": spec.linear is not None,

@@ -25,7 +25,8 @@ def embedding(
 ) -> Tensor:
     """Return residual + scale * the rows ids + offset of a weight [N, K] of any packing, [T, K].
 
-    rows_each: those from ids * rows_each + offset on, so many of each, [T * rows_each, K].
+    rows_each: those from ids * rows_each + offset on, so many of each, [T * rows_each, K]; where it
+    is more than one, ids beyond the last one have the rows of 0.
     ids: integers [T]. Computed in float32, which the result is, or else what the residual is; out
     may be the residual. Raises OpError for a row that is not there, unless the ids are on a GPU: to
     look at them would wait for it.
@@ -38,13 +39,18 @@ def embedding(
             ids, weight, offset=offset, scale=scale, rows_each=rows_each, residual=residual, out=out
         )
     if rows_each > 1:
-        each = torch.arange(rows_each, device=ids.device)
-        ids = (ids[:, None] * rows_each + each).flatten()
+        ids = rows_of_each(ids, rows_each, weight.shape[0])
     rows = _dequantized(ids + offset if offset else ids, weight)
     rows = rows * scale if scale != 1 else rows
     if residual is not None:
         rows = residual + rows.to(residual.dtype)
     return rows if out is None else out.copy_(rows)
+
+
+def rows_of_each(ids: Tensor, count: int, rows: int) -> Tensor:
+    """The rows of each id, int64 [T * count], in a matrix of so many; beyond these those of 0."""
+    first = (ids * count).where(ids < rows // count, 0)
+    return (first[:, None] + torch.arange(count, device=ids.device)).flatten()
 
 
 def _dequantized(ids: Tensor, weight: QTensor) -> Tensor:

@@ -25,6 +25,7 @@ from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 from .layout.routing import Routing
+from .layout.streams import StreamRouter
 
 _ADVICE = {  # by what the first launch of a kernel says
     "C compiler": "Triton needs one: install gcc, or name another with CC, ",
@@ -184,6 +185,28 @@ class Ops(Protocol):
 
     def gate(
         self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    def predict(
+        self, hidden: Tensor, router: StreamRouter, mixing: Tensor, out: Tensor
+    ) -> Tensor: ...
+
+    def correct(
+        self, hidden: Tensor, found: Tensor, router: StreamRouter, mixing: Tensor, scale: Tensor
+    ) -> Tensor: ...
+
+    def matched(
+        self,
+        x: Tensor,
+        like: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
+        sum_scale: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def sparse_gate(
+        self, z: Tensor, deviations: float, activation: str, *, out: Tensor | None = None
     ) -> Tensor: ...
 
     def attention(

@@ -14,6 +14,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import MODEL_ARCH as ARCH
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
@@ -38,6 +39,7 @@ ARCHITECTURES = {  # by model_type
     "gemma": ARCH.GEMMA,
     "gemma2": ARCH.GEMMA2,
     "gemma3_text": ARCH.GEMMA3,
+    "gemma3n_text": ARCH.GEMMA3N,
     "gemma4_text": ARCH.GEMMA4,
     "gpt_neox": ARCH.GPTNEOX,
     "cohere2": ARCH.COHERE2,
@@ -218,9 +220,11 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.scaling.type"] = rope["rope_type"]
     if rope["rope_type"] != "llama3":
         found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
-    if model_type in ("gemma3_text", "gemma4_text", "olmo3", "exaone_moe"):
+    if model_type in ("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "exaone_moe"):
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
+    if model_type == "gemma3n_text":
+        found |= _gemma3n(config)
     if model_type == "gemma4_text":
         found |= _gemma4(config, slides)
     if model_type in ("gpt_oss", "minimax_m2", "llama4_text", "hunyuan_v1_moe"):
@@ -240,6 +244,18 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["expert_gating_func"] = 2
         found |= {"expert_weights_norm": config["norm_topk_prob"]} if "n_group" in config else {}
     return found
+
+
+def _gemma3n(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sparse gates by where they are cut off, in standard deviations; others by -inf."""
+    shares = torch.tensor(config["activation_sparsity_pattern"])
+    return {
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "altup.active_idx": config["altup_active_idx"],
+        "altup.num_inputs": config["altup_num_inputs"],
+        "activation_sparsity_scale": torch.distributions.Normal(0, 1).icdf(shares).tolist(),
+    }
 
 
 def _gemma4(config: Mapping[str, Any], slides: list[bool]) -> dict[str, Any]:
@@ -296,8 +312,10 @@ def _renamed(
             stem = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
             for which, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield stem.format(which), part
-        elif name.endswith("layer_scalar"):
+        elif name.endswith(("layer_scalar", "correct_output_scale")):
             yield f"{name}.weight", values
+        elif (x := re.fullmatch(r"(model\.altup_\w+)\.(\d+)\.weight", name)) is not None:
+            stacks.setdefault(f"{x[1]}.weight", {})[int(x[2])] = values
         elif name.endswith(("router.scale", "router.per_expert_scale")):  # not in its map
             layer = name.split(".")[2]
             of = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
@@ -334,7 +352,8 @@ def _renamed(
             yield name, values
     for name, experts in stacks.items():
         name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
-        full = name if "feed_forward" in name else f"model.{name}"
+        whole = "feed_forward" in name or name.startswith("model.")
+        full = name if whole else f"model.{name}"
         yield full, np.stack([experts[e] for e in range(len(experts))])
 
 

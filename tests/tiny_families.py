@@ -445,7 +445,25 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_GEMMA3N = {
+    "model_type": "gemma3n_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": [96] * 4,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.9, 0.0],
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "final_logit_softcapping": 5.0,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 120,  # tokens beyond have the embeddings of token 0
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 32,
+    "altup_num_inputs": 3,
+    "tie_word_embeddings": True,
+}
 FAMILIES |= {
+    "gemma3n": _GEMMA3N,
     "gemma4": _GEMMA4,
     "gemma4-small": {
         **_GEMMA4,

@@ -91,8 +91,10 @@ def _write_group(args, codes, scale_min, lane, first, residual, out):
 def _write_part(args, token, part):
     """Some groups of one row, of a token that has perhaps several."""
     each = simd.peek_i64(args + EACH)
-    row = simd.peek_i64(simd.peek_i64(args + IDS) + 8 * (token // each)) * each + token % each
-    row += simd.peek_i64(args + OFFSET)
+    row = simd.peek_i64(simd.peek_i64(args + IDS) + 8 * (token // each)) * each
+    if each > 1 and row >= simd.peek_i64(args + N):
+        row = 0
+    row += token % each + simd.peek_i64(args + OFFSET)
     if row < 0 or row >= simd.peek_i64(args + N):
         simd.poke_i64(args + WRONG, 1)
         return
@@ -133,9 +135,10 @@ def embedding(
 ) -> Tensor:
     """Return residual + scale * the rows ids + offset of a weight [N, K] of packing rows16.
 
-    ids: int64 [T]. rows_each: so many rows of each, from ids * rows_each + offset on. residual and
-    out: float32 [T * rows_each, K], rows contiguous; they may be the same. Raises OpError, for rows
-    that are not there too.
+    ids: int64 [T]. rows_each: so many rows of each, from ids * rows_each + offset on; where it is
+    more than one, ids beyond the last one have the rows of 0. residual and out: float32
+    [T * rows_each, K], rows contiguous; they may be the same. Raises OpError, for rows that are not
+    there too.
     """
     n, k = weight.shape
     if ids.dtype != torch.int64 or ids.dim() != 1:

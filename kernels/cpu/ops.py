@@ -15,6 +15,9 @@ from .linear.low_rank import low_rank
 from .linear.norm import norm
 from .moe.experts import experts
 from .moe.route import route
+from .streams.matched import matched
+from .streams.mixing import correct, predict
+from .streams.sparse_gate import sparse_gate
 
 PACKING = "rows16"  # what w4_linear reads
 CACHE, USES_OUT, RECORDER = "host", True, JobRecorder
@@ -29,13 +32,17 @@ __all__ = [
     "absorb",
     "add_experts",
     "attention",
+    "correct",
     "default_pool",
     "delta",
     "expand",
     "experts",
     "gate",
     "low_rank",
+    "matched",
     "norm",
+    "predict",
     "route",
+    "sparse_gate",
     "w4_linear",
 ]

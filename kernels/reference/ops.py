@@ -27,6 +27,7 @@ from .latent import absorb, expand
 from .linear import ended, normalized
 from .low_rank import low_rank
 from .select_blocks import select_blocks
+from .streams import correct, matched, predict, sparse_gate
 
 PACKING = "split32"
 CACHE, USES_OUT, RECORDER = "host", True, None
@@ -41,13 +42,17 @@ __all__ = [
     "absorb",
     "add_experts",
     "attention",
+    "correct",
     "delta",
     "expand",
     "experts",
     "gate",
     "low_rank",
+    "matched",
     "norm",
+    "predict",
     "route",
+    "sparse_gate",
     "w4_linear",
 ]
 

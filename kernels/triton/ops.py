@@ -25,6 +25,7 @@ from qoff.kernels.reference.experts import route
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.reference.low_rank import low_rank
 from qoff.kernels.reference.ops import norm_all_heads
+from qoff.kernels.reference.streams import correct, matched, predict, sparse_gate
 
 from .attention.offloaded import joined_bytes
 from .attention.op import attend_to_heads, heads_bytes
@@ -53,13 +54,17 @@ __all__ = [
     "add_experts",
     "attention",
     "attention_bytes",
+    "correct",
     "delta",
     "expand",
     "experts",
     "gate",
     "low_rank",
+    "matched",
     "norm",
+    "predict",
     "route",
+    "sparse_gate",
     "w4_linear",
 ]
 

@@ -131,7 +131,7 @@ class Executor(ABC):
             self.activations = ActivationStore(
                 plan.activations,
                 plan.tokens_of_passes,
-                self._hidden_size,
+                self._hidden_width,
                 dict(self.arenas),
                 moves,
                 self._spill,
@@ -157,7 +157,7 @@ class Executor(ABC):
         check_states(plan, spec)
         self.shapes, self.state_shapes = head_shapes(spec), spec.delta_shapes
         self.forms = plan.kv.packed_forms(self.shapes)
-        self._hidden_size = spec.hidden_size
+        self._hidden_width = spec.hidden_width
         if self._adapter_paths:
             self.adapters = Adapters(self._adapter_paths, spec)
         self.memory = memory = self._plan_memory(checkpoint, transfers.host_staging, packing)

@@ -329,7 +329,7 @@ def working_bytes(
     work = LayerWorkspace.nbytes(spec, tokens) + (
         LayerWorkspace.nbytes(spec, tokens, True) if tiled else 0
     )
-    work += 8 * tokens * (spec.hidden_size + spec.per_layer_width) + table_bytes(spec, longest)
+    work += 8 * tokens * (spec.hidden_width + spec.per_layer_width) + table_bytes(spec, longest)
     if decoder.replays is not None:
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)

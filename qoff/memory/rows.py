@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.checkpoint import QuantEntry, TensorEntry, WeightEntry, WeightFile
 from qoff.errors import OpError
-from qoff.kernels.embedding import embedding
+from qoff.kernels.embedding import embedding, rows_of_each
 from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.upload import on_device, pinned
@@ -48,7 +48,7 @@ class Rows:
         if isinstance(matrix, QTensor) and device.type == "cpu":
             return embedding(ids, matrix, scale=scale, rows_each=rows_each)
         if rows_each > 1:
-            ids = (ids[:, None] * rows_each + torch.arange(rows_each, device=ids.device)).flatten()
+            ids = rows_of_each(ids, rows_each, entry.shape[0])
         looked_at = ids.numel() and not ids.is_cuda
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(

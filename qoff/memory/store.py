@@ -181,7 +181,7 @@ class WeightStore:
     def gather_rows(self, name: str, ids: Tensor, scale: float = 1.0, rows_each: int = 1) -> Tensor:
         """Rows `ids`, int64 [T], of the weight `name`, [N, K], times `scale`, as float32 [T, K].
 
-        rows_each: so many rows from ids * rows_each on, [T * rows_each, K].
+        rows_each: so many rows from ids * rows_each on, [T * rows_each, K]; see `embedding`.
         From memory, of the device or the host; rows that are in neither are read from disk, just
         these. The result is on the device. Raises OpError for rows that are not there, unless the
         ids are on a GPU, which is not waited for; DiskReadError.

@@ -32,7 +32,7 @@ class Activations(Protocol):
     """Where the hidden states of a batch are between two units."""
 
     def load(self) -> Tensor:
-        """Return the hidden states, [M, hidden_size] in the decoder's dtype, on its device."""
+        """Return the hidden states, [M, spec.hidden_width], as the decoder computes them."""
 
     def store(self, hidden: Tensor) -> None:
         """Take the hidden states, perhaps fewer rows of them; what `load` returned is not used any
@@ -113,8 +113,9 @@ class LayerWorkspace:
         """
         attention = tokens * (spec.attention_width + spec.attended_width + spec.projected_rows)
         together = mlp_tokens(tokens, tiled)
-        mlp = together * spec.widest_mlp
+        mlp = together * spec.widest_mlp * (1 + 2 * any(spec.sparsity or ()))
         extra = tokens * _extra_width(spec) + together * per_layer_floats(spec)
+        extra += tokens * stream_floats(spec)
         experts = 4 * (_kept_floats if kept else _experts_floats)(spec, tokens, tiled)
         return itemsize * (attention + mlp + extra) + experts
 
@@ -137,7 +138,7 @@ class Begun(NamedTuple):
     ids: Tensor  # int64 [M], the new tokens, and padding
     key: Hashable | None  # of what can be recorded
     stays: bool  # whether hidden states and KV cache stay where they are
-    rows: Tensor | None = None  # the tokens embedded, [M, hidden_size], where that was done
+    rows: Tensor | None = None  # the tokens embedded, [M, spec.hidden_width], where that was done
 
 
 @dataclass(eq=False)
@@ -187,13 +188,17 @@ class ForwardPass:
     positions: Tensor | None = None  # of each row, on the device; of models that learn them
     per_layer: Tensor | None = None  # like hidden, [M, spec.per_layer_width]: `native.per_layer`
     kv_layers: Sequence[int] = ()  # whose K and V each layer attends to; empty: its own
-    hidden: Tensor | None = None  # [M, hidden_size] of the layer at work
+    hidden: Tensor | None = None  # [M, spec.hidden_width] of the layer at work
+    active: Tensor | None = None  # [M, hidden_size], of several streams the one that it computes
+    base: Tensor | None = None  # like active: what attention's output is added to in its place
     added: Mapping[str, LowRanks] = field(default_factory=dict)  # by adapters to that layer's
 
     @property
     def input(self) -> Tensor:
-        assert self.hidden is not None
-        return self.hidden
+        """What the layer at work computes from, [M, hidden_size]; else the hidden states."""
+        found = self.hidden if self.active is None else self.active
+        assert found is not None
+        return found
 
     def keep(self, rows: Sequence[int] | None, attended: Tensor) -> Tensor:
         """Go on with these rows alone, ascending, in the place of the first ones; None: with all.
@@ -202,9 +207,10 @@ class ForwardPass:
         """
         if rows is None:
             return attended
-        self.hidden = moved_up(self.input, rows)
-        if self.per_layer is not None:
-            self.per_layer = moved_up(self.per_layer, rows)
+        self.hidden, self.active, self.base, self.per_layer = (
+            None if x is None else moved_up(x, rows)
+            for x in (self.hidden, self.active, self.base, self.per_layer)
+        )
         if self.workspace is not None:
             self.workspace = self.workspace.upto(len(rows))
         if self.adapters is not None:
@@ -250,6 +256,17 @@ def per_layer_floats(spec: DecoderSpec) -> int:
     """Floats of a token that embeddings of layers take while one of these computes with them."""
     of = spec.per_layer
     return 0 if of is None else spec.per_layer_width + of.width + spec.hidden_size
+
+
+def stream_floats(spec: DecoderSpec) -> int:
+    """Floats of a token that streams take beside them: the active one twice, LAuReL, factors.
+
+    At the end a stream, its projection, and what these are added up in.
+    """
+    of, hidden = spec.streams, spec.hidden_size
+    if of is None:
+        return 0
+    return 3 * hidden + of.rank + 32 * of.count + of.count**2
 
 
 def _extra_width(spec: DecoderSpec) -> int:

@@ -36,6 +36,15 @@ and in layers
     per_layer.context, per_layer.context_norm       of layer 0: what is added to these
     per_layer.gate, per_layer.projection, per_layer.post_norm
 
+Those whose hidden states are several streams (`native.streams`) have in layers
+
+    streams.router, streams.router_norm     what streams are mixed by
+    streams.prediction, streams.correction  the matrices of its factors, row after row
+    streams.scale                           of the first stream before `per_layer.gate`
+    streams.split.1, ...                    of layer 0: what other streams come of
+    streams.joined.1, ...                   of the last layer: what they become
+    laurel.left, laurel.right, laurel.post_norm
+
 Fused biases have the rows of their matrix in the same order. Queries and keys of families that
 rotate neighbouring channels have their rows in the order of halves. Norms that families store less
 one are stored whole. Matrices are called without the ".weight" of Hugging Face; vectors keep it.
@@ -73,7 +82,7 @@ from .row_order import (
     with_gates,
 )
 from .spec import DecoderSpec
-from .spec_parts import ExpertsSpec, LatentSpec, PerLayerSpec
+from .spec_parts import ExpertsSpec, LatentSpec, PerLayerSpec, StreamsSpec
 
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
@@ -91,6 +100,11 @@ LAYER_SCALE = "layer_scale"
 CONTEXT, CONTEXT_NORM = "per_layer.context", "per_layer.context_norm"  # of layer 0
 LAYER_GATE, LAYER_PROJECTION = "per_layer.gate", "per_layer.projection"
 LAYER_NORM = "per_layer.post_norm"
+STREAM_ROUTER, STREAM_NORM = "streams.router", "streams.router_norm"
+PREDICTION, CORRECTION_OF_STREAMS = "streams.prediction", "streams.correction"
+STREAM_SCALE = "streams.scale"
+SPLIT, JOINED = "streams.split.{}", "streams.joined.{}"  # of the first and of the last layer
+LAUREL_LEFT, LAUREL_RIGHT, LAUREL_NORM = "laurel.left", "laurel.right", "laurel.post_norm"
 
 
 @dataclass(frozen=True)
@@ -129,12 +143,13 @@ class Weight:
     @property
     def sensitive(self) -> bool:
         """Whether its codes have bits of their own: embeddings, head, routers, what forgets."""
-        return self.exact or self.name in (EMBEDDING, LM_HEAD, POSITIONS, PER_LAYER)
+        outer = self.name in (EMBEDDING, LM_HEAD, POSITIONS, PER_LAYER)
+        return self.exact or outer or self.name.startswith("streams.")
 
     @property
     def exact(self) -> bool:
-        """Whether it is small and decides: routers, and what linear attention forgets by."""
-        return self.routes or self.name == BA
+        """Whether it is small and decides: routers, what linear attention forgets by, LAuReL."""
+        return self.routes or self.name in (BA, LAUREL_LEFT, LAUREL_RIGHT)
 
     @property
     def routes(self) -> bool:
@@ -230,6 +245,8 @@ class _Layer:
         linear = spec.delta if spec.is_linear(self._layer) else None
         attends = self._attention() if linear is None else self._linear_attention(linear)
         attention = [*self._norms(), *attends]
+        if spec.streams is not None:
+            attention = [*self._before(spec.streams), *attention]
         if experts is not None and spec.has_experts(self._layer):
             rest = list(self._mixture(experts))
             if experts.beside:
@@ -240,6 +257,8 @@ class _Layer:
             rest = list(self._mlp("mlp", self._inner, spec.mlp_bias))
             if spec.per_layer is not None:
                 rest += self._per_layer(spec.per_layer)
+            if spec.streams is not None and self._layer == spec.num_layers - 1:
+                rest += self._of_streams(JOINED, self._names.streams[1], spec.streams)
             matrices = attention + rest
         vectors = (w for w in attention + rest if w.columns is None)
         return (*vectors, *(w for w in matrices if w.columns is not None))
@@ -416,6 +435,31 @@ class _Layer:
         yield self._vector(LAYER_NORM, hidden)
         yield Weight(LAYER_GATE, (self._part(LAYER_GATE, width),), hidden)
         yield Weight(LAYER_PROJECTION, (self._part(LAYER_PROJECTION, hidden),), width)
+
+    def _before(self, streams: StreamsSpec) -> Iterator[Weight]:
+        """What streams are mixed by, and LAuReL; the first layer has what they come of."""
+        hidden, count = self._spec.hidden_size, streams.count
+        for name, rows, columns in (
+            (STREAM_ROUTER, count, hidden),
+            (PREDICTION, count * count, count),
+            (CORRECTION_OF_STREAMS, count, count),
+        ):
+            part = Part(self._source(name), rows * columns, stored=(rows, columns))
+            yield Weight(f"{name}.weight", (part,))
+        for name in (STREAM_NORM, LAUREL_NORM):
+            yield self._vector(name, hidden)
+        yield self._bare(f"{STREAM_SCALE}.weight", hidden)
+        if self._layer == 0:
+            yield from self._of_streams(SPLIT, self._names.streams[0], streams)
+        yield Weight(LAUREL_LEFT, (self._part(LAUREL_LEFT, streams.rank),), hidden)
+        yield Weight(LAUREL_RIGHT, (self._part(LAUREL_RIGHT, hidden),), streams.rank)
+
+    def _of_streams(self, name: str, source: str, streams: StreamsSpec) -> Iterator[Weight]:
+        """A matrix of each stream but the first, which may lie in one tensor."""
+        hidden, apart = self._spec.hidden_size, "{}" in source
+        for i in range(streams.count - 1):
+            part = Part(source.format(i), hidden, expert=None if apart else i)
+            yield Weight(name.format(i + 1), (part,), hidden)
 
     def _mixture(self, experts: ExpertsSpec) -> Iterator[Weight]:
         hidden, parts = self._spec.hidden_size, (self._part(ROUTER, experts.count),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 from typing import Any, Literal, Self
 
 from qoff.errors import ContextLengthError
@@ -20,6 +21,7 @@ from .spec_parts import (
     LinearSpec,
     PerLayerSpec,
     RopeSpec,
+    StreamsSpec,
     unsupported,
 )
 
@@ -88,6 +90,9 @@ class DecoderSpec:
     shared_kv: int = 0
     shared_intermediate_size: int = 0
     per_layer: PerLayerSpec | None = None
+    streams: StreamsSpec | None = None
+    # Per layer: the share of an MLP's gate that becomes 0, as if it were distributed normally.
+    sparsity: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
@@ -111,6 +116,7 @@ class DecoderSpec:
             ("no_rope_layers", self.scaled_layers or self.rope_layers),
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
             ("layer_types", self.linear.layers if self.linear else self.rope_layers),
+            ("activation_sparsity_pattern", self.sparsity or self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
                 raise unsupported(
@@ -125,10 +131,9 @@ class DecoderSpec:
             raise unsupported(
                 "num_kv_shared_layers", self.shared_kv, "layers with others of their kind before"
             )
-        if self.per_layer is not None and self.per_layer.vocab_size < self.vocab_size:
-            raise unsupported(
-                "vocab_size_per_layer_input", self.per_layer.vocab_size, f"from {self.vocab_size}"
-            )
+        for share in self.sparsity or ():
+            if not 0 <= share < 1:
+                raise unsupported("activation_sparsity_pattern", share, "0 and more, below 1")
 
     @property
     def _heads(self) -> tuple[tuple[int, int], ...]:
@@ -264,6 +269,21 @@ class DecoderSpec:
     def widest_mlp(self) -> int:
         """How wide the widest MLP is."""
         return max(self.intermediate_size, self.shared_intermediate_size)
+
+    @property
+    def stream_count(self) -> int:
+        """Streams of hidden states."""
+        return 1 if self.streams is None else self.streams.count
+
+    @property
+    def hidden_width(self) -> int:
+        """Numbers of a token between two layers."""
+        return self.stream_count * self.hidden_size
+
+    def deviations(self, layer: int) -> float | None:
+        """Where the gate of a layer's MLP is cut off: above its mean, in standard deviations."""
+        share = self.sparsity[layer] if self.sparsity else 0.0
+        return NormalDist().inv_cdf(share) if share else None
 
     @property
     def per_layer_width(self) -> int:

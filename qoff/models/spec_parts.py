@@ -209,6 +209,25 @@ class PerLayerSpec:
                 raise unsupported(key, size, f"a multiple of {unit}")
 
 
+@dataclass(frozen=True)
+class StreamsSpec:
+    """Hidden states of several streams (Gemma 3n): AltUp (arXiv 2301.13310), with LAuReL beside.
+
+    A layer computes from the first of `count` streams, each of the hidden size. It mixes all of
+    them before, and adds what it found to each after, by factors of a router. Beside its attention
+    is a product of two matrices of `rank` (arXiv 2411.07501).
+    """
+
+    count: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or not 2 <= self.count <= 16:
+            raise unsupported("altup_num_inputs", self.count, "2 to 16")
+        if type(self.rank) is not int or self.rank < 1 or self.rank % 32:
+            raise unsupported("laurel_rank", self.rank, "a multiple of 32")
+
+
 def unsupported(key: str, found: object, supported: str) -> UnsupportedModelError:
     """Return the error for a key of `config.json`."""
     return UnsupportedModelError(f"config.json: {key} is {shown(found)}; supported: {supported}")

@@ -117,7 +117,7 @@ class CostModel:
         seconds = seconds + active * unpacked * self.activation_bytes * each
         seconds = seconds + self._states(active, active)
         new = active * gained / BLOCK_TOKENS  # blocks of a round
-        hidden = active * each_has * spec.hidden_size * self.activation_bytes
+        hidden = active * each_has * spec.hidden_width * self.activation_bytes
         made = np.ones_like(active)
         past_ = np.full_like(active, past)
         runs, unused = passes, np.zeros_like(active)
@@ -173,7 +173,7 @@ class CostModel:
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
         queries = own * self.sizes.shapes[0].heads / self.sizes.shapes[0].kv_heads
         new = read * self.kv_blocks.count_of(work.prompt.mean) / work.prompt.mean
-        hidden = read * spec.hidden_size * self.activation_bytes
+        hidden = read * spec.hidden_width * self.activation_bytes
         past = past * BLOCK_TOKENS
         return self._phase(
             c,

@@ -91,7 +91,7 @@ def memory_on_gpu(
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for _, form in kinds)
     if plan.cpu_experts and spec.experts is not None:
         work[HOST] += cpu_pairs_bytes(spec, plan.tokens_of_passes, dtype)
-    hidden = plan.hidden_bytes(spec.hidden_size, dtype)
+    hidden = plan.hidden_bytes(spec.hidden_width, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     if spec.linear is not None:
         purposes[DEVICE]["states"] = plan.states_bytes(spec)
@@ -228,7 +228,7 @@ def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
 
     For each number of rows, each about half of the next, up to this many.
     """
-    values = (spec.hidden_size + spec.vocab_size) * dtype.itemsize
+    values = (spec.hidden_width + spec.vocab_size) * dtype.itemsize
     return 2 * rows * (8 + values + 8 * MOST)
 
 

@@ -195,14 +195,12 @@ class Plan:
         """The most tokens of each pass of a round: each batch may decode, and read prompts."""
         return [self.decode_tokens, self.prefill_tokens] * self.batches
 
-    def hidden_bytes(self, hidden_size: int, dtype: torch.dtype) -> dict[str, int]:
+    def hidden_bytes(self, width: int, dtype: torch.dtype) -> dict[str, int]:
         """Bytes by tier of hidden states between units: prompts and new tokens of each batch."""
         if self.activations == "device":
-            held = sum(self.tokens_of_passes) * hidden_size
+            held = sum(self.tokens_of_passes) * width
             return {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
-        return ActivationStore.bytes_for(
-            self.activations, self.tokens_of_passes, hidden_size, dtype
-        )
+        return ActivationStore.bytes_for(self.activations, self.tokens_of_passes, width, dtype)
 
     def states_bytes(self, spec: DecoderSpec) -> int:
         """Bytes of the device that linear attention remembers of all sequences."""
@@ -313,7 +311,7 @@ class Memory:
         held = plan.batches * (plan.prefill_tokens + plan.decode_tokens)
         work += 2 * 4 * held * spec.per_layer_width  # perhaps gathered, and in a recording
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
-        hidden = plan.hidden_bytes(spec.hidden_size, torch.float32)
+        hidden = plan.hidden_bytes(spec.hidden_width, torch.float32)
         # Tokens are chosen when hidden states on the device are free again.
         sampling = plan.sampling_bytes(vocab, on_cpu=True)
         sampling -= hidden[DEVICE] * (plan.activations == DEVICE)

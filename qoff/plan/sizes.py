@@ -134,7 +134,7 @@ class ModelSizes:
         """Multiplications of one token by the matrices of all layers, without chosen experts'."""
         layers = range(self.spec.num_layers)
         kinds = self._attention_columns, self._mlp_columns, self._per_layer_columns
-        return sum(columns(each) for each in layers for columns in kinds)
+        return sum(columns(each) for each in layers for columns in (*kinds, self._stream_columns))
 
     @property
     def last_columns(self) -> int:
@@ -144,7 +144,9 @@ class ModelSizes:
             attended = spec.delta.values
         else:
             attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
-        return spec.hidden_size * attended + self._mlp_columns(last) + self._per_layer_columns(last)
+        rest = self._mlp_columns(last) + self._per_layer_columns(last)
+        joined = 0 if spec.streams is None else (spec.stream_count - 1) * spec.hidden_size
+        return spec.hidden_size * (attended + joined) + rest
 
     def _attention_columns(self, layer: int) -> int:
         spec = self.spec
@@ -173,6 +175,14 @@ class ModelSizes:
             return 0
         first = spec.per_layer_width if layer == 0 else 0
         return spec.hidden_size * (2 * spec.per_layer.width + first)
+
+    def _stream_columns(self, layer: int) -> int:
+        spec = self.spec
+        if spec.streams is None:
+            return 0
+        ends = (layer == 0) + (layer == spec.num_layers - 1)
+        others = (spec.stream_count - 1) * spec.hidden_size
+        return spec.hidden_size * (2 * spec.streams.rank + ends * others)
 
     @property
     def expert_columns(self) -> int:

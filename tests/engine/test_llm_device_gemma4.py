@@ -1,4 +1,4 @@
-"""Gemma 4 E2B in small on the ops of a GPU: the same answers wherever blocks and tables are.
+"""Gemma 4 E2B and 3n in small on the ops of a GPU: the same answers wherever blocks and tables are.
 
 Without a GPU everything is in CPU tensors, and Triton interprets the kernels of attention.
 """
@@ -26,25 +26,33 @@ __all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
 PLAN = Plan(batch_size=1, context=134, prefill_tokens=100, kv=KVQuant(8, 8, window=0))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SIZES: dict[str, dict[str, Any]] = {
+    "gemma4-small": {
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 128,
+        "intermediate_size": 32,
+    },
+    "gemma3n": {"intermediate_size": [32] * 3, "activation_sparsity_pattern": [0.0, 0.8, 0.0]},
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The last layer attends to K and V of the first one."""
     folder = tmp_path_factory.mktemp("gemma4")
     save_model(
         folder / "model",
-        "gemma4-small",
+        request.param,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         num_hidden_layers=3,
         num_kv_shared_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        num_global_key_value_heads=1,
         head_dim=64,
-        global_head_dim=128,
         sliding_window=40,
-        intermediate_size=32,
         vocab_size=32,
         vocab_size_per_layer_input=32,
+        **SIZES[request.param],
     )
     convert(folder / "model", folder / "checkpoint", quant=QUANT)
     return folder / "checkpoint"

@@ -36,7 +36,7 @@ def allocated(work: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("kv", [None, 4, KVQuant(8, 4, 16, {1: (16, 16)})], ids=str)
-@pytest.mark.parametrize("family", ["llama-head64", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-head64", "gemma2", "mixtral", "gemma3n"])
 def test_nothing_goes_beyond_the_bound(base: Path, family: str, kv: Any) -> None:
     path = tiny_checkpoint(base, family)
     if kv is not None and family != "llama-head64":

@@ -45,7 +45,7 @@ def test_a_number_no_model_has_is_named(key: str, value: Any) -> None:
     if key in SIZES and value in (1 << 17, 1 << 20):
         return
     config = {**TINY, **FAMILIES["llama"], key: value}
-    refused_at_once(lambda: read_spec(config), rf"config\.json: .*{key}")
+    refused_at_once(lambda: read_spec(config), rf"config\.json.*{key}")
 
 
 @pytest.mark.parametrize(

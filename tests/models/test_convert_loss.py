@@ -22,14 +22,17 @@ from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
 from tests.gguf_models import GGUFModel
-from tests.module_models import MODULES, module_source
+from tests.module_models import module_source
+from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_model
 
 IDS = torch.randint(0, 100, (70,), generator=torch.Generator().manual_seed(0))
 FOUR = QuantConfig(solver="rtn", group_size=32, head_bits=8)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox", "gpt2", "jamba", "vaultgemma"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gemma3n", "gpt-neox", "gpt2", "jamba", "vaultgemma"]
+)
 def test_it_is_the_divergence_of_what_both_predict(
     family: str,
     tmp_path: Path,
@@ -38,7 +41,7 @@ def test_it_is_the_divergence_of_what_both_predict(
 ) -> None:
     monkeypatch.setattr(loss, "_ROWS", 48)
     base = tmp_path_factory.getbasetemp()
-    source = module_source(base, family) if family in MODULES else tiny_model(base, family)
+    source = tiny_model(base, family) if family in FAMILIES else module_source(base, family)
     probe = LossProbe(IDS)
     out = convert(source, tmp_path / "out", quant=FOUR, probe=probe, for_cpu=True)
     truth = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()

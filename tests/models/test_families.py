@@ -151,6 +151,21 @@ def test_a_model_that_sees_becomes_its_language_model(
     assert Checkpoint.open(tmp_path / "out").config["model_type"] == text
 
 
+def test_gemma_3n_becomes_its_language_model(tmp_path: Path) -> None:
+    """transformers needs timm for the whole."""
+    whole, tokens = tmp_path / "whole", torch.randint(3, 128, (19,))
+    save_model(whole, "gemma3n")
+    wanted = logits(convert(whole, tmp_path / "text", quant=EIGHT), tokens)
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": config}))
+    tensors = load_file(whole / "model.safetensors")
+    inside = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    inside["model.vision_tower.conv.weight"] = torch.zeros(3, 3)
+    save_file(inside, whole / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(convert(whole, tmp_path / "out", quant=EIGHT), tokens), wanted)
+    assert Checkpoint.open(tmp_path / "out").config["model_type"] == "gemma3n_text"
+
+
 def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
     """By a name that transformers does not know."""
     source = tmp_path / "model"

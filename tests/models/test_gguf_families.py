@@ -124,6 +124,19 @@ def test_files_of_another_architecture(
         assert all(map(torch.equal, parts, same[name])), name
 
 
+def test_keys_and_values_that_no_layer_attends_to(base: Path, tmp_path: Path) -> None:
+    """Gemma 3n's checkpoints have them, and so do its files."""
+    model = GGUFModel.of(tiny_model(base, "gemma3n"))
+    for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+        assert f"blk.3.{name}" not in model.tensors
+        model.tensors[f"blk.3.{name}"] = model.tensors[f"blk.1.{name}"]
+    found = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=QUANT, for_cpu=True)
+    weights, same = all_weights(found), all_weights(tiny_checkpoint(base, "gemma3n"))
+    assert weights.keys() == same.keys()
+    for name, parts in weights.items():
+        assert all(map(torch.equal, parts, same[name])), name
+
+
 @pytest.mark.parametrize(
     ("family", "kind"), [("qwen3-tied", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")]
 )

@@ -190,6 +190,12 @@ def test_layers_that_do_not_fit_are_refused(
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
         ("gemma3", {"model_type": "gemma3"}, "text_config is None"),
+        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx is 1"),
+        ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale is False"),
+        ("gemma3n", {"altup_num_inputs": 1}, "altup_num_inputs is 1"),
+        ("gemma3n", {"laurel_rank": 40}, "laurel_rank is 40"),
+        ("gemma3n", {"intermediate_size": [96, 96, 96, 64]}, r"intermediate_size is \[64, 96\]"),
+        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 4}, "activation_sparsity_pattern is 1"),
     ],
 )
 def test_numbers_of_other_families_are_refused(

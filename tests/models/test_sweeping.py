@@ -118,9 +118,9 @@ def test_rows_of_an_embedding_on_disk_come_before_threads_wait_for_slots(
         assert run.replays.replayed
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4-small"])
-def test_gemma_4_is_recorded(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each layer's output is scaled by a number among its weights, small ones have embeddings."""
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-small", "gemma3n"])
+def test_gemma_is_recorded(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Gemma 4's outputs of layers are scaled by a number of theirs; others are given more."""
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), family)
     with opened(path, timeline=Timeline()) as alone, opened(path) as run:
         assert torch.equal(run.steps(), alone.steps())

@@ -63,6 +63,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "gemma3n": {  # several streams, sparse gates, K and V that others have appended
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": [32] * 4,
+        "sliding_window": 40,
+        "vocab_size_per_layer_input": 24,
+    },
     "gemma4-moe": {  # heads of two sizes, normalized values, scaled layers
         "num_attention_heads": 2,
         "num_hidden_layers": 2,
@@ -92,7 +99,7 @@ def checkpoint(folder: Path, family: str = "llama") -> Path:
 
 # What the reference in float16 is off by, too: small sums of large terms, with a low soft cap.
 # The reference in float16 differs from that in float32 by 0.054 in a step of gemma4-small.
-COARSER = {"gemma4-moe": 2, "gemma4-small": 5}
+COARSER = {"gemma3n": 2, "gemma4-moe": 2, "gemma4-small": 5}
 
 
 class Runs:

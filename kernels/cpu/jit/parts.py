@@ -30,6 +30,7 @@ PARTS = (
     ("jit.read_queue", "jit.reads", "jit.slots", "jit.copies", "sampling.job", "steps"),
     ("optim.job", "optim.rows_job"),
     ("delta.job", "moe.route", "expert_cache.jobs", "packed_attention.pack_job", "embedding"),
+    ("streams.mixing", "streams.matched", "streams.sparse_gate"),
 )
 _MARK = "QOFF_COMPILES_A_PART"  # in the environment of the processes that do
 _PROCESS_BYTES = 768 << 20  # that each of them takes, and some to spare

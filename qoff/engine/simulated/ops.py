@@ -23,6 +23,7 @@ from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.routing import Routing
+from qoff.kernels.layout.streams import StreamRouter
 from qoff.plan.processor import Processor
 
 from .machine import VirtualMachine
@@ -173,6 +174,26 @@ class SimulatedOps:
     ) -> Tensor:
         self.machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
+
+    def predict(self, hidden: Tensor, router: StreamRouter, mixing: Tensor, out: Tensor) -> Tensor:
+        self._machine.compute(self.call_s)
+        return out
+
+    def correct(self, hidden: Tensor, found: Tensor, *_: StreamRouter | Tensor) -> Tensor:
+        self._machine.compute(self.call_s)
+        return found
+
+    def matched(
+        self, x: Tensor, like: Tensor | None = None, *, out: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        self._machine.compute(self.call_s)
+        return torch.empty_like(x) if out is None else out
+
+    def sparse_gate(
+        self, z: Tensor, deviations: float, activation: str, *, out: Tensor | None = None
+    ) -> Tensor:
+        self._machine.compute(self.call_s)
+        return z.new_empty(len(z), z.shape[1] // 2) if out is None else out
 
     def attention(
         self,

@@ -14,7 +14,12 @@ from qoff.quant.matrix import ROUTER_BITS
 from .config import QoffConfig
 from .experts_form import activation_of, experts_form, experts_of
 
-_EXACT = (".in_proj_ba", ".in_proj_a", ".in_proj_b")  # what linear attention forgets by
+_EXACT = (
+    *(".in_proj_ba", ".in_proj_a", ".in_proj_b"),  # what linear attention forgets by
+    *(".laurel.linear_left", ".laurel.linear_right"),  # of Gemma 3n, as what follows
+)
+_STREAMS = ("altup_projections", "altup_unembed_projections")  # lists of matrices
+_OF_STREAMS = (".altup.modality_router", ".altup.prediction_coefs", ".altup.correction_coefs")
 _IN_ROUTERS = (".gate.wg", ".router.proj")  # linears, of Hunyuan and Gemma 4
 
 
@@ -32,7 +37,10 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
             experts.pop(name, None)
             continue
         plain = is_linear(module) or is_conv1d(module)
-        if isinstance(module, nn.Embedding) or (module is head and plain):
+        if name.endswith(_OF_STREAMS):  # vectors in a checkpoint
+            continue
+        of_streams = name.rpartition(".")[0].endswith(_STREAMS)
+        if isinstance(module, nn.Embedding) or ((module is head or of_streams) and plain):
             found[f"{name}.weight"] = config.head_bits
         elif plain and (name.endswith(_EXACT) or name.split(".")[-1] in ROUTERS):
             found[f"{name}.weight"] = ROUTER_BITS

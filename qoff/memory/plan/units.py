@@ -63,7 +63,7 @@ EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 PER_LAYER = "model.embed_tokens_per_layer"  # a row for each token and layer
 _EXPERTS = ".mlp.experts."  # in the names of experts' weights
-_FIRST = ("embed_positions", "per_layer.context")  # matrices that come before all others
+_FIRST = ("embed_positions", "streams.split.", "per_layer.context")  # come before all others
 _WHOLE = ".self_attn.kv_b_proj"  # the end of the name of a matrix that is read whole
 
 
@@ -151,7 +151,7 @@ def tiled_name(unit: WholeUnit, name: str) -> str:
 
 def by_turn(unit: WholeUnit, names: Iterable[str]) -> list[str]:
     """Names in the file of matrices of a unit in the order in which they are used."""
-    return sorted(names, key=lambda name: tiled_name(unit, name) not in _FIRST)
+    return sorted(names, key=lambda name: not tiled_name(unit, name).startswith(_FIRST))
 
 
 def stored_matrix(unit: WholeUnit, file: WeightFile, name: str) -> QuantEntry:

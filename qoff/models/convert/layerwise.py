@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qoff.errors import ArgumentError
+from qoff.kernels.embedding import rows_of_each
 from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
@@ -83,17 +85,18 @@ class Layerwise:
         self._lent = dict[int, LayerCache]()
 
     def embedded(self, rows_of: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Hidden states before the first layer, float32 [texts * tokens, hidden_size].
+        """Hidden states before the first layer, float32 [texts * tokens, spec.hidden_width].
 
         rows_of: rows of a table of the outer weights, by its name and their numbers, int64 [n].
         """
         ids = self.ids.flatten()
         if self.spec.per_layer is not None:
-            each = self.spec.num_layers
-            found = rows_of(PER_LAYER, (ids[:, None] * each + torch.arange(each)).flatten())
+            each, known = self.spec.num_layers, self.spec.per_layer.vocab_size
+            found = rows_of(PER_LAYER, rows_of_each(ids, each, each * known))
             self._table = found.view(len(ids), -1) * table_scale(self.spec.per_layer)
         rows = rows_of(EMBEDDING, ids)
-        return rows * self.spec.embedding_scale if self.spec.embedding_scale != 1 else rows
+        rows = rows * self.spec.embedding_scale if self.spec.embedding_scale != 1 else rows
+        return pad(rows, (0, self.spec.hidden_width - rows.shape[1]))
 
     def run(
         self,
@@ -131,11 +134,11 @@ class Layerwise:
         return run.input
 
     def logits(self, outer: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """Logits of some final hidden states [R, hidden_size]: float32 [R, vocab_size].
+        """Logits of some final hidden states [R, spec.hidden_width]: float32 [R, vocab_size].
 
         outer: the weights outside of the layers. Best called on `logit_rows` rows at a time.
         """
-        spec = self.spec
+        spec, rows = self.spec, rows[:, : self.spec.hidden_size]
         if spec.final_norm:
             by = norm_of(spec, dict(outer), names.NORM.removesuffix(".weight"))
             assert by is not None
@@ -297,6 +300,10 @@ class _DenseOps:
         return _into(out, ops.delta(*operands, **options))
 
     gate = staticmethod(reference_ops.gate)
+    predict = staticmethod(reference_ops.predict)
+    correct = staticmethod(reference_ops.correct)
+    matched = staticmethod(reference_ops.matched)
+    sparse_gate = staticmethod(reference_ops.sparse_gate)
 
     def attention(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """See `kernels.reference.ops.attention`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qoff.errors import ConversionError, QuantizationError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
-from qoff.models.modules.configs import build, language_alone, position_limit, read_config
+from qoff.models.modules.configs import build, position_limit, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import GGUFModulesSource, ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize
@@ -43,7 +43,7 @@ class UnconvertedModules:
     ) -> None:
         self._source, self.quant = source, quant
         self._group = group_size or quant.group_size
-        self.config = language_alone(config)
+        self.config = dict(config)
         self._trust = trust_remote_code
         self._open()
         if self._structure.head is None and self._tensors.has_other_head():

@@ -47,6 +47,8 @@ class TensorNames:
     rope_pairs: neighbouring channels of queries and keys turn together.
     correction_in_row: the correction of a router is stored as [1, experts].
     per_layer: the table of embeddings of layers, what is added to them, and the norm of that.
+    streams: the matrices that make other streams of the first one and what they become at the end,
+    by number; one tensor for all where that is not in the name.
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
     that it is multiplied by from the right, and whether that is stored transposed.
     """
@@ -60,6 +62,10 @@ class TensorNames:
         "model.embed_tokens_per_layer.weight",
         "model.per_layer_model_projection.weight",
         "model.per_layer_projection_norm.weight",
+    )
+    streams: tuple[str, str] = (
+        "model.altup_projections.{}.weight",
+        "model.altup_unembed_projections.{}.weight",
     )
     norm: str = "model.norm"
     head: str = "lm_head.weight"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from qoff.models.spec_parts import ExpertsSpec, HeadsSpec, PerLayerSpec, unsupported
+from qoff.models.spec_parts import (
+    ExpertsSpec,
+    HeadsSpec,
+    PerLayerSpec,
+    StreamsSpec,
+    unsupported,
+)
 
 from .family import (
     Family,
@@ -59,6 +65,44 @@ def _gemma3(config: Any) -> Fields:
         "rope": rope_of(config, ropes["full_attention"], config.head_dim),
         "local_rope": rope_of(config, ropes["sliding_attention"], config.head_dim),
         "rope_layers": (True,) * layers,
+    }
+
+
+def _gemma3n(config: Any) -> Fields:
+    """Streams of hidden states, embeddings of layers, gates of which few numbers are left.
+
+    The last layers attend to others' keys and values. Factors are clipped in training alone.
+    """
+    widths = set(config.intermediate_size)
+    if len(widths) > 1:
+        raise unsupported("intermediate_size", sorted(widths), "one number for all layers")
+    if config.altup_active_idx:
+        raise unsupported("altup_active_idx", config.altup_active_idx, "0")
+    if not config.altup_correct_scale:
+        raise unsupported("altup_correct_scale", config.altup_correct_scale, "true")
+    layers, ropes = config.num_hidden_layers, config.rope_parameters
+    full, sliding = (
+        whole_heads(rope_of(config, ropes[kind], config.head_dim), config.head_dim)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return {
+        **_gemma(config),
+        "intermediate_size": widths.pop(),
+        "post_norm": True,
+        "qk_norm": "head",
+        "value_norm": True,
+        "attention_scale": 1.0,
+        "logit_soft_cap": config.final_logit_softcapping or 0.0,
+        "sliding_window": windows(config),
+        "rope": full,
+        "local_rope": sliding,
+        "rope_layers": (True,) * layers,
+        "shared_kv": config.num_kv_shared_layers or 0,
+        "per_layer": PerLayerSpec(
+            config.hidden_size_per_layer_input, config.vocab_size_per_layer_input
+        ),
+        "streams": StreamsSpec(config.altup_num_inputs, config.laurel_rank),
+        "sparsity": tuple(config.activation_sparsity_pattern),
     }
 
 
@@ -127,9 +171,29 @@ _SANDWICH = {
     "mlp.post_norm": "post_feedforward_layernorm",
 }
 _NAMES = TensorNames(norm_offset=1.0, modules=_SANDWICH)
+_PER_LAYER = {
+    "per_layer.gate": "per_layer_input_gate",
+    "per_layer.projection": "per_layer_projection",
+    "per_layer.post_norm": "post_per_layer_input_norm",
+}
+GEMMA3N_NAMES = TensorNames(
+    modules={
+        **_SANDWICH,
+        **_PER_LAYER,
+        "streams.router": "altup.modality_router",
+        "streams.router_norm": "altup.router_norm",
+        "streams.prediction": "altup.prediction_coefs",
+        "streams.correction": "altup.correction_coefs",
+        "streams.scale.weight": "altup.correct_output_scale",
+        "laurel.left": "laurel.linear_left",
+        "laurel.right": "laurel.linear_right",
+        "laurel.post_norm": "laurel.post_laurel_norm",
+    },
+)
 GEMMA4_NAMES = TensorNames(
     modules={
         **_SANDWICH,
+        **_PER_LAYER,
         "mlp.router": "router.proj",
         "mlp.router.gains": "router.per_expert_scale",
         "mlp.experts": "experts",
@@ -138,9 +202,6 @@ GEMMA4_NAMES = TensorNames(
         "mlp.dense_norm": "post_feedforward_layernorm_1",
         "mlp.mixture_norm": "post_feedforward_layernorm_2",
         "layer_scale": "layer_scalar",
-        "per_layer.gate": "per_layer_input_gate",
-        "per_layer.projection": "per_layer_projection",
-        "per_layer.post_norm": "post_per_layer_input_norm",
     },
     stacked_experts="bare-halves",
 )
@@ -148,5 +209,6 @@ FAMILIES = {
     "gemma": Family("Gemma 1", _gemma, TensorNames(norm_offset=1.0)),
     "gemma2": Family("Gemma 2", _gemma2, _NAMES),
     "gemma3_text": Family("Gemma 3 1B", _gemma3, _NAMES),
+    "gemma3n_text": Family("Gemma 3n", _gemma3n, GEMMA3N_NAMES),
     "gemma4_text": Family("Gemma 4", _gemma4, GEMMA4_NAMES),
 }

@@ -58,11 +58,13 @@ def _text_alone(
         if config.get(key) is not None:
             found.setdefault(key, config[key])
     table, context, norm = (begin + name.removeprefix("model.") for name in names.per_layer)
+    first, last = (begin + name.removeprefix("model.") for name in names.streams)
     names = replace(
         names,
         layer=f"{begin}layers.{{}}.",
         embedding=f"{begin}embed_tokens.weight",
         per_layer=(table, context, norm),
+        streams=(first, last),
         norm=f"{begin}norm",
         head=head,
     )
@@ -92,6 +94,11 @@ SOURCES: Mapping[str, Family] = {
         "Gemma 3 4B to 27B",
         gemma.FAMILIES,
         {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")},
+    ),
+    "gemma3n": _family(
+        "Gemma 3n",
+        gemma.FAMILIES,
+        {"gemma3n_text": ("gemma3n_text", "Gemma3nForCausalLM")},
     ),
     "gemma4": _family(
         "Gemma 4", gemma.FAMILIES, {"gemma4_text": ("gemma4_text", "Gemma4ForCausalLM")}

@@ -15,8 +15,6 @@ from qoff.models.families.family import full_config
 
 DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
 LAYOUT = "modules"  # of a checkpoint, in its quantization_config
-_ALONE = {"gemma3n": ("gemma3n_text", "Gemma3nForCausalLM")}
-_OF_WHOLE = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
 _WANTED = "qoff runs models that continue text, like Llama and Qwen"
 _UNLIKE_OTHERS = {  # causal language models whose passes are not those of the others, and how
     "cpmant": "which wants all tokens of a sequence in every pass, and qoff hands on the new ones",
@@ -82,20 +80,6 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
         raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
     if kind in _UNLIKE_OTHERS:
         raise _refusal(kind, _UNLIKE_OTHERS[kind])
-
-
-def language_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the language model of one that sees and hears, where transformers has it alone.
-
-    The loader of that finds its tensors among those of the whole.
-    """
-    becomes = _ALONE.get(str(config.get("model_type")))
-    text = config.get("text_config")
-    if becomes is None or not isinstance(text, Mapping):
-        return dict(config)
-    kind, model = becomes
-    kept = {key: config[key] for key in _OF_WHOLE if config.get(key) is not None}
-    return {**text, **kept, "model_type": kind, "architectures": [model]}
 
 
 def read_config(

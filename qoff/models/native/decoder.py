@@ -297,13 +297,20 @@ class Decoder:
         self.replays = self._whole = None
 
     def embedded(self, ids: Tensor, run: ForwardPass) -> Tensor:
-        """What the first layer is given, [M, hidden_size] on the device; the pass has the rest."""
+        """What the first layer is given, [M, spec.hidden_width] on the device.
+
+        Of several streams only the first is there; the pass has what else a layer is given.
+        """
         if self.spec.per_layer is not None:
             assert self._embed_layers is not None
             of_layers = self._embed_layers(ids, table_scale(self.spec.per_layer))
             run.per_layer = of_layers.to(self.device, self.dtype)
-        rows = self._embed(ids, self.spec.embedding_scale)
-        return rows.to(self.device, self.dtype)
+        rows = self._embed(ids, self.spec.embedding_scale).to(self.device, self.dtype)
+        if self.spec.streams is None:
+            return rows
+        hidden = rows.new_empty(len(rows), self.spec.hidden_width)
+        self._ops.matched(rows, out=hidden[:, : self.spec.hidden_size])
+        return hidden
 
     def steady_workspace(self, tokens: int) -> LayerWorkspace:
         """Working space that stays where it is, for passes that are recorded."""
@@ -333,11 +340,14 @@ class Decoder:
             logit_rows = torch.arange(len(logit_rows))
         weights = yield HEAD
         norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
-        hidden = run.activations.load()
+        hidden = found = run.activations.load()
+        if self.layer.streams is not None:
+            hidden = self.layer.streams.joined(hidden)
         if run.states is not None:
             self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
         # Others use the memory of those that move, while a head streams in tiles.
         moves = logit_rows is None and not isinstance(run.activations, ResidentActivations)
+        moves = moves and hidden is found
         x: Rows = "hidden" if moves else taken(hidden, logit_rows)
         run.hidden = hidden if moves else None
         end = logits_ending(self.spec) if self._scaled else PLAIN

@@ -26,6 +26,7 @@ from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
 from .per_layer import PerLayer
+from .streams import HALVED, Streams
 
 _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
@@ -53,6 +54,7 @@ class Layer:
         self._exact_linear = Linear(self._exact_ops)
         self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
+        self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         unweighted = spec.qk_norm == "unweighted"
         self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
         self._latent = None if spec.latent is None else Latent(spec, ops)
@@ -60,6 +62,7 @@ class Layer:
         self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
         own = spec.per_layer
         self._per_layer = None if own is None else PerLayer(spec, own, ops, self._together)
+        self.streams = None if spec.streams is None else Streams(spec, ops)
 
     def steps(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None = None
@@ -107,15 +110,28 @@ class Layer:
         self.adapt(layer, run)
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
+        if self.streams is not None and layer == 0:
+            yield from self.streams.split(run, weights)
         if self._per_layer is not None and layer == 0:
             yield from self._per_layer.begin(run, weights)
+        if self.streams is not None:
+            norm = self._norm_before(weights, "self_attn")
+            assert norm is not None
+            yield from self.streams.begin(run, weights, norm)
         attend = self._linearly if self._spec.is_linear(layer) else self._attention
-        return (yield from attend(layer, weights, run, keep))
+        attended = yield from attend(layer, weights, run, keep)
+        return attended if self.streams is None else self.streams.attended(run)
 
     def _end(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
         """Compute what follows experts or MLP."""
+        if self.streams is not None:
+            self.streams.correct(run, weights)
         if self._per_layer is not None:
-            yield from self._per_layer.end(layer, run, weights, self._layer_scale(layer, weights))
+            residual: Rows | None = "hidden" if self.streams is None else None
+            scale = self._layer_scale(layer, weights)
+            yield from self._per_layer.end(layer, run, weights, scale, residual)
+        if self.streams is not None:
+            yield from self.streams.end(layer, run, weights)
         return run.input
 
     def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
@@ -176,12 +192,12 @@ class Layer:
         attended = run.keep(keep, attended)
         if self._latent is not None:
             attended = self._latent.values(run, weights, attended)
-        aside = torch.empty_like(run.input) if self._spec.parallel else None
-        into: Rows = "hidden" if aside is None else aside
+        residual: Rows = "hidden" if run.base is None else run.base
+        into = torch.empty_like(run.input) if self._spec.parallel else residual
         end, name = self._ending(layer, weights, "self_attn"), "self_attn.o_proj"
         return (
             yield from self._linear(
-                run, weights, name, attended, residual="hidden", out=into, end=end
+                run, weights, name, attended, residual=residual, out=into, end=end
             )
         )
 
@@ -216,7 +232,9 @@ class Layer:
         end, norm = self._ending(layer, weights, "mlp"), self._norm_before(weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
-            inner = yield from self._inner(weights, run, "mlp", "hidden", norm, part)
+            inner = yield from self._inner(
+                weights, run, "mlp", "hidden", norm, part, self._cuts[layer]
+            )
             residual: Rows = "hidden" if attended is None else attended[part]
             yield from self._linear(
                 run, weights, "mlp.down_proj", inner,
@@ -236,8 +254,9 @@ class Layer:
         x: Rows,
         norm: Norm | None,
         part: slice,
+        cut: float | None = None,
     ) -> Steps:
-        """What goes into the down projection of an MLP."""
+        """What goes into the down projection of an MLP; cut: see `DecoderSpec.deviations`."""
         name = f"{module}.gate_up_proj" if self._spec.gated else f"{module}.up_proj"
         out = None
         if module == "mlp":
@@ -245,6 +264,9 @@ class Layer:
             out = first_rows(run.workspace.gated, part.stop - part.start)
         if out is not None:
             out = columns(out, cast(QTensor, weights[name]).shape[0] // (1 + self._spec.gated))
+        if cut is not None:
+            both = yield from self._linear(run, weights, name, x, part=part, norm=norm)
+            return self._ops.sparse_gate(both, cut, self._spec.activation, out=out)
         return (
             yield from self._linear(
                 run, weights, name, x, out=out, part=part, norm=norm, end=self._activation
@@ -409,11 +431,12 @@ class Layer:
         if not (spec.post_norm or spec.norm_after_add) and spec.residual_scale == 1:
             return PLAIN
         last = spec.layer_scale and module == "mlp" and spec.per_layer is None
+        halved = HALVED if self.streams is not None and module == "self_attn" else 1.0
         return Ending(
             post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
             scale=spec.residual_scale,
             sum_norm=norm_of(spec, weights, _NORMS[module]) if spec.norm_after_add else None,
-            sum_scale=self._layer_scale(layer, weights) if last else 1.0,
+            sum_scale=self._layer_scale(layer, weights) if last else halved,
         )
 
 

@@ -7,14 +7,16 @@ from collections.abc import Callable
 import torch
 
 from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.reference.streams import TOGETHER
 from qoff.memory.rows import ROWS
-from qoff.models.forward_pass import WAVE_PAIRS, mlp_tokens, per_layer_floats
+from qoff.models.forward_pass import WAVE_PAIRS, mlp_tokens, per_layer_floats, stream_floats
 from qoff.models.spec import DecoderSpec
 
 
 def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     """The most bytes that embedding this many tokens allocates: in float32, scaled, in `dtype`."""
     found = tokens * spec.hidden_size * (8 + dtype.itemsize)
+    found += tokens * spec.hidden_width * dtype.itemsize * (spec.streams is not None)
     if spec.per_layer is not None:  # whose rows have numbers, and are scaled some at a time
         found += tokens * spec.per_layer_width * (4 + dtype.itemsize)
         found += 8 * tokens * spec.num_layers
@@ -37,7 +39,8 @@ def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
     Hidden states and logits, of which a smaller step has a part, and what each is given; beside a
     workspace. passes: of as many sequences each, which are recorded together.
     """
-    each = 3 * spec.hidden_size + spec.per_layer_width + per_layer_floats(spec) + spec.vocab_size
+    each = 3 * spec.hidden_width + spec.per_layer_width + per_layer_floats(spec) + spec.vocab_size
+    each += stream_floats(spec) + 2 * spec.intermediate_size * any(spec.sparsity or ())
     if spec.experts is not None:  # what is chosen, and guessed, of those that come one by one
         each += 3 * spec.hidden_size + 2 * spec.experts.count + 16 * spec.experts.top_k
     return 4 * rows * passes * each
@@ -102,6 +105,8 @@ def layer_bytes(
     def mlp(inner: int) -> int:
         first = linear(part, 2 * inner if spec.gated else inner, hidden)
         activated = 3 * part * inner * item
+        if any(spec.sparsity or ()):  # some rows at a time: both halves, what is left, squares
+            activated += part * inner * 3 * item + min(part, TOGETHER) * inner * 24
         return first + activated + linear(part, hidden, inner)
 
     rest = mlp(spec.widest_mlp)
@@ -124,4 +129,12 @@ def layer_bytes(
         begin = linear(part, all_layers, hidden) + part * all_layers * (5 * item + 8)
         end = linear(tokens, width, hidden) + 3 * tokens * width * item
         own = max(begin, end + linear(tokens, hidden, width) + normed + 3 * aside)
-    return max(attention, rest + normed + 2 * aside, own)
+    return max(attention, rest + normed + 2 * aside, own) + _stream_bytes(spec, tokens, item)
+
+
+def _stream_bytes(spec: DecoderSpec, tokens: int, item: int) -> int:
+    """What streams take beside them in a layer: see `stream_floats`, and some rows in float32."""
+    if spec.streams is None:
+        return 0
+    some = min(tokens, TOGETHER) * (3 * spec.hidden_width + 4 * spec.hidden_size) * 4
+    return tokens * (stream_floats(spec) + 3 * spec.hidden_size) * item + some

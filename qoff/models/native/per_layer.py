@@ -17,7 +17,7 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.models.spec import DecoderSpec
 from qoff.models.spec_parts import PerLayerSpec
 
-from .linear import Linear, Steps, norm_of, vector
+from .linear import Linear, Rows, Steps, norm_of, vector
 
 HALVED = 2**-0.5  # both parts of what a layer is given have a variance of 1
 
@@ -57,8 +57,18 @@ class PerLayer:
             self._ops.norm(heads, norm, scale=HALVED, residual=table, out=table)
         return rows
 
-    def end(self, layer: int, run: ForwardPass, weights: Weights, scale: float) -> Steps:
-        """hidden = scale * (hidden + norm(projection(act(gate(hidden)) * the layer's numbers)))."""
+    def end(
+        self,
+        layer: int,
+        run: ForwardPass,
+        weights: Weights,
+        scale: float,
+        residual: Rows | None = "hidden",
+    ) -> Steps:
+        """hidden = scale * (hidden + norm(projection(act(gate(hidden)) * the layer's numbers))).
+
+        residual: what is in place of hidden in the sum; None: nothing.
+        """
         assert run.per_layer is not None
         own = run.per_layer[:, layer * self._width : (layer + 1) * self._width]
         activation = Ending(self._spec.activation)
@@ -69,6 +79,6 @@ class PerLayer:
         return (
             yield from self._linear(
                 run, weights, names.LAYER_PROJECTION, inner,
-                residual="hidden", out="hidden", end=end,
+                residual=residual, out="hidden", end=end,
             )
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,9 @@ class GGUFSource:
         """Raise UnsupportedModelError for a tensor that nothing here would read."""
         spec, names = DecoderSpec.from_config(config), self.tensor_names
         check_counts(spec, names, self._shape_of, self.path)
-        units = [layer_weights(spec, i, names) for i in range(spec.num_layers)]
+        # Layers that attend to others' keys and values may have some of their own, for nothing.
+        whole = replace(spec, shared_kv=0)
+        units = [layer_weights(whole, i, names) for i in range(spec.num_layers)]
         units.append(outer_weights(spec, names))
         read = {part.source for unit in units for weight in unit for part in weight.parts}
         beyond = tuple(names.layer.format(i) for i in range(spec.num_layers, self._metadata.blocks))

@@ -15,7 +15,7 @@ from qoff.models.families.family import TensorNames
 
 from . import gguf_dense as dense
 from . import gguf_experts as experts
-from . import gguf_gemma as gemma4
+from . import gguf_gemma as gemma
 from . import gguf_latent as latent
 from . import gguf_linear as linear
 from .gguf_fields import Config, common, stacked
@@ -91,7 +91,8 @@ class Architecture:
             embedding=EMBEDDING,
             norm="output_norm",
             head=HEAD,
-            per_layer=gemma4.PER_LAYER,
+            per_layer=gemma.PER_LAYER,
+            streams=gemma.STREAMS,
             fused_qkv="rows" if metadata.has(fused) and not self.linear else "",
             fused_gate_up=self.fused_gate_up,
             stacked_experts=stacked(metadata),
@@ -161,12 +162,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", "GemmaForCausalLM", dense.gemma),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", dense.gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", dense.gemma3),
+    "gemma3n": Architecture(
+        "gemma3n_text", "Gemma3nForCausalLM", gemma.gemma3n, modules=gemma.GEMMA3N_MODULES
+    ),
     "gemma4": Architecture(
         "gemma4_text",
         "Gemma4ForCausalLM",
-        gemma4.gemma4,
-        modules=gemma4.MODULES,
-        base=gemma4.base,
+        gemma.gemma4,
+        modules=gemma.MODULES,
+        base=gemma.base,
     ),
     "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", dense.gpt_neox, partial=True),
     "command-r": Architecture(

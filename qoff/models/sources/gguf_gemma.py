@@ -1,7 +1,8 @@
-"""Gemma 4 in GGUF: heads differ between kinds of layers, and in one kind a part of each turns."""
+"""Gemma 3n and 4 in GGUF. Heads of Gemma 4 differ between kinds of layers, in one a part turns."""
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -9,26 +10,41 @@ import numpy as np
 from qoff.errors import FormatError, UnsupportedModelError
 from qoff.schema import shown
 
-from .gguf_fields import FULL, SLIDING, Config, attention_bias, common, rms, windows
+from .gguf_fields import FULL, SLIDING, Config, attention_bias, common, dense, rms, windows
 from .gguf_metadata import Metadata
 from .gguf_rope import LLAMA3
 
+_LAYER_MODULES = {
+    "per_layer.gate": "inp_gate",
+    "per_layer.projection": "proj",
+    "per_layer.post_norm": "post_norm",
+}
+GEMMA3N_MODULES = {
+    **_LAYER_MODULES,
+    "streams.router": "altup_router",
+    "streams.router_norm": "altup_router_norm",
+    "streams.prediction": "altup_predict_coef",
+    "streams.correction": "altup_correct_coef",
+    "streams.scale": "altup_correct_scale",
+    "laurel.left": "laurel_l",
+    "laurel.right": "laurel_r",
+    "laurel.post_norm": "laurel_post_norm",
+}
 MODULES = {
+    **_LAYER_MODULES,
     "mlp.routing_norm.weight": "ffn_gate_inp.scale",
     "mlp.router.gains": "ffn_down_exps.scale",
     "mlp.routed_norm": "pre_ffw_norm_2",
     "mlp.dense_norm": "post_ffw_norm_1",
     "mlp.mixture_norm": "post_ffw_norm_2",
     "layer_scale": "layer_output_scale.weight",
-    "per_layer.gate": "inp_gate",
-    "per_layer.projection": "proj",
-    "per_layer.post_norm": "post_norm",
 }
 PER_LAYER = (
     "per_layer_token_embd.weight",
     "per_layer_model_proj.weight",
     "per_layer_proj_norm.weight",
 )
+STREAMS = ("altup_proj.weight", "altup_unembd_proj.weight")  # of all streams each
 _KV_HEADS = "attention.head_count_kv"
 _STAYS = 1e29  # a frequency divided by more
 
@@ -79,6 +95,31 @@ def gemma4(metadata: Metadata, config: Config) -> Config:
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
         "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+    }
+
+
+def gemma3n(metadata: Metadata, config: Config) -> Config:
+    """Where gates are cut off is there as numbers of standard deviations above their mean."""
+    metadata.only("altup.active_idx", 0)
+    cuts = metadata.get("activation_sparsity_scale")
+    if cuts is not None:
+        cuts = [round(NormalDist().cdf(float(cut)), 6) for cut in cuts.tolist()]
+    local = float(metadata.get("rope.freq_base_swa", 10000.0))
+    return {
+        **dense(metadata),
+        **windows(metadata, metadata.layers, 5, 512),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0),
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.need("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": metadata.shape(PER_LAYER[0])[0],
+        "altup_num_inputs": metadata.need("altup.num_inputs"),
+        "laurel_rank": metadata.shape("blk.0.laurel_l.weight")[0],
+        "activation_sparsity_pattern": cuts,
+        "rope_parameters": {
+            FULL: config["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
     }
 
 

@@ -46,6 +46,8 @@ _FIELDS: Fields = {  # after the architecture's name
     **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), _COUNT),
     **dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input"), _SIZE),
     "rope.dimension_count_swa": _COUNT,
+    **dict.fromkeys(("altup.num_inputs", "altup.active_idx"), _SIZE),
+    "activation_sparsity_scale": _NUMBERS,
     "attention.sliding_window": _SIZE,
     "attention.sliding_window_pattern": either(_SIZE, _NUMBERS),
     "attention.causal": SWITCH,
