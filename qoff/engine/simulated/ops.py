@@ -176,23 +176,23 @@ class SimulatedOps:
         return torch.empty_like(x) if out is None else out
 
     def predict(self, hidden: Tensor, router: StreamRouter, mixing: Tensor, out: Tensor) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return out
 
     def correct(self, hidden: Tensor, found: Tensor, *_: StreamRouter | Tensor) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return found
 
     def matched(
         self, x: Tensor, like: Tensor | None = None, *, out: Tensor | None = None, **_: Any
     ) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
 
     def sparse_gate(
         self, z: Tensor, deviations: float, activation: str, *, out: Tensor | None = None
     ) -> Tensor:
-        self._machine.compute(self.call_s)
+        self.machine.compute(self.call_s)
         return z.new_empty(len(z), z.shape[1] // 2) if out is None else out
 
     def attention(
