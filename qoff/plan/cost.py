@@ -18,11 +18,11 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.packing import BITS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE
-from qoff.memory.experts.on_cpu import AHEAD
 
 from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
 from .kv_blocks import KVBlocks
 from .mixture import Array, Mixture, Moves
+from .on_cpu import OnCpu
 from .parked import Parked
 from .phase import PLACED, RESOURCES, Choices, Phase
 from .processor import Processor
@@ -32,7 +32,6 @@ from .workload import Workload
 
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY, _HIDDEN = range(len(RESOURCES))
 _OPS = 5  # of a layer
-_FLOAT = 4  # bytes
 
 
 class _Work(NamedTuple):
@@ -202,7 +201,7 @@ class CostModel:
         queries, past, kv = work.queries, work.past, self.kv_blocks
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
-        moves, pieces = Moves.all_of(len(c)), float(self.units)
+        moves, pieces, on_cpu = Moves.all_of(len(c)), float(self.units), self._on_cpu(work)
         if self.mixture is not None:  # experts come one by one
             moves = self.mixture.moves(work.rows * passes / times, work.last_rows * passes / times)
             pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
@@ -234,8 +233,8 @@ class CostModel:
         bytes_[:, _IN, 3], asked[:, _IN, 3] = moved, brought
         if on_gpu:  # what is read from disk passes through host memory, and new blocks come there
             bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
-            if self.mixture is not None:
-                self._cross(c, self.mixture, work, bytes_, asked)
+            if on_cpu is not None:
+                on_cpu.cross(c, bytes_, asked)
             bytes_[:, _IN, 4], asked[:, _IN, 4] = moved, brought
             bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
             asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
@@ -269,8 +268,8 @@ class CostModel:
                 busy[:, _GPU, part] -= np.where(c.attends_on_cpu, attention, 0.0)
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
                 busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
-            if self.mixture is not None:
-                self._compute_on_cpu(c, self.mixture, work, busy)
+            if on_cpu is not None:
+                on_cpu.compute(c, busy)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
         base, each = busy[:, :, 0], busy[:, :, 1:]
         starts, head = work.starts, work.head
@@ -311,7 +310,9 @@ class CostModel:
             streams = self.weight_bytes > self.machine.usable[DEVICE]
             times = np.where(c.block & streams, 1.0, passes)
             asked = rows * passes, head_rows * passes
-            experts = self._experts(self.mixture, device, asked, times, self.activation_bits)
+            experts = self.mixture.seconds(
+                device, sizes.expert_columns, self.layer_bits, asked, times, self.activation_bits
+            )
             seconds = seconds + experts
         for bits, columns, nbytes, m in parts:
             first = device.matmul_s(bits, m, self.activation_bits)
@@ -325,72 +326,24 @@ class CostModel:
             seconds = seconds + last
         return seconds, experts, last, passes * between
 
-    def _experts(
-        self,
-        mixture: Mixture,
-        processor: Processor,
-        rows: tuple[Array, Array],
-        times: Array,
-        activation_bits: int,
-    ) -> Array:
-        """Seconds of a round's experts: each that is chosen computes for its own rows.
-
-        rows: of a round, and of its last layer. times: that an expert computes, for as many of them
-        at once.
-        """
-        layers, top_k = mixture.experts.layers, mixture.experts.top_k
-        seconds = np.zeros_like(times)
-        for m, count in zip(rows, (sum(layers[:-1]), layers[-1]), strict=True):
-            together = m / times
-            chosen = mixture.wanted(together) * mixture.experts.count
-            weights = self.sizes.expert_columns * count / sum(layers) * chosen
-            own = np.maximum(1.0, together * top_k / chosen)
-            each = processor.experts_s(self.layer_bits, own, activation_bits)
-            seconds = seconds + times * weights * each
-        return seconds
-
-    def _crossing(self, mixture: Mixture, work: _Work) -> tuple[Array, Array]:
-        """Bytes that cross the links where the CPU computes experts: inputs, outputs of its pairs.
-
-        The inputs of all tokens go to it, and the outputs are those of all pairs. The last layer's
-        count like others.
-        """
-        numbers = sum(mixture.experts.layers) * work.rows * work.passes
-        numbers = numbers * self.sizes.spec.hidden_size
-        return numbers * self.activation_bytes, numbers * mixture.experts.top_k * _FLOAT
-
-    def _cross(
-        self, c: Choices, mixture: Mixture, work: _Work, bytes_: Array, asked: Array
-    ) -> None:
-        """Have this cross the links in place of experts in host memory."""
-        inputs, outputs = self._crossing(mixture, work)
-        calls, on_cpu = sum(mixture.experts.layers) * work.passes, c.cpu_experts
-        bytes_[:, _IN, 1] = np.where(on_cpu, outputs / mixture.share, bytes_[:, _IN, 1])
-        asked[:, _IN, 1] = np.where(on_cpu, calls / mixture.share, asked[:, _IN, 1])
-        bytes_[:, _OUT, 0] += np.where(on_cpu, inputs, 0.0)
-        asked[:, _OUT, 0] += np.where(on_cpu, calls, 0.0)
-
-    def _compute_on_cpu(self, c: Choices, mixture: Mixture, work: _Work, busy: Array) -> None:
-        """Have the CPU compute the experts in host memory, and the device so much less.
-
-        It reads them for the first pass of a round, and for what waits then, and waits itself for
-        what comes before the experts of a layer, and for inputs and outputs: in the block schedule,
-        of one pass.
-        """
-        machine = self.machine
-        times = np.where(c.block, np.minimum(work.passes, 1.0 + AHEAD), work.passes)
-        rows = work.rows * work.passes, work.last_rows * work.passes
-        there = self._experts(mixture, machine.host, rows, times, 16)
-        alone = np.where(c.block, work.passes, 1.0)  # passes that others go on beside
-        inputs, outputs = self._crossing(mixture, work)
-        before = busy[:, _GPU, 0] - work.experts + inputs / machine.from_device.bytes_per_s
-        there = there + outputs / machine.to_device.bytes_per_s / alone
-        read = times * mixture.wanted(rows[0] / times) * self.weight_bytes
-        on_cpu = c.cpu_experts
-        busy[:, _GPU, 1] -= np.where(on_cpu, work.experts / mixture.share, 0.0)
-        busy[:, _CPU, 1] += np.where(on_cpu, there / mixture.share, 0.0)
-        busy[:, _CPU, 0] += np.where(on_cpu, before / alone, 0.0)
-        busy[:, _MEMORY, 1] += np.where(on_cpu, read, 0.0)
+    def _on_cpu(self, work: _Work) -> OnCpu | None:
+        """The experts of a mixture as the CPU beside a GPU would compute them."""
+        if self.mixture is None:
+            return None
+        sizes = self.sizes
+        return OnCpu(
+            self.mixture,
+            self.machine,
+            sizes.spec.hidden_size,
+            sizes.expert_columns,
+            self.layer_bits,
+            self.weight_bytes,
+            self.activation_bytes,
+            work.rows,
+            work.last_rows,
+            work.passes,
+            work.experts,
+        )
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:
         """Seconds of linear attention of so many new tokens."""

@@ -14,6 +14,8 @@ from qoff.memory.experts.routes import MadeUpRoutes, RecordedRoutes, Routes
 from qoff.memory.experts.simulator import simulate
 from qoff.models.spec_parts import ExpertsSpec
 
+from .processor import Processor
+
 Array = npt.NDArray[np.float64]
 HELD = np.array([0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1])  # parts of the experts, in a cache
 _TOGETHER = (1, 8, 64)  # tokens that ask together, of different texts
@@ -118,6 +120,30 @@ class Mixture:
         # An expert that is held saves no more than one read.
         bounded: Array = np.minimum(found, held / np.maximum(self.wanted(tokens)[:, None], held))
         return bounded
+
+    def seconds(
+        self,
+        processor: Processor,
+        columns: float,
+        bits: int,
+        rows: tuple[Array, Array],
+        times: Array,
+        activation_bits: int = 16,
+    ) -> Array:
+        """Seconds of a round's experts: each that is chosen computes for its own rows.
+
+        columns: numbers of all experts. rows: of a round, and of its last layer. times: that an
+        expert computes, for as many of them at once.
+        """
+        layers, top_k = self.experts.layers, self.experts.top_k
+        found = np.zeros_like(times)
+        for m, count in zip(rows, (sum(layers[:-1]), layers[-1]), strict=True):
+            together = m / times
+            chosen = self.wanted(together) * self.experts.count
+            weights = columns * count / sum(layers) * chosen
+            own = np.maximum(1.0, together * top_k / chosen)
+            found = found + times * weights * processor.experts_s(bits, own, activation_bits)
+        return found
 
     def moves(self, tokens: Array, of_last: Array) -> Moves:
         """Of rounds, or passes, in which so many tokens ask together, [plans].

@@ -25,7 +25,8 @@ from qoff.plan.pareto import pareto_front
 from qoff.plan.phase import Choices, round_seconds
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.search import Program, choices_for, find_plan, program
+from qoff.plan.program import Program, program
+from qoff.plan.search import choices_for, find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
