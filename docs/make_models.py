@@ -41,7 +41,7 @@ fixed size for each sequence, float32 and on the device: 2.1 MiB of Qwen3-Next, 
 tokens of K and V packed to 4 bits in one of its other layers ("states" in a plan's memory). They
 sum up all tokens: sequences are copied and go on from any prompt, in pieces, too, but do not go
 back to an earlier token. So `draft_tokens`, such a draft model and cropping a `QoffCache` are
-refused. With `share_prefixes` as many states are kept in host memory as there are sequences: those
+refused. With `share_prefixes` one state more than there are sequences is kept in host memory: those
 behind the part of a prompt that is packed when it is read, and behind what another one begins with,
 too. A further turn of a conversation reads the newest answer and what is new. A prompt takes a
 round more for each place where states are kept. Bits of `--kv` for single layers count the layers

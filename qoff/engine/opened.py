@@ -55,7 +55,7 @@ class Opened:
         places = plan.batches * plan.batch_size
         self._saved_states = None
         if plan.share_prefixes and executor.state_shapes:
-            self._saved_states = SavedStates(executor.state_shapes, places)
+            self._saved_states = SavedStates(executor.state_shapes, plan.saved_states)
         self.sampler = Sampler(vocab, places, plan.context, executor.device)
         pass_s: PassSeconds | None = None
         if plan.draft_tokens:

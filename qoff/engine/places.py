@@ -124,10 +124,9 @@ class Places:
                     reads = sequence.waits_for is None and sequence.pooled is None
                     if self._share_prefixes and reads and not sequence.scores_prompt:
                         sequence.may_share = True
-                        sequence.begins_like = other = self._alike(sequence)
-                        if other is not None and batch.saves_states:
-                            same = common_blocks(sequence.prompt[:-1], other.prompt)
-                            other.saved_at.add(BLOCK_TOKENS * same)
+                        sequence.begins_like = self._alike(sequence)
+                        if batch.saves_states:
+                            self._have_states_kept(sequence)
                     batch.add(sequence)
                     sequence.placed = sequence.placed or perf_counter()
 
@@ -171,6 +170,21 @@ class Places:
                 call.grew(sequence, answer)
                 if answer is not None:
                     del self.calls[sequence]
+
+    def _have_states_kept(self, sequence: Sequence) -> None:
+        """Have the prompt that begins alike keep states where this one goes on by itself.
+
+        If that has been read past it, there is nothing to wait for.
+        """
+        other = sequence.begins_like
+        if other is None:
+            return
+        sequence.begins_like = other = other.waits_for or other  # who reads for it
+        same = BLOCK_TOKENS * common_blocks(sequence.prompt[:-1], other.prompt)
+        if other.read < same:
+            other.saved_at.add(same)
+        else:
+            sequence.begins_like = None
 
     def _alike(self, sequence: Sequence) -> Sequence | None:
         """The sequence that begins with most of the blocks that this one begins with.

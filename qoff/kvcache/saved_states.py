@@ -60,8 +60,8 @@ class SavedStates:
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._free += self._found.values()
         self._found.clear()
+        self._free = list(range(len(self._memory)))
 
 
 def _digests(tokens: Sequence[int], adapter: int) -> Iterator[bytes]:

@@ -45,6 +45,11 @@ class _Stateful(SlotCache):
         super().select(sequences)
         self.states.select(sequences)
 
+    def reset(self, slot: int, expected_tokens: int = 0) -> None:
+        super().reset(slot, expected_tokens)
+        if not any(self.lengths):  # what a pass left half-way is forgotten
+            self.states.spoiled = False
+
     def can_forget(self, tokens: Sequence[int]) -> bool:
         return super().can_forget(tokens) and not goes_back(self.lengths, tokens)
 

@@ -30,6 +30,7 @@ OFF = 1.25  # times what is expected, or a part of it
 _GAIN = 1.05  # less is not worth a change
 _KEPT = 256  # predictions
 _MIXED = (0, 1)  # of PLACED: weights, which all passes of a round share in the block schedule
+_CPU, _GPU = RESOURCES.index("cpu"), RESOURCES.index("gpu")
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,9 @@ class RunningPlan:
         for phase in self._phases(load, block):
             weights = np.where(np.isin(np.arange(placed.shape[1]), _MIXED), placed, 0.0)
             base = phase.busy(placed)[0]
-            of_weights = (phase.busy(weights) - phase.base)[0] if block else 0.0
+            of_weights = (phase.busy(weights) - phase.base)[0] * block
+            if self.plan.cpu_experts:  # whose pairs are computed, not brought once for all
+                of_weights[[_CPU, _GPU]] = 0.0
             total += base - of_weights
             shared = np.maximum(shared, of_weights)
         total += shared

@@ -206,9 +206,17 @@ class Plan:
         """Bytes of the device that linear attention remembers of all sequences."""
         return self.batches * self.batch_size * state_bytes(spec.delta_shapes)
 
+    @property
+    def saved_states(self) -> int:
+        """Recurrent states of beginnings of prompts that are kept, for others that begin alike.
+
+        One for each sequence, and one of what several begin with.
+        """
+        return self.batches * self.batch_size + 1 if self.share_prefixes else 0
+
     def saved_states_bytes(self, spec: DecoderSpec) -> int:
-        """Bytes of host memory of those that are kept of prompts, for others that begin alike."""
-        return self.states_bytes(spec) if self.share_prefixes else 0
+        """Bytes of host memory of these."""
+        return self.saved_states * state_bytes(spec.delta_shapes)
 
     def logits_bytes(self, vocab_size: int) -> int:
         """Bytes of the logits of all passes of a round, beside those that are computed.

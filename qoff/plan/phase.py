@@ -85,6 +85,16 @@ class Phase:
             found += self.between * self.oldest.beyond(placed[:, _KV_FAR])[:, None]
         return found
 
+    def least_moved(self, part: Array) -> Array:
+        """No more than a round moves, or the CPU computes, of weights of which a part is away.
+
+        With experts on the CPU: of a part near and a part far, near + slope * far + offset at
+        least, for each line of `Moves`, as their offsets are below 0.
+        """
+        lines = np.minimum(1.0, self.moves.slopes) * part[:, None] + self.moves.offsets
+        found: Array = np.where(self.cpu_experts, lines.max(-1), self.moves.of(part))
+        return found
+
     def moved(self, placed: Array) -> Array:
         """The parts that a round moves of what is placed, and attends to there.
 

@@ -90,7 +90,7 @@ def find_plan(
                 found.append(_solved(lp, index))
             elif fits[index]:
                 fits &= ~_no_less(choices, index)
-            if len(found) == most:
+            if len(found) == most * (1 + on_cpu):  # for as many choices
                 break
         order = sorted((i for i in order[head:] if fits[i]), key=bounds.__getitem__)
         relaxed = sorted((one for one in found if one is not None), key=lambda one: one.seconds)
@@ -276,7 +276,7 @@ def lower_bounds(certifier: Certifier, choices: Choices, prefill: Phase, decode:
         on_disk = far[:, None] * np.maximum(0.0, per_byte[:, :, [1, 3]].min(-1))
         # What is more than all of the KV cache is weights.
         moved, read = (
-            phase.moves.of(np.maximum(0.0, more - kv) / cost.weight_bytes)[:, None]
+            phase.least_moved(np.maximum(0.0, more - kv) / cost.weight_bytes)[:, None]
             for more in (off, far)
         )
         weights = np.maximum(phase.each[:, :, :2].min(-1) * moved, phase.each[:, :, 1] * read)

@@ -75,6 +75,13 @@ def test_a_prompt_pushes_out_nothing_that_is_wanted_often() -> None:
     assert found[0] > found[1]
 
 
+def test_shares_of_prompts_grow_where_one_layer_has_experts() -> None:
+    policy = NextUse([0, 16, 0])
+    for _ in range(9):
+        policy.use(1, np.arange(12))
+    assert policy.share[:12].min() > policy.share[12:].max()
+
+
 def test_with_room_for_all_each_is_read_once() -> None:
     routes = skewed(50)
     different = {(layer, n) for layer, numbers in routes for n in numbers}

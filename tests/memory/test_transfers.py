@@ -7,6 +7,8 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from qoff.memory import (
 )
 from qoff.memory.instrumentation import Instrumentation
 from qoff.memory.io.cuda_transfers import CudaTransfers, clip
-from qoff.memory.plan import EMBEDDING, FileRange, streamed_images
+from qoff.memory.plan import EMBEDDING, FileRange, Image, streamed_images
 from tests.instruments import POISON
 from tests.memory.checkpoints import (
     Truth,
@@ -289,3 +291,32 @@ def test_cuda_is_not_initialized_by_what_does_not_use_it(pristine: Checkpoint) -
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_copy_that_was_given_up_does_not_hold_up_what_leaves_for_its_place() -> None:
+    """Of memory that is not pinned, where copies wait for the threads that read."""
+
+    class Unpinned(SimulatedStream):
+        pageable = True
+
+    transfers = CudaTransfers("cpu", stream=Unpinned)
+    transfers._stream = stream = Unpinned(torch.device("cpu"))
+    device, host = torch.ones(3, 64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    file = SimpleNamespace(path=Path("f"))
+    image = cast(Image, SimpleNamespace(nbytes=64, label="x", file=file, data_at=None))
+    transfers.save(device[0], host)
+    busy = threading.Event()
+    for _ in range(transfers.host_staging):
+        transfers._stagers.submit(busy.wait)
+    read = transfers.copy_unit(image, host, device[1], None)
+    read.abandon()
+    busy.set()
+    read.settle()
+    transfers.save(device[2], host)
+    leaving = transfers._leaving
+    assert leaving is not None
+    for one in (stream, leaving):
+        one.close()
+    assert host.min() == 1
+    transfers._stream = transfers._leaving = None
+    transfers.close()

@@ -116,7 +116,7 @@ def _use(words, layer, chosen):
     """
     shares, first, age = doubles(words, SHARES), longs(words, FIRST), rates(words)[3]
     late, grows = flags(words, LATE), flags(words, GROWS)
-    if layer < simd.peek_i64(words + AT):
+    if layer <= simd.peek_i64(words + AT):
         for other in range(simd.peek_i64(words + NUM_LAYERS)):
             if late[other] == 0:
                 continue

@@ -95,17 +95,25 @@ class VirtualLink:
         return end if self._through is None else max(end, self._through.start(nbytes))
 
     def queue(
-        self, nbytes: NDArray[np.int64], requests: int = 1, ready: NDArray[np.float64] | None = None
+        self,
+        nbytes: NDArray[np.int64],
+        requests: int = 1,
+        ready: NDArray[np.float64] | None = None,
+        in_order: bool = False,
     ) -> NDArray[np.float64]:
         """Have several moved, one behind another; when each will have arrived.
 
-        requests: that each takes. ready: when each may begin; others may move until then.
+        requests: that each takes. ready: when each may begin; others may move until then, but for
+        those behind it if they are `in_order`.
         """
         if not len(nbytes):
             return np.zeros(0)
         now, total = self._clock.now(), int(nbytes.sum())
         begin, each = max(now, self._free_at), requests * self._request_s + nbytes / self.rate
-        ends: NDArray[np.float64] = begin + np.cumsum(each)
+        summed = np.cumsum(each)
+        ends: NDArray[np.float64] = begin + summed
+        if in_order and ready is not None:
+            ends = summed + np.maximum.accumulate(np.maximum(begin, ready) - summed + each)
         self._free_at = float(ends[-1])
         if ready is not None:
             ends = np.maximum(ends, ready + each)

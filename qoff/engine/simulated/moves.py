@@ -46,7 +46,7 @@ class SimulatedMoves(ExpertMoves):
     def _copy(self, slots: Slots, hosts: Slots) -> None:
         """From host memory, over the link to the device."""
         nbytes, ready = self._sizes[slots], np.maximum(self._left[slots], self._saved[hosts])
-        self._ended[slots] = self._machine.to_device.queue(nbytes, 1, ready)
+        self._ended[slots] = self._machine.to_device.queue(nbytes, 1, ready, in_order=True)
         if not self._machine.profile.on_gpu:
             self._ready[slots] = self._ended[slots]
         self._transfers.copied_bytes += int(nbytes.sum())

@@ -98,7 +98,7 @@ class NextUse(Lfu):
         return -((turns + 3 * self.ranks[keys]) / 4 + 1 / self.share[keys])
 
     def _use(self, layer: int, keys: Keys) -> None:
-        if layer < self.at:
+        if layer <= self.at:
             for late in np.flatnonzero(self.late).tolist():
                 of_layer = slice(self.first[late], self.first[late + 1])
                 self.share[of_layer] *= 1 - self.age

@@ -4,7 +4,7 @@ From host memory a unit is one copy, enqueued at once. From disk it is read into
 pinned memory and then copied; each buffer has a thread, so that the next unit is read meanwhile.
 All copies to the GPU are on one stream: each into a slot follows those that were started into it
 before. Experts that leave for host memory go over another one, as a link carries as much both ways
-at once; what comes into their places, or out of their new ones, waits for each of them alone.
+at once; what comes into their places, or out of their new ones, waits for those of them alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class CudaTransfers(Transfers):
         self.host_staging = host_staging
         self._stagers = self.clock.workers(host_staging, "qoff-staging")
         self._watchers = self.clock.workers(1, "qoff-timeline")
-        self._threads += [self._stagers, self._watchers]
+        self._leaving_watchers = self.clock.workers(1, "qoff-timeline")
+        self._threads += [self._stagers, self._watchers, self._leaving_watchers]
         # Staging buffers, each with the copy that must have ended before it is read into.
         self._buffers: queue.SimpleQueue[tuple[Tensor, Event | None]] = queue.SimpleQueue()
         self._last: Future[Event] | None = None  # the piece that was asked for last
@@ -117,14 +118,16 @@ class CudaTransfers(Transfers):
             self._leaving = self._make_stream(self.device)
         taken = self._taken.pop(host.data_ptr(), None)
         if taken is not None:
-            self._leaving.follow(self.clock.result(taken))
+            self.clock.wait([taken])
+            if taken.exception() is None:  # else nothing was read from there
+                self._leaving.follow(taken.result())
         self._instrumentation.on_copy(memory.nbytes)
         timed = self._instrumentation.timeline is not None
         copy = self._leaving.copy(memory, host, used, timed)
         self._saved[host.data_ptr()] = self._left[memory.data_ptr()] = copy.ended
         if timed:
             watch = partial(self._watch, copy, "device to host", "expert", memory.nbytes)
-            self._watchers.submit(watch)
+            self._leaving_watchers.submit(watch)
         if self._instrumentation.poison:  # which is on the current stream
             self.stream.order_after(copy.ended)
 
