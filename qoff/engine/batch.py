@@ -13,6 +13,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.saved_states import SavedStates
 from qoff.kvcache.slots import SlotCache, SlotSubset
 from qoff.kvcache.stateful import StatefulCache, StatefulDeviceCache
+from qoff.kvcache.states import StateCache
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan.drafting import PassSeconds
@@ -142,8 +143,7 @@ class BatchSlots:
         the blocks that will be packed when the prompt is read.
         """
         cache, prompt = self.cache, sequence.prompt
-        assert isinstance(cache, StatefulCache | StatefulDeviceCache)
-        found = saved.load(prompt, sequence.adapter, len(blocks), cache.states, slot)
+        found = saved.load(prompt, sequence.adapter, len(blocks), self._states, slot)
         packed = cache.blocks_of(len(prompt), cache.window, cache.sinks)
         sequence.saved_at |= {BLOCK_TOKENS * count for count in (len(blocks), packed)}
         return blocks[:found]
@@ -153,9 +153,13 @@ class BatchSlots:
         saved = self._saved_states
         if saved is None or sequence.read not in sequence.saved_at:
             return
-        cache = self.cache
-        assert isinstance(cache, StatefulCache | StatefulDeviceCache)
-        saved.save(sequence.prompt[: sequence.read], sequence.adapter, cache.states, slot)
+        saved.save(sequence.prompt[: sequence.read], sequence.adapter, self._states, slot)
+
+    @property
+    def _states(self) -> StateCache:
+        """Those of all slots, where the cache has any."""
+        assert isinstance(self.cache, StatefulCache | StatefulDeviceCache)
+        return self.cache.states
 
     def index(self) -> None:
         """Make the packed blocks of sequences known to others, and to those that come later."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qoff.errors import ArgumentError, FormatError
+from qoff.schema import read_object
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 
@@ -62,14 +62,11 @@ def _files(checkpoint: Path) -> list[Path]:
         raise ArgumentError(f"{checkpoint} is not there; name a file with weights, or its folder")
     if checkpoint.suffix != ".json":
         return [checkpoint]
-    try:
-        index = json.loads(checkpoint.read_text())
-        shards: Mapping[str, str] = index.get("weight_map", index)
-        return [checkpoint.parent / name for name in sorted(set(shards.values()))]
-    except (ValueError, AttributeError, TypeError) as error:
-        raise FormatError(
-            f"{checkpoint} is not an index: JSON of names of weights and their files"
-        ) from error
+    index = read_object(checkpoint)
+    shards = index.get("weight_map", index)
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise FormatError(f"{checkpoint}: is no index of names of weights and their files")
+    return [checkpoint.parent / name for name in sorted(set(shards.values()))]
 
 
 def _safetensors(file: Path) -> dict[str, Callable[[], Tensor]]:
