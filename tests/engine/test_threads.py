@@ -54,15 +54,19 @@ def answers(llm: LLM, number: int) -> list[tuple[int, ...]]:
     return [one.token_ids for one in llm.generate([PROMPTS[number]], PARAMS[number])]
 
 
-def in_round(llm: LLM, do: Callable[[], object], after: int = 0) -> None:
-    """Do something once, in the middle of a round when there were so many."""
+def in_round(llm: LLM, do: Callable[[], object], after: int = 0, running: int = 0) -> None:
+    """Do something once, in the middle of a round when there were so many.
+
+    running: sequences that have a place then.
+    """
     schedule: Any = llm._rounds._schedule
     schedule.steps = lambda *_: []  # a token a round
     compute = schedule.round
 
     def round_(passes: Any) -> Any:
         found = compute(passes)
-        if len(llm.rounds) >= after:
+        there = sum(len(one.sequences()) for one in llm._rounds.current.opened.batches)
+        if len(llm.rounds) >= after and there >= running:
             schedule.round = compute
             do()
         return found
@@ -214,8 +218,7 @@ def test_what_fails_in_a_round_is_raised_in_all_its_callers(
             return str(error)
         return "no error"
 
-    # Both prompts are admitted by then: neither is done after so few rounds.
-    in_round(llm, fail, after=4)
+    in_round(llm, fail, after=4, running=2)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(caller, (6, 13))) == ["the disk died"] * 2
     assert answers(llm, 6) == expected[6]
