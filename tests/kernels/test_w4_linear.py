@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
@@ -30,7 +33,7 @@ def test_equals_reference(n: int, k: int, group_size: int, tokens: int, bits: in
     assert relative_rms(w4_linear(x, weight), expected) < INT16_ACTIVATIONS
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 69])
 @pytest.mark.parametrize("n", [96, 100])
 def test_norm_bias_and_residual(n: int, tokens: int) -> None:
     weight = random_weight(n, 128)
@@ -44,7 +47,7 @@ def test_norm_bias_and_residual(n: int, tokens: int) -> None:
     assert relative_rms(w4_linear(x, weight, **operands), expected) < INT16_ACTIVATIONS
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("tokens", [1, 70])
 def test_gate(tokens: int) -> None:
     weight = random_weight(160, 64)
     x, bias = torch.randn(tokens, 64), torch.randn(160)
@@ -118,7 +121,7 @@ def test_norms_of_whole_rows(n: int, tokens: int, which: dict) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("tokens", [1, 2, 7])
+@pytest.mark.parametrize("tokens", [1, 2, 79])
 def test_activations_of_8_bits_are_rounded_as_said(tokens: int, bits: int) -> None:
     weight, x = random_weight(80, 192, bits, 32), torch.randn(tokens, 192)
     groups = x.view(tokens, -1, 32)
@@ -142,14 +145,29 @@ def test_other_scales(bits: int, scale_dtype: torch.dtype, tokens: int) -> None:
     assert relative_rms(w4_linear(x, weight), expected) < INT16_ACTIVATIONS
 
 
-@given(tokens=st.integers(1, 40), threads=st.integers(1, 4), seed=st.integers(0, 2**31))
-def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed: int) -> None:
+@given(
+    tokens=st.integers(1, 80),
+    threads=st.integers(1, 4),
+    activation_bits=st.sampled_from([8, 16]),
+    with_residual=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_bits_do_not_depend_on_batch_or_threads(
+    tokens: int, threads: int, activation_bits: int, with_residual: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     weight, x = random_weight(80, 192), torch.randn(tokens, 192)
-    alone = torch.cat([w4_linear(row[None], weight) for row in x])
+    residual = torch.randn(tokens, 80)
+
+    def product(first: int, last: int, **options: Any) -> Tensor:
+        if with_residual:
+            options["residual"] = residual[first:last]
+        return w4_linear(x[first:last], weight, activation_bits=activation_bits, **options)
+
+    alone = torch.cat([product(i, i + 1) for i in range(tokens)])
     pool = Pool(threads)
     try:
-        together = w4_linear(x, weight, pool=pool)
+        together = product(0, tokens, pool=pool)
     finally:
         pool.close()
     assert torch.equal(alone, together)

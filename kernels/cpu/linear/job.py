@@ -13,12 +13,11 @@ from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from .activation import activated, gated, sigmoid
-from .multiply import at_a_time, is_panel, multiply, while_cached, widest
+from .multiply import is_panel, multiply, while_cached
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
 from .quantize import quantize_groups
 from .scales import ROW_BLOCK_BYTES
-from .scratch import TILE_BYTES
-from .tile import AHEAD_BYTES, UNROLL
+from .scratch import PANEL_TOKENS, TILE_BYTES
 
 
 class LinearArguments(ctypes.Structure):
@@ -121,7 +120,7 @@ def _more(args, token, value):
 
 @inner
 def _epilogue(args, scratch, block, row_blocks, token, tokens):
-    """Bias, what follows and residual for one tile of accumulators [row_blocks, tokens, 16]."""
+    """Bias, what follows and residual for accumulators [row_blocks, tokens, 16]."""
     n, biases = simd.peek_i64(args + N), simd.peek_i64(args + BIAS)
     out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
     residual = simd.peek_i64(args + RESIDUAL)
@@ -151,20 +150,11 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
 
 
 @inner
-def later_codes(codes, nbytes, k, part):
-    """What a tile is to ask for of the next rows' codes, behind its own `nbytes`; 0: nothing.
+def _multiply(args, scratch, block, row_blocks, token, tokens, is_first):
+    """Some tokens, to the result where nothing but the residual follows, or else by way of scratch.
 
-    part: how many tiles of the same rows were before; they share the work.
-    """
-    fetched = part * (AHEAD_BYTES // UNROLL) * k
-    return codes + nbytes + fetched if fetched < nbytes else 0
-
-
-@inner
-def _tile(args, scratch, block, row_blocks, token, tokens, part):
-    """One tile, to the result where nothing but the residual follows, or else by way of scratch.
-
-    part: how many tiles of these rows were before.
+    is_first: whether these are the first tokens of these rows; then the codes that follow are asked
+    for.
     """
     k, group = simd.peek_i64(args + K), simd.peek_i64(args + GROUP)
     bits, width = simd.peek_i64(args + BITS), simd.peek_i64(args + WIDTH)
@@ -175,7 +165,7 @@ def _tile(args, scratch, block, row_blocks, token, tokens, part):
     high = simd.peek_i64(args + HIGH) + token * k
     low = simd.peek_i64(args + LOW) + token * k
     scales = simd.peek_i64(args + SCALES) + token * groups * 8
-    ahead = later_codes(codes, row_blocks * codes_stride, k, part)
+    ahead = codes + row_blocks * codes_stride if is_first else 0
     follows = simd.peek_i64(args + BIAS) | simd.peek_i64(args + GATED) | simd.peek_i64(args + MORE)
     direct = follows == 0 and 16 * (block + row_blocks) <= simd.peek_i64(args + N)
     direct = direct and not is_panel(row_blocks, tokens)
@@ -195,7 +185,7 @@ def _tile(args, scratch, block, row_blocks, token, tokens, part):
 
 @inner
 def _fetch_outputs(args, block, token, tokens):
-    """Ask for the memory that a tile's outputs go to, and for what is added to them."""
+    """Ask for the memory that outputs go to, and for what is added to them."""
     out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
     residual = simd.peek_i64(args + RESIDUAL)
     residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
@@ -213,10 +203,10 @@ def _fetch_outputs(args, block, token, tokens):
 def _row_blocks_times_tokens(args, scratch, block, row_blocks, first, last):
     token = first
     while token < last:
-        tokens = at_a_time(row_blocks, last - token)
+        tokens = min(last - token, PANEL_TOKENS)
         if tokens > 1:
             _fetch_outputs(args, block, token, tokens)
-        _tile(args, scratch, block, row_blocks, token, tokens, (token - first) // widest())
+        _multiply(args, scratch, block, row_blocks, token, tokens, token == first)
         token += tokens
 
 

@@ -16,12 +16,12 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.linear.activation import gated as gated_activation
-from qoff.kernels.cpu.linear.job import later_codes, with_bias
-from qoff.kernels.cpu.linear.multiply import at_a_time, multiply, while_cached, widest
+from qoff.kernels.cpu.linear.job import with_bias
+from qoff.kernels.cpu.linear.multiply import multiply, while_cached
 from qoff.kernels.cpu.linear.norm_job import LONG
 from qoff.kernels.cpu.linear.quantize import quantize_groups
 from qoff.kernels.cpu.linear.scales import ROW_BLOCK_BYTES
-from qoff.kernels.cpu.linear.scratch import TILE_BYTES
+from qoff.kernels.cpu.linear.scratch import PANEL_TOKENS, TILE_BYTES
 from qoff.kernels.cpu.operands import int64s, offsets
 
 from .scratch import SEGMENT_BYTES
@@ -164,8 +164,8 @@ def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
 
 
 @inner
-def _tile(args, matrix, scratch, expert, block, place, tokens, part):
-    """One tile of accumulators [2, tokens, 16]; part: how many of these rows were before."""
+def _accumulate(args, matrix, scratch, expert, block, place, tokens, is_first):
+    """Accumulators [2, tokens, 16]; is_first: of these rows, when the next codes are asked for."""
     k, group = simd.peek_i64(matrix + K), simd.peek_i64(matrix + GROUP)
     bits, width = simd.peek_i64(matrix + BITS), simd.peek_i64(matrix + WIDTH)
     groups = k // group
@@ -177,7 +177,7 @@ def _tile(args, matrix, scratch, expert, block, place, tokens, part):
     low = simd.peek_i64(matrix + LOW) + place * k
     scales = simd.peek_i64(matrix + SCALES) + place * groups * 8
     codes += block * codes_stride
-    ahead = later_codes(codes, 2 * codes_stride, k, part)
+    ahead = codes + 2 * codes_stride if is_first else 0
     scale_min += block * scale_stride
     multiply(bits, 2, tokens, simd.peek_i64(args + PLANES), scratch, codes, codes_stride, scale_min,
              scale_stride, width, group, groups, high, low, k, scales, scratch, 64 * tokens, 64,
@@ -196,9 +196,9 @@ def _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, st
         for block in range(start, stop, 2):
             place = run
             while place < end:
-                tokens = at_a_time(2, end - place)
-                part = (place - run) // widest()
-                _tile(args, matrix, scratch, expert, block, place, tokens, part)
+                tokens = min(end - place, PANEL_TOKENS)
+                first_ones = place == run
+                _accumulate(args, matrix, scratch, expert, block, place, tokens, first_ones)
                 if gated != 0:
                     _write_gated(args, matrix, bias, scratch, block, place, tokens)
                 else:
