@@ -112,6 +112,9 @@ class Runtime:
         self.decoder: AnyDecoder
         self.scratch: Scratch | None = None
         workspace = 0
+        if ops.CACHE == "device":
+            self.scratch = scratch or new_scratch(where, hidden, device_memory)
+            ops = with_scratch(ops, self.scratch)
         if is_modules(self.checkpoint):
             self.decoder = ModuleDecoder(
                 self.checkpoint,
@@ -120,15 +123,14 @@ class Runtime:
                 trust_remote_code,
                 kv,
                 lambda ids: self.store.gather_rows(PER_LAYER, ids),
+                where,
+                hidden,
             )
             workspace = self.decoder.outer_bytes
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_checkpoint(spec, self.checkpoint)
             check_kv(spec, kv, ops.CACHE == "device")
-            if ops.CACHE == "device":
-                self.scratch = scratch or new_scratch(where, hidden, device_memory)
-                ops = with_scratch(ops, self.scratch)
             replays = None
             if instrumentation.records(where):
                 replays = Replays(where, instrumentation.record, scratch=self.scratch)

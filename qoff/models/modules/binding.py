@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from qoff.memory import Weights
 from qoff.memory.plan import local_names
 
-from .configs import DTYPE
 from .linear import Multiply, QuantizedExperts, QuantizedLinear
 from .structure import Structure, is_conv1d, matrices_of
 
@@ -29,6 +28,7 @@ class WeightBinder:
         self.index = index
         # Where each goes, and what the store calls it; of experts, the matrices of all.
         self._places: list[tuple[dict[str, Any], str, str | list[str]]] = []
+        self._dtypes: dict[str, torch.dtype] = {}  # that modules want what is not quantized in
         linears: dict[int, QuantizedLinear] = {}  # by the module that they replace
         experts: dict[int, QuantizedExperts] = {}
         attributes: list[tuple[nn.Module, str]] = []
@@ -38,7 +38,9 @@ class WeightBinder:
             if not parts or parts[0].name not in quantized:
                 module = linears.get(id(module), module)
                 attributes.append((module, attribute))
-                self._places.append((module.__dict__, attribute, self._key(place.name)))
+                key = self._key(place.name)
+                self._dtypes[key] = place.tensor.dtype
+                self._places.append((module.__dict__, attribute, key))
             elif parts[0].expert is None:
                 linear = QuantizedLinear(module, multiply, is_conv1d(module))
                 structure.model.set_submodule(place.name.removesuffix(f".{attribute}"), linear)
@@ -61,7 +63,7 @@ class WeightBinder:
                 continue
             value = weights[key]
             if isinstance(value, Tensor) and value.is_floating_point():
-                value = value.to(DTYPE)
+                value = value.to(self._dtypes[key])
             into[attribute] = value
 
     def unbind(self) -> None:
@@ -79,13 +81,14 @@ def bind_embedding(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> No
 
     Its own code still runs, as some scale what they looked up: on a table of these rows alone.
     """
+    dtype = module.weight.dtype
     _as_attribute(module, "weight")
     own = module.forward
     module.padding_idx = None  # a row of the whole table
 
     def forward(ids: Tensor) -> Tensor:
         unique, inverse = torch.unique(ids, return_inverse=True)
-        module.__dict__["weight"] = rows(unique).to(DTYPE)
+        module.__dict__["weight"] = rows(unique).to(dtype)
         try:
             return own(inverse)
         finally:

@@ -22,7 +22,8 @@ class ModuleCache(KVCache):
     config: of the model, which says what the layers hold. The first pass adds as many columns as
     its longest sequence has tokens; the others have padding before theirs. There is none later:
     masks of sliding windows, say, count columns. tokens: a cache of qoff's that holds K and V of
-    the layers `attention`, by transformers' numbers, instead.
+    the layers `attention`, by transformers' numbers, instead. itemsize: bytes of a number that
+    transformers keeps.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class ModuleCache(KVCache):
         sequences: int,
         tokens: KVCache | None = None,
         attention: Sequence[int] = (),
+        itemsize: int = 4,
     ) -> None:
-        self._config, self._attention = config, attention
+        self._config, self._attention, self._itemsize = config, attention, itemsize
         self.tokens = tokens
         self.lengths = [0] * sequences
         self._begun = False
@@ -63,7 +65,7 @@ class ModuleCache(KVCache):
         """With transformers' own K and V an estimate: as the config has them, or what there is."""
         if self.tokens is not None:
             return self._state_bytes + self.tokens.bytes_for(tokens)
-        each = 4 * self.sequences * tokens * _kv_width(self._config)
+        each = self._itemsize * self.sequences * tokens * _kv_width(self._config)
         return max(each * (len(self.states.layers) + 1), self.nbytes)  # a layer grows by a copy
 
     def reserve(self, tokens: int) -> None:

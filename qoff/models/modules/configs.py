@@ -13,7 +13,7 @@ from qoff.models.families import FAMILIES, SOURCES
 from qoff.models.families.config_fields import check_counts
 from qoff.models.families.family import full_config
 
-DTYPE = torch.float32  # of activations and of weights that are not quantized, while they are used
+DTYPE = torch.float32  # of activations and of weights that are not quantized, on a CPU
 LAYOUT = "modules"  # of a checkpoint, in its quantization_config
 _WANTED = "qoff runs models that continue text, like Llama and Qwen"
 _UNLIKE_OTHERS = {  # causal language models whose passes are not those of the others, and how
@@ -122,8 +122,13 @@ def layer_configs(config: Any) -> list[Any]:
     return [*config.per_layer_config] if differ else [config]
 
 
-def build(config: Any, trust_remote_code: bool = False, attention: str | None = None) -> Any:
-    """transformers' model of a config object, in float32 on the meta device, for inference.
+def build(
+    config: Any,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+    dtype: torch.dtype = DTYPE,
+) -> Any:
+    """transformers' model of a config object, in `dtype` on the meta device, for inference.
 
     attention: the implementation in transformers' attention interface; None: its choice.
     Raises UnsupportedModelError with the reason why transformers cannot build it.
@@ -134,7 +139,7 @@ def build(config: Any, trust_remote_code: bool = False, attention: str | None = 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config,
-                dtype=DTYPE,
+                dtype=dtype,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attention,
             )

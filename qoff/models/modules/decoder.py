@@ -26,7 +26,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.ops import Ops, exact
 from qoff.kernels.processor import pool_threads
-from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache import DeviceCache, KVCache, KVQuant, PackedCache
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.kvcache.quant import UnpackableError
@@ -43,6 +43,7 @@ from .current import current
 from .linear import Head, Multiply
 from .structure import (
     CACHE_ARGUMENTS,
+    CPU,
     Structure,
     buffers_from_config,
     has_position_table,
@@ -80,8 +81,10 @@ class ModuleDecoder:
     embed: looks up rows of the embedding, from ids int64 [U] to float [U, K]; embed_layers: those
     of embeddings of layers, where a model has them. Layers hold weights only while they are
     computed; what lies outside of layers, embedding and head is read at once, `outer_bytes` of it,
-    and stays. Raises UnsupportedModelError for a config that transformers has no model for,
-    FormatError where the checkpoint is another model's.
+    and stays. device: where all that is, but the rows of the embedding before they are looked up.
+    dtype: of hidden states, float32 on a CPU. Raises UnsupportedModelError for a config that
+    transformers has no model for, FormatError where the checkpoint is another model's,
+    ArgumentError for a form of the KV cache that the device does not have.
     """
 
     def __init__(
@@ -92,11 +95,15 @@ class ModuleDecoder:
         trust_remote_code: bool,
         kv: KVQuant | None = None,
         embed_layers: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device = CPU,
+        dtype: torch.dtype = DTYPE,
     ) -> None:
-        if ops.CACHE != "host":
+        self.device, self.dtype = device, dtype
+        self.caches_on_device = ops.CACHE == "device"
+        if self.caches_on_device and kv is not None and (kv.attention_top < 1 or kv.sinks):
             raise ArgumentError(
-                "models without a spec run through transformers' modules, and those on the CPU "
-                "only; use device='cpu'"
+                "on a GPU the attention of transformers' modules is to all blocks, and no token is "
+                "a sink; use attention_top=1 and sinks=0"
             )
         config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
         tensors = len(checkpoint.weight_map)
@@ -128,8 +135,8 @@ class ModuleDecoder:
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
         matrices = (x for x in structure.layers.parameters() if x.dim() > 1)
         self._columns = max(max(x.shape[-2:]) for x in matrices)  # a matrix may be transposed
-        buffers_from_config(self.model)
-        self.outer_bytes = _read_outer(checkpoint, structure)
+        buffers_from_config(self.model, device)
+        self.outer_bytes = _read_outer(checkpoint, structure, device)
         described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
         self.cache_shapes = (described,) * len(structure.layers)
         self._install(checkpoint, structure)
@@ -144,10 +151,10 @@ class ModuleDecoder:
         Raises UnpackableError for a class that has attentions of its own only.
         """
         if not packed:
-            return build(deepcopy(self.config), trust_remote_code)
+            return build(deepcopy(self.config), trust_remote_code, dtype=self.dtype)
         register()
         try:
-            return build(deepcopy(self.config), trust_remote_code, NAME)
+            return build(deepcopy(self.config), trust_remote_code, NAME, self.dtype)
         except UnsupportedModelError as error:
             build(deepcopy(self.config), trust_remote_code)  # raises where it cannot be at all
             raise UnpackableError(
@@ -254,14 +261,30 @@ class ModuleDecoder:
         """
         if self.packed_shapes:
             shapes = [*self.packed_shapes.values()]
-            tokens = host_cache(shapes, sequences, kv, capacity, lent=self.lent)
+            tokens: KVCache
+            if self.caches_on_device:
+                assert kv is not None
+                tokens = DeviceCache(
+                    shapes,
+                    kv.packed_forms(shapes),
+                    sequences,
+                    window=kv.window,
+                    capacity=capacity,
+                    values_rotated=kv.values_rotated,
+                    frees=not kv.keeps,
+                    device=self.device,
+                    dtype=self.dtype,
+                    lent=self.lent,
+                )
+            else:
+                tokens = host_cache(shapes, sequences, kv, capacity, lent=self.lent)
             return ModuleCache(self.text_config, sequences, tokens, [*self.packed_shapes])
         if kv is not None:
             raise ArgumentError(
                 f"{self.cache_shapes[0]} was loaded without a packed KV cache; load it with kv=8 "
                 "or kv=4"
             )
-        return ModuleCache(self.text_config, sequences)
+        return ModuleCache(self.text_config, sequences, itemsize=self.dtype.itemsize)
 
     def steps(self, run: ForwardPass) -> Steps:
         """One forward pass, as a generator over its units, like `Decoder.steps`.
@@ -286,7 +309,7 @@ class ModuleDecoder:
         work = ModulePass(lambda: self._forward(run.tokens, new, cached), places)
         if cached.tokens is not None:
             work.attention = PackedAttention(
-                self._ops, self._attends, cached.tokens, run.ragged, new
+                self._ops, self._attends, cached.tokens, run.ragged, new.to(self.device)
             )
         logits = yield from work.steps()
         cached.end()
@@ -300,8 +323,9 @@ class ModuleDecoder:
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
         if not self._may_attend:  # Mamba multiplies new tokens by the mask
             real = real[:, -new.shape[1] :]
-        options = {"attention_mask": real, "position_ids": positions}
-        output = self._call(self.model, ids, cached.states, **options)
+        there = {"attention_mask": real, "position_ids": positions}
+        options = {name: one.to(self.device) for name, one in there.items()}
+        output = self._call(self.model, ids.to(self.device), cached.states, **options)
         logits: Tensor = output.logits[0]
         return logits.float()
 
@@ -313,12 +337,12 @@ class ModuleDecoder:
 
     def _install(self, checkpoint: Checkpoint, structure: Structure) -> None:
         """Replace what computes with quantized weights, and let layers wait for theirs."""
-        multiply = Multiply(self._ops)
+        multiply = Multiply(self._ops, self.dtype)
         for i, file in enumerate(checkpoint.layers):
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
             binder = WeightBinder(structure, i, quantized, multiply)
             wait_for_weights(structure.layers[i], binder)
-        head = Head(structure.outputs, Multiply(exact(self._ops)))
+        head = Head(structure.outputs, Multiply(exact(self._ops), self.dtype))
         self.model.set_output_embeddings(head)
 
 
@@ -378,13 +402,13 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
             )
 
 
-def _read_outer(checkpoint: Checkpoint, structure: Structure) -> int:
+def _read_outer(checkpoint: Checkpoint, structure: Structure, device: torch.device) -> int:
     """Read norms, positions and the like into their modules; returns their bytes."""
     total = 0
     for place in structure.outer():
         value = read_weight(checkpoint.outer, checkpoint.outer.weights[place.name])
         assert isinstance(value, Tensor)
-        value = value.to(DTYPE) if value.is_floating_point() else value
+        value = value.to(device, place.tensor.dtype if value.is_floating_point() else None)
         total += value.nbytes
         place.put(value)
     return total

@@ -14,7 +14,6 @@ from qoff.kernels.ops import Ops
 from qoff.memory import HEAD, TiledMatrix
 from qoff.memory.plan import LM_HEAD
 
-from .configs import DTYPE
 from .current import by_tiles, current
 
 Bound: TypeAlias = QTensor | Tensor | TiledMatrix
@@ -22,12 +21,13 @@ Bound: TypeAlias = QTensor | Tensor | TiledMatrix
 
 @dataclass(frozen=True)
 class Multiply:
-    """x @ W.T + bias by the op."""
+    """x @ W.T + bias by the op, which takes `dtype`."""
 
     ops: Ops
+    dtype: torch.dtype
 
     def __call__(self, x: Tensor, matrix: Bound, bias: Tensor | None) -> Tensor:
-        """x: float32 [..., K]. Returns [..., N]."""
+        """x: [..., K], of any float dtype. Returns [..., N] in it."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         count = matrix.shape[0]
         out = x.new_empty(len(rows), count)
@@ -38,17 +38,17 @@ class Multiply:
                 of_tile = slice(tile.first_row, tile.stop)
                 out[:, of_tile] = self(rows, some, None if bias is None else bias[of_tile])
         elif len(rows):
-            out = self.ops.w4_linear(rows, matrix, bias=bias)
+            out = self.ops.w4_linear(rows.to(self.dtype), matrix, bias=bias).to(x.dtype)
         return out.view(*x.shape[:-1], count)
 
 
-def dense(matrix: Bound) -> Tensor:
-    """A matrix in float32 [N, K], for code that looks into it."""
+def dense(matrix: Bound, dtype: torch.dtype) -> Tensor:
+    """A matrix [N, K] in `dtype`, for code that looks into it."""
     if isinstance(matrix, Tensor):
-        return matrix.to(DTYPE)
+        return matrix.to(dtype)
     if isinstance(matrix, TiledMatrix):
-        return torch.cat([tile.dequantize() for _, tile in by_tiles(matrix)])
-    return matrix.dequantize()
+        return torch.cat([tile.dequantize().to(dtype) for _, tile in by_tiles(matrix)])
+    return matrix.dequantize().to(dtype)
 
 
 class QuantizedLinear(nn.Module):
@@ -69,11 +69,11 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The dense weight, as the replaced layer has it; computed anew each time."""
         assert self.bound is not None
-        found = dense(self.bound)
+        found = dense(self.bound, self._multiply.dtype)
         return found.T if self._transposed else found
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: float32 [..., K]. Returns [..., N]."""
+        """x: [..., K]. Returns [..., N]."""
         assert self.bound is not None
         return self._multiply(x, self.bound, self.bias)
 
@@ -122,7 +122,7 @@ class QuantizedExperts:
         self.bound: dict[str, list[Bound]] = {}
 
     def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """hidden: float32 [T, H]; topk_ids: int64 [T, k]; topk_weights: [T, k]. Returns [T, H].
+        """hidden: [T, H]; topk_ids: int64 [T, k]; topk_weights: [T, k]. Returns [T, H].
 
         Tiles come whatever was chosen: which units a pass asks for does not depend on its tokens.
         """
@@ -157,7 +157,7 @@ class Head(nn.Module):
         self._multiply = multiply
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: float32 [B, T, K]."""
+        """x: [B, T, K]."""
         sequences, columns = current().logit_rows
         rows = x[sequences, columns]
         matrix = cast(Bound, current().fetch(HEAD)[LM_HEAD])

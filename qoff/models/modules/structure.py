@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
+CPU = torch.device("cpu")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
@@ -203,8 +204,8 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
     return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
 
 
-def buffers_from_config(model: Any) -> None:
-    """Give the buffers that no checkpoint has (of rotary embeddings, say) their values, in place.
+def buffers_from_config(model: Any, device: torch.device = CPU) -> None:
+    """Give the buffers that no checkpoint has (of rotary embeddings, say) their values.
 
     transformers computes them where it initializes weights; those that are meta stay so.
     """
@@ -215,6 +216,11 @@ def buffers_from_config(model: Any) -> None:
         if tensor.is_meta:
             tensor._is_hf_initialized = True
     model.initialize_weights()
+    if device != CPU:
+        for module in model.modules():
+            for name in module._non_persistent_buffers_set:
+                if (buffer := module._buffers[name]) is not None:
+                    module._buffers[name] = buffer.to(device)
 
 
 def _layer_table(model: Any) -> UnitWeight | None:
