@@ -9,6 +9,7 @@ from qoff.errors import ArgumentError
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory import Transfers
+from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.modules.slots import ModuleSlots, SlotStates
 from qoff.models.runtime import AnyDecoder, Runtime
@@ -18,10 +19,11 @@ from .executor import CpuExecutor
 
 
 class ModuleExecutor(CpuExecutor):
-    """A CPU, for transformers' modules.
+    """A CPU or a GPU, for transformers' modules.
 
-    K and V are packed as the plan says where transformers' attention can be replaced, and otherwise
-    float32 on the device, like recurrent states. Raises ArgumentError for a plan that parks hidden
+    On a CPU K and V are packed as the plan says where transformers' attention can be replaced. On a
+    GPU, and otherwise, they are on the device as the modules compute them, like recurrent states.
+    Raises ArgumentError for a plan that parks hidden
     states, which are the modules' own, and for one that shares prefixes of what is not packed.
     """
 
@@ -32,7 +34,8 @@ class ModuleExecutor(CpuExecutor):
     def new_cache(self) -> ModuleSlots:
         quant, plan, config = self.plan.kv, self.plan, self._decoder.text_config
         attention = [*self._decoder.packed_shapes]
-        states = SlotStates(config, self._layers, attention, plan.batch_size, plan.context)
+        sizes = plan.batch_size, plan.context
+        states = SlotStates(config, self._layers, attention, *sizes, self.device)
         return ModuleSlots(
             self.shapes,
             self.forms,
@@ -47,6 +50,11 @@ class ModuleExecutor(CpuExecutor):
             lent=self._decoder.lent,
             states=states,
         )
+
+    def _transfers(self) -> Transfers:
+        if self.device.type != "cuda":
+            return super()._transfers()
+        return CudaTransfers(self.device, self._new_reader())
 
     def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         plan, options = self.plan, self._options(transfers)
@@ -73,14 +81,17 @@ class ModuleExecutor(CpuExecutor):
 
         options |= {"trust_remote_code": self._trusted, "reserves": reserves}
         options |= {"device_memory": plan.device_memory, "host_memory": host_memory}
+        on_gpu = self.instrumentation.ops_for(self.device).CACHE == "device"
         try:
-            runtime = Runtime(checkpoint, kv=plan.kv, **options)
+            runtime = Runtime(checkpoint, kv=None if on_gpu else plan.kv, **options)
         except UnpackableError:
             runtime = Runtime(checkpoint, kv=None, **options)
         self.memory = self._memories[runtime.residency.in_parts]
+        on_host = self.memory.total(HOST)
+        if self.device.type == "cpu":
+            on_host += runtime.residency.device_bytes
         self.instrumentation.check_memory(
-            self.memory.total(HOST) + runtime.residency.device_bytes,
-            "the plan's sequences and the weights beside them",
+            on_host, "the plan's sequences and the weights beside them"
         )
         return runtime
 

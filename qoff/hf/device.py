@@ -90,7 +90,7 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 def _by(config: Mapping[str, Any]) -> str:
     if not is_native(config):
-        return "it runs through transformers' modules, and these"
+        return ""
     with suppress(QoffError):
         own = is_own(config.get("quantization_config"))
         config = config if own else converted(config, lambda name: False)[0]

@@ -24,7 +24,7 @@ from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
 from qoff.models.families.family import full_config
 from qoff.models.modules.configs import REMOTE_CODE
-from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.runtime import Runtime
 from qoff.plan.default import default_bounds, host_bound, within_limit
 from qoff.quant import QuantConfig
@@ -85,12 +85,12 @@ def load(
 
     kv: how the KV cache is packed: 2, 3, 4 or 8 bits, a pair for K and V, text like "4/0-3:8,4"
     (4 bits, but 8 for K and 4 for V in layers 0 to 3), or a KVQuant; None or "none": float32, on a
-    CPU. "auto" is `KVQuant()`, 4 bits behind a window of 64 tokens, where the model's attention
-    can be packed, else float32; the model's repr says which. timeline: notes every move and
-    computation. Architectures that qoff has no decoder for run through transformers' modules, on
-    the CPU, with a packed cache where transformers' interface for attention allows;
-    trust_remote_code lets code run that comes with a model, or a tokenizer, that transformers does
-    not have.
+    CPU, and `dtype` for transformers' modules on a GPU. "auto" is `KVQuant()`, 4 bits behind a
+    window of 64 tokens, where the model's attention can be packed, else as None; the model's repr
+    says which. timeline: notes every move and computation. Architectures that qoff has no decoder
+    for run through transformers' modules, with a packed cache where transformers' interface for
+    attention allows; trust_remote_code lets code run that comes with a model, or a tokenizer, that
+    transformers does not have.
     Raises ArgumentError, BudgetError with the bytes wanted, FormatError, ChecksumError,
     UnsupportedModelError, ConversionError, or OpError for a head size whose cache cannot be packed.
     """
@@ -215,14 +215,19 @@ def open_runtime(
             budget.settle(runtime)
         return runtime, budget
 
-    described = "float32" if packed is None else str(packed)
+    reason = ""
     try:
         runtime, budget = opened(packed)
     except UnpackableError as error:
-        if kv != AUTO or where.type != "cpu":
+        own = not is_modules(Checkpoint.open(checkpoint))
+        if kv != AUTO or (own and where.type != "cpu"):
             raise
-        described = f"float32 ({error})"
+        packed, reason = None, f" ({error})"
         runtime, budget = opened(None)
+    described = str(packed)
+    if packed is None:
+        described = str(runtime.decoder.dtype).removeprefix("torch.") + reason
+    if reason:
         logger.info("KV cache: %s", described)
     return Opened(runtime, budget, described)
 

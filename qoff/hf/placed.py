@@ -109,7 +109,6 @@ class PlacedModel(PreTrainedModel):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         decoder = self.runtime.decoder
         at = self._computes_on
-        computed = torch.float32 if isinstance(decoder, ModuleDecoder) else decoder.dtype
         if device is not None and (
             device.type != at.type or device.index not in (None, at.index or 0)
         ):
@@ -117,10 +116,10 @@ class PlacedModel(PreTrainedModel):
                 f"the model computes on {at} and cannot be moved to {device}; load it with "
                 f"qoff.load(..., device={str(device)!r})"
             )
-        if dtype not in (None, self.dtype, computed):
+        if dtype not in (None, self.dtype, decoder.dtype):
             raise OpError(
-                f"the model computes in {computed} and cannot be cast to {dtype}; load it with "
-                f"qoff.load(..., device='cuda', dtype={str(dtype).removeprefix('torch.')!r})"
+                f"the model computes in {decoder.dtype} and cannot be cast to {dtype}; load it "
+                f"with qoff.load(..., device='cuda', dtype={str(dtype).removeprefix('torch.')!r})"
             )
         return self
 
@@ -169,8 +168,7 @@ class PlacedModel(PreTrainedModel):
 
     @property
     def _computes_on(self) -> torch.device:
-        decoder = self.runtime.decoder
-        return torch.device("cpu") if isinstance(decoder, ModuleDecoder) else decoder.device
+        return self.runtime.decoder.device
 
     @property
     def _in_torch(self) -> str:

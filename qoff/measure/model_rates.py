@@ -253,7 +253,7 @@ class _Start:
 def _check_machine(runtime: Runtime, case: Case) -> None:
     """Raise BudgetError for a case on a CPU that no memory of the machine would do for."""
     decoder, count = runtime.decoder, case.tokens if case.kind == "pp" else 1
-    if isinstance(decoder, ModuleDecoder) or decoder.device.type == "cpu":
+    if decoder.device.type == "cpu":
         cache = case.batch * runtime.new_cache(1).bytes_for(case.positions)
         work = working_bytes(
             decoder, runtime.kv, case.batch, count, case.batch, case.positions, False

@@ -125,6 +125,7 @@ class Runtime:
                 lambda ids: self.store.gather_rows(PER_LAYER, ids),
                 where,
                 hidden,
+                device_memory,
             )
             workspace = self.decoder.outer_bytes
         else:

@@ -16,7 +16,7 @@ from qoff.kernels.ops import exact, ops_for
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD, local_names
 from qoff.models.modules.binding import WeightBinder, bind_embedding
-from qoff.models.modules.configs import position_limit
+from qoff.models.modules.configs import DTYPE, position_limit
 from qoff.models.modules.current import current
 from qoff.models.modules.decoder import wait_for_weights
 from qoff.models.modules.linear import Bound, Head, Multiply
@@ -63,13 +63,13 @@ class ModuleRun:
         if structure.layer_table is not None:
             bind_embedding(cast(nn.Embedding, structure.layer_table.module), rows[1])
         ops = ops_for(torch.device("cpu"))
-        multiply = _Multiply(ops, batches[0].shape, seen)
+        multiply = _Multiply(ops, DTYPE, batches[0].shape, seen)
         self._layers = [
             _Layer(layer, WeightBinder(structure, i, quantized[i], multiply), seen is not None)
             for i, layer in enumerate(structure.layers)
         ]
         self._leaves = _stop_behind(structure.layers[-1], len(self._layers))
-        model.set_output_embeddings(Head(structure.outputs, Multiply(exact(ops))))
+        model.set_output_embeddings(Head(structure.outputs, Multiply(exact(ops), DTYPE)))
         known = signature(model.forward).parameters.keys() & {"use_cache", "return_dict"}
         options = {name: name == "return_dict" for name in known}
         self._passes = [

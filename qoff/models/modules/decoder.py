@@ -82,7 +82,8 @@ class ModuleDecoder:
     of embeddings of layers, where a model has them. Layers hold weights only while they are
     computed; what lies outside of layers, embedding and head is read at once, `outer_bytes` of it,
     and stays. device: where all that is, but the rows of the embedding before they are looked up.
-    dtype: of hidden states, float32 on a CPU. Raises UnsupportedModelError for a config that
+    dtype: of hidden states, float32 on a CPU. device_memory: bytes of a GPU that may be used; None:
+    all. Raises UnsupportedModelError for a config that
     transformers has no model for, FormatError where the checkpoint is another model's,
     ArgumentError for a form of the KV cache that the device does not have.
     """
@@ -97,8 +98,9 @@ class ModuleDecoder:
         embed_layers: Callable[[Tensor], Tensor] | None = None,
         device: torch.device = CPU,
         dtype: torch.dtype = DTYPE,
+        device_memory: int | None = None,
     ) -> None:
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self._device_memory = device, dtype, device_memory
         self.caches_on_device = ops.CACHE == "device"
         if self.caches_on_device and kv is not None and (kv.attention_top < 1 or kv.sinks):
             raise ArgumentError(
@@ -170,14 +172,16 @@ class ModuleDecoder:
     def working_bytes(self, sequences: int, count: int, longest: int) -> int:
         """An estimate of what a pass of `count` tokens of each sequence takes, without logits.
 
-        As if nothing that a layer computes were freed before its end. transformers' attention has
-        scores against the `longest` tokens of a sequence in memory, and masked; qoff's the tokens
-        of a layer that are not packed, and those that it packs.
+        As if nothing that a layer computes were freed before its end, and all of it were float32.
+        transformers' attention has scores against the `longest` tokens of a sequence in memory, and
+        masked; qoff's on a CPU the tokens of a layer that are not packed, and those that it packs.
         """
         each = 4 * count * (self._widths + 8 * self.text_config.hidden_size)
         if self._kv is None:
             return sequences * (each + 4 * count * 3 * self.heads * longest)
-        largest = 4 * (sequences + PACKING) * max(self._unpacked(count))
+        largest = 0
+        if not self.caches_on_device:
+            largest = 4 * (sequences + PACKING) * max(self._unpacked(count))
         return sequences * each + largest + self.lent_bytes(sequences, count)
 
     def lent_bytes(self, sequences: int, count: int) -> int:
@@ -194,7 +198,9 @@ class ModuleDecoder:
         return [RecentWorkspace.floats_for(one, 1, tokens) for one in self.packed_shapes.values()]
 
     def scratch_bytes(self, sequences: int, count: int, longest: int) -> int:
-        """What qoff's ops share in such a pass: see `native.scratch`."""
+        """What qoff's ops take in such a pass; on a CPU they share it: see `native.scratch`."""
+        if self.caches_on_device:
+            return self._scratch_bytes_on_gpu(sequences, count, longest)
         threads, group = pool_threads(), min(GROUP_SIZES)
         found = [linear_bytes(threads, sequences * count, self._columns, group, normed=False)]
         if self._kv is not None:
@@ -205,6 +211,38 @@ class ModuleDecoder:
             for shape, form in zip(shapes, kv.packed_forms(shapes), strict=True):
                 found += attention_bytes(shape, form, passes, threads)
         return max(found)
+
+    def _scratch_bytes_on_gpu(self, sequences: int, count: int, longest: int) -> int:
+        from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
+        from qoff.kernels.triton.linear.scratch import piece_bytes
+        from qoff.kernels.triton.ops import attention_bytes
+
+        device, dtype = self.device, self.dtype
+        tokens, piece = sequences * count, piece_bytes(device, dtype, self._device_memory)
+        found = [
+            linear_bytes(rows, n, k, dtype, device) + scratch_bytes(rows, n, k, device, piece)
+            for rows, n, k in (
+                (tokens, self._columns, self._columns),
+                (sequences, self.vocab_size, self.text_config.hidden_size),
+            )
+        ]
+        if self._kv is not None:
+            kv, shapes = self._kv, list(self.packed_shapes.values())
+            blocks = DeviceCache.blocks_of(longest, kv.window, 0)
+            found += [
+                attention_bytes(
+                    tokens,
+                    sequences,
+                    blocks,
+                    shape,
+                    form,
+                    dtype,
+                    device,
+                    values_rotated=kv.values_rotated,
+                )
+                for shape, form in zip(shapes, kv.packed_forms(shapes), strict=True)
+            ]
+        return CUBLAS_BYTES + max(found)
 
     def kept_bytes(self, sequences: int, count: int, longest: int) -> int:
         """What such a pass keeps from layer to layer: hidden states, angles, masks, biases."""

@@ -19,20 +19,23 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.host.packed import PackedCache, PackedPass
 
 from .cache import StatesPass, right_aligned
+from .configs import DTYPE
+from .structure import CPU
 
 _KINDS = ("conv_states", "recurrent_states")
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What transformers' cache keeps in a layer for a sequence, float32.
+    """What transformers' cache keeps in a layer for a sequence.
 
-    heads: of K and V that are not packed, [KV heads, D] each. states: shapes of what sums up all
-    tokens, by kind and number.
+    heads: of K and V that are not packed, [KV heads, D] each, in `dtype`. states: of what sums up
+    all tokens, by kind and number, tensors without content.
     """
 
     heads: tuple[tuple[int, int], ...]
-    states: dict[tuple[str, int], tuple[int, ...]]
+    dtype: torch.dtype
+    states: dict[tuple[str, int], Tensor]
 
     @classmethod
     def of(cls, layer: Any, packed: bool) -> LayerMemory:
@@ -40,28 +43,30 @@ class LayerMemory:
         pair: Any = (getattr(layer, "keys", None), getattr(layer, "values", None))
         kept = () if packed or pair[0] is None else pair
         states = {
-            (kind, i): tuple(state.shape[1:])
+            (kind, i): state[0].to("meta")
             for kind in _KINDS
             for i, state in getattr(layer, kind, {}).items()
             if state is not None
         }
-        return cls(tuple((part.shape[1], part.shape[3]) for part in kept), states)
+        heads = tuple((part.shape[1], part.shape[3]) for part in kept)
+        return cls(heads, kept[0].dtype if kept else DTYPE, states)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of a token."""
-        return 4 * sum(heads * dim for heads, dim in self.heads)
+        return self.dtype.itemsize * sum(heads * dim for heads, dim in self.heads)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of a sequence."""
-        return 4 * sum(torch.Size(shape).numel() for shape in self.states.values())
+        return sum(state.nbytes for state in self.states.values())
 
 
 class SlotStates:
     """K and V that are not packed, and recurrent states, of sequences of `context` tokens at most.
 
-    config: of the model. attention: the layers whose K and V are in packed blocks instead.
+    config: of the model. attention: the layers whose K and V are in packed blocks instead. device:
+    where they are.
     """
 
     def __init__(
@@ -71,17 +76,21 @@ class SlotStates:
         attention: Sequence[int],
         sequences: int,
         context: int,
+        device: torch.device = CPU,
     ) -> None:
         self.config, self.attention = config, tuple(attention)
         self.tokens = {
-            i: [torch.empty(sequences, heads, context, dim) for heads, dim in layer.heads]
+            i: [
+                torch.empty(sequences, heads, context, dim, dtype=layer.dtype, device=device)
+                for heads, dim in layer.heads
+            ]
             for i, layer in enumerate(layers)
             if layer.heads
         }
         self.states = {
-            (i, *key): torch.empty(sequences, *shape)
+            (i, *key): torch.empty(sequences, *state.shape, dtype=state.dtype, device=device)
             for i, layer in enumerate(layers)
-            for key, shape in layer.states.items()
+            for key, state in layer.states.items()
         }
 
     @property
