@@ -196,6 +196,11 @@ class Executor(ABC):
     def kv_wait_s(self) -> float:
         """Seconds waited for KV blocks since the start."""
 
+    @property
+    def _layer_numbers(self) -> Sequence[int]:
+        """The model's numbers of the layers that attend."""
+        return self.spec.attention_layers
+
     def adapter_bytes(self, plan: Plan, tiled: bool) -> int:
         """What adapters take on the device with a plan; tiled: whose layers stream in tiles."""
         return 0 if self.adapters is None else self._adapter_bytes(plan, tiled, self._near)[0]
@@ -368,9 +373,6 @@ class CpuExecutor(Executor):
         self._recent_workspace = RecentWorkspace()
         arenas, hooks = dict(self.arenas), self.instrumentation
         plans = self.memory.blocks
-        numbers: Sequence[int] = range(len(self.shapes))
-        if isinstance(self.runtime.decoder, Decoder):
-            numbers = self.spec.attention_layers
         self._staging = Staging(plans.plans, arenas, self._copies, hooks)
         stores, spill_at = list[TieredBlocks](), 0
         for group, plan in plans.groups:
@@ -382,7 +384,7 @@ class CpuExecutor(Executor):
                 arenas,
                 self._copies,
                 self._spill,
-                layers=[numbers[layer] for layer in group.layers],
+                layers=[self._layer_numbers[layer] for layer in group.layers],
                 staging=self._staging,
                 spill_at=spill_at,
                 instrumentation=hooks,

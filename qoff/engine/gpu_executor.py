@@ -83,7 +83,7 @@ class GpuExecutor(Executor):
                 dict(self.arenas),
                 self._copies,
                 self._spill,
-                layers=[self.spec.attention_layers[layer] for layer in group.layers],
+                layers=[self._layer_numbers[layer] for layer in group.layers],
                 always_move=not self.plan.attends_on_cpu,
                 instrumentation=self.instrumentation,
                 new_queue=self._new_queue,

@@ -136,12 +136,18 @@ class LLM:
             device_bytes, host_bytes = default_bounds(checkpoint, where, _share)
             plan = replace(plan, device_memory=device_bytes, host_memory=host_bytes)
         plan = plan_within_limit(plan, checkpoint, where, _share)
-        kind: type[Executor] = CpuExecutor
+        kind: Callable[..., Executor] = CpuExecutor
         more: dict[str, Any] = {}
         if is_modules(checkpoint):
-            from .module_executor import ModuleExecutor  # needs transformers' modules
+            more = {"trust_remote_code": trust_remote_code}
+            if on_gpu:
+                from .gpu_module_executor import modules_on_gpu
 
-            kind, more = ModuleExecutor, {"trust_remote_code": trust_remote_code}
+                kind = modules_on_gpu
+            else:
+                from .module_executor import ModuleExecutor  # needs transformers' modules
+
+                kind = ModuleExecutor
         elif on_gpu:
             from .gpu_executor import GpuExecutor  # needs Triton
 

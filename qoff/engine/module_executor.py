@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from qoff.checkpoint import Checkpoint
@@ -13,48 +14,32 @@ from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.modules.slots import ModuleSlots, SlotStates
 from qoff.models.runtime import AnyDecoder, Runtime
+from qoff.plan import Memory
 from qoff.plan.modules import memory_of_modules
 
-from .executor import CpuExecutor
+from .executor import CpuExecutor, Executor
 
 
-class ModuleExecutor(CpuExecutor):
-    """A CPU or a GPU, for transformers' modules.
+class OfModules(Executor):
+    """A device, for transformers' modules.
 
-    On a CPU K and V are packed as the plan says where transformers' attention can be replaced. On a
-    GPU, and otherwise, they are on the device as the modules compute them, like recurrent states.
-    Raises ArgumentError for a plan that parks hidden
-    states, which are the modules' own, and for one that shares prefixes of what is not packed.
+    Raises ArgumentError for a plan that parks hidden states, which are the modules' own, and for
+    one that shares prefixes of what is not packed.
     """
 
     def __init__(self, *arguments: Any, trust_remote_code: bool, **options: Any) -> None:
         self._trusted = trust_remote_code
         super().__init__(*arguments, **options)
 
-    def new_cache(self) -> ModuleSlots:
-        quant, plan, config = self.plan.kv, self.plan, self._decoder.text_config
-        attention = [*self._decoder.packed_shapes]
-        sizes = plan.batch_size, plan.context
-        states = SlotStates(config, self._layers, attention, *sizes, self.device)
-        return ModuleSlots(
-            self.shapes,
-            self.forms,
-            plan.batch_size,
-            # Without packed layers there are no blocks.
-            window=quant.window if self.shapes else plan.context,
-            sinks=quant.sinks if self.shapes else 0,
-            attention_top=quant.attention_top,
-            values_rotated=quant.values_rotated,
-            stores=self._stores_of(),
-            workspace=self._recent_workspace,
-            lent=self._decoder.lent,
-            states=states,
-        )
+    @property
+    def _layer_numbers(self) -> Sequence[int]:
+        return range(len(self.shapes))
 
-    def _transfers(self) -> Transfers:
-        if self.device.type != "cuda":
-            return super()._transfers()
-        return CudaTransfers(self.device, self._new_reader())
+    def _states(self) -> SlotStates:
+        """What a batch keeps beside packed blocks."""
+        decoder, sizes = self._decoder, (self.plan.batch_size, self.plan.context)
+        attention = [*decoder.packed_shapes]
+        return SlotStates(decoder.text_config, self._layers, attention, *sizes, self.device)
 
     def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         plan, options = self.plan, self._options(transfers)
@@ -81,11 +66,7 @@ class ModuleExecutor(CpuExecutor):
 
         options |= {"trust_remote_code": self._trusted, "reserves": reserves}
         options |= {"device_memory": plan.device_memory, "host_memory": host_memory}
-        on_gpu = self.instrumentation.ops_for(self.device).CACHE == "device"
-        try:
-            runtime = Runtime(checkpoint, kv=None if on_gpu else plan.kv, **options)
-        except UnpackableError:
-            runtime = Runtime(checkpoint, kv=None, **options)
+        runtime = self._runtime(checkpoint, **options)
         self.memory = self._memories[runtime.residency.in_parts]
         on_host = self.memory.total(HOST)
         if self.device.type == "cpu":
@@ -109,7 +90,45 @@ class ModuleExecutor(CpuExecutor):
                 f"share_prefixes needs a KV cache that is packed, and {decoder.cache_shapes[0]} "
                 "has one that is not, or recurrent states; leave share_prefixes out"
             )
-        self._memories = [
-            memory_of_modules(self.plan, decoder, self._layers, tiled) for tiled in (False, True)
-        ]
+        self._memories = [self._memory_of(tiled) for tiled in (False, True)]
         self._memories[0].left(DEVICE, self.plan.device_memory)  # refuses by purpose
+
+
+class ModuleExecutor(OfModules, CpuExecutor):
+    """A CPU, or a GPU for models whose attention cannot be replaced.
+
+    Elsewhere K and V are packed as the plan says; what is not packed is on the device as the
+    modules compute it, like recurrent states.
+    """
+
+    def new_cache(self) -> ModuleSlots:
+        quant, plan = self.plan.kv, self.plan
+        return ModuleSlots(
+            self.shapes,
+            self.forms,
+            plan.batch_size,
+            # Without packed layers there are no blocks.
+            window=quant.window if self.shapes else plan.context,
+            sinks=quant.sinks if self.shapes else 0,
+            attention_top=quant.attention_top,
+            values_rotated=quant.values_rotated,
+            stores=self._stores_of(),
+            workspace=self._recent_workspace,
+            lent=self._decoder.lent,
+            states=self._states(),
+        )
+
+    def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
+        on_gpu = self.instrumentation.ops_for(self.device).CACHE == "device"
+        try:
+            return Runtime(checkpoint, kv=None if on_gpu else self.plan.kv, **options)
+        except UnpackableError:
+            return Runtime(checkpoint, kv=None, **options)
+
+    def _transfers(self) -> Transfers:
+        if self.device.type != "cuda":
+            return super()._transfers()
+        return CudaTransfers(self.device, self._new_reader())
+
+    def _memory_of(self, tiled: bool) -> Memory:
+        return memory_of_modules(self.plan, self._decoder, self._layers, tiled)

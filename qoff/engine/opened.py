@@ -96,7 +96,7 @@ class Source:
     the Hub is kept. more: options of the executor.
     """
 
-    kind: type[Executor]
+    kind: Callable[..., Executor]
     checkpoint: Checkpoint
     tokenizer: Any
     device: torch.device

@@ -85,7 +85,7 @@ def memory_on_gpu(
         on_device += _pass_bytes(steps, *model, piece=0 if scratch.held else scratch.piece)
         on_device += _fixed_bytes(recorded, spec, dtype) + held_bytes(spec, recorded, dtype)
     work = {DEVICE: on_device, HOST: 0}
-    if _attends_on_host(plan):  # queries and results, and what the CPU works in
+    if attends_on_host(plan):  # queries and results, and what the CPU works in
         work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape, _ in kinds)
         passes, threads = plan.passes(spec.vocab_size), pool_threads()
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for _, form in kinds)
@@ -177,7 +177,7 @@ def _pass_bytes(
             form,
             dtype,
             device,
-            offloaded=_attends_on_host(plan),
+            offloaded=attends_on_host(plan),
             values_rotated=plan.kv.values_rotated,
         )
         for shape, form in kinds
@@ -232,6 +232,6 @@ def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
     return 2 * rows * (8 + values + 8 * MOST)
 
 
-def _attends_on_host(plan: Plan) -> bool:
+def attends_on_host(plan: Plan) -> bool:
     """Whether some blocks are attended on the CPU."""
     return plan.attends_on_cpu and plan.kv_placement.device_fraction < 1

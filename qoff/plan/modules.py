@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
@@ -22,15 +22,29 @@ _LOGITS = 3  # copies that a model's head makes: its own, scaled, capped
 def memory_of_modules(
     plan: Plan, decoder: ModuleDecoder, layers: Sequence[LayerMemory], tiled: bool = False
 ) -> Memory:
-    """What a plan takes beside the weights of layers, embedding and head.
+    """What a plan takes on a CPU beside the weights of layers, embedding and head.
 
-    layers: what a sequence takes in each beside packed blocks. tiled: layers stream in tiles.
+    So, too, on a GPU, where nothing is packed. layers: what a sequence takes in each beside packed
+    blocks. tiled: layers stream in tiles.
     """
     shapes = [*decoder.packed_shapes.values()]
-    sequences = plan.batches * plan.batch_size
     blocks = plan.block_plans(shapes, plan.kv.packed_forms(shapes))
     window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
     recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
+    kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
+    return Memory(blocks, purposes(plan, decoder, layers, tiled, kv, recent))
+
+
+def purposes(
+    plan: Plan,
+    decoder: ModuleDecoder,
+    layers: Sequence[LayerMemory],
+    tiled: bool,
+    kv: Mapping[str, Mapping[str, int]],
+    recent: int,
+) -> dict[str, dict[str, int]]:
+    """Bytes by tier and purpose. kv: of packed K and V; recent: of their layers, not packed."""
+    sequences = plan.batches * plan.batch_size
     states = sum(layer.state_bytes for layer in layers)
     tokens = plan.context * sum(layer.token_bytes for layer in layers)
     # A layer's K and V as transformers' attention has them: padded, and again for every query head.
@@ -46,7 +60,7 @@ def memory_of_modules(
         (rows, columns, plan.batch_size * padded)
         for rows, columns in ((1, plan.prefill_tokens), (plan.batch_size, 1))
     ]
-    each = [decoder.working_bytes(b, t, plan.context) + kv for b, t, kv in passes]
+    each = [decoder.working_bytes(b, t, plan.context) + both for b, t, both in passes]
     kept = [decoder.kept_bytes(b, t, plan.context) for b, t, _ in passes]
     if tiled:
         work = plan.batches * sum(each)
@@ -63,11 +77,10 @@ def memory_of_modules(
         *(decoder.scratch_bytes(b, t, plan.context) for b, t, _ in passes),
     )
     work += sequences * states  # copies, while passes are under way
-    kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
     hidden: dict[str, int] = {
         tier: plan.batches * sum(kept) if tier == DEVICE else 0 for tier in TIERS
     }
     found = by_purpose(kv, recent, hidden, {DEVICE: work})
     found[DEVICE]["states"] = sequences * (tokens + states)
     found[DEVICE]["weights outside of layers"] = decoder.outer_bytes
-    return Memory(blocks, found)
+    return found

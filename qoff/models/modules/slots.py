@@ -16,7 +16,10 @@ from transformers.cache_utils import (
 )
 
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kvcache.host.packed import PackedCache, PackedPass
+from qoff.kvcache import CachePass, DeviceCache, PackedCache
+from qoff.kvcache.device.cache import DeviceCachePass
+from qoff.kvcache.host.packed import PackedPass
+from qoff.kvcache.slots import SlotCache, SlotPass
 
 from .cache import StatesPass, right_aligned
 from .configs import DTYPE
@@ -106,10 +109,10 @@ class SlotStates:
         return [*(part for pair in self.tokens.values() for part in pair), *self.states.values()]
 
 
-class ModuleSlots(PackedCache):
+class _ModuleSlots(SlotCache):
     """Slots of packed blocks for the layers `states.attention`; what is not packed is in `states`.
 
-    The other arguments are those of `PackedCache`, whose layers these are, in their order.
+    The other arguments are those of the packed cache, whose layers these are, in their order.
     """
 
     padding = 1  # a pass computes what is padded, too
@@ -122,32 +125,29 @@ class ModuleSlots(PackedCache):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self.states.nbytes
-
-    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> ModuleSlotPass:
-        return ModuleSlotPass(self, ragged, slots)
+        return super().nbytes + self.states.nbytes  # type: ignore[safe-super]
 
     def copy_recent(self, source: int, target: int) -> None:
-        super().copy_recent(source, target)
+        super().copy_recent(source, target)  # type: ignore[safe-super]
         self.states.copy(source, target)
 
 
-class ModuleSlotPass(PackedPass, StatesPass):
+class _ModuleSlotPass(SlotPass, StatesPass):
     """A forward pass of sequences in slots, as a padded batch whose rows end together."""
 
-    _cache: ModuleSlots
+    _cache: _ModuleSlots
 
-    def __init__(self, cache: ModuleSlots, ragged: Ragged, slots: Sequence[int] | None) -> None:
+    def __init__(self, cache: Any, ragged: Ragged, slots: Sequence[int] | None) -> None:
         super().__init__(cache, ragged, slots)
         self.real = right_aligned([span.past + span.count for span in ragged.spans])
-        self._rows = [self._slots[span.slot] for span in ragged.spans]
+        self._rows = [span.slot if slots is None else slots[span.slot] for span in ragged.spans]
         new = max(span.count for span in ragged.spans)
         self.states = self._states(self.real.shape[1] - new)
 
     @property
-    def tokens(self) -> PackedPass | None:
+    def tokens(self) -> CachePass | None:
         """Where attention of qoff's finds K and V; None: transformers attends."""
-        return self if self._cache.shapes else None
+        return self if self._cache.states.attention else None
 
     def prefetch(self, layer: int) -> None:
         if layer in self._cache.states.attention:
@@ -176,6 +176,32 @@ class ModuleSlotPass(PackedPass, StatesPass):
                     into.conv_kernel_size[number] = kept.shape[-1]
                 into.dtype, into.device = kept.dtype, kept.device
         return found
+
+
+class ModuleSlots(_ModuleSlots, PackedCache):
+    """With blocks that a CPU attends to, or none."""
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> _HostPass:
+        return _HostPass(self, ragged, slots)
+
+
+class _HostPass(_ModuleSlotPass, PackedPass):
+    """A pass whose attention is a CPU's."""
+
+    _cache: ModuleSlots
+
+
+class DeviceModuleSlots(_ModuleSlots, DeviceCache):
+    """With blocks on a GPU, or that come there."""
+
+    def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> _DevicePass:
+        return _DevicePass(self, ragged, slots)
+
+
+class _DevicePass(_ModuleSlotPass, DeviceCachePass):
+    """A pass whose attention is a GPU's."""
+
+    _cache: DeviceModuleSlots
 
 
 @dataclass(frozen=True)

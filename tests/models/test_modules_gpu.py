@@ -1,0 +1,116 @@
+"""transformers' modules on the ops of a GPU: with transformers' logits, wherever weights are.
+
+Without a GPU everything is in CPU tensors, and Triton interprets the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError
+from qoff.hf.torch_threads import one_torch_thread
+from qoff.kvcache import DeviceCache, KVQuant
+from qoff.models.modules.cache import ModuleCache
+from qoff.models.runtime import Runtime
+from qoff.plan import Plan
+from tests.instruments import POISON
+from tests.models.test_modules import logits_of as unpacked_logits
+from tests.models.test_modules import tokens as few_tokens
+from tests.models.test_modules_packed import logits_of, tokens
+from tests.module_models import expected_logits, module_checkpoint, module_reference
+from tests.tiny_models import refused
+from tests.tolerances import relative_rms
+from tests.triton_module import triton_module
+
+triton_ops = triton_module("ops")
+
+ON_GPU = torch.cuda.is_available()
+HALF = 0.01  # float16, of several layers
+# Transposed matrices, of experts, too; biases that attention adds; states beside attention.
+UNPACKED = ("gpt2", "aria", "bloom", "falcon_h1")
+PACKED = KVQuant(8, 8, window=16)
+PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+PLAN = Plan(batch_size=2, context=64, prefill_tokens=64, kv=PACKED)
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options of what runs on the ops of a GPU."""
+    if request.param == "gpu":
+        return {"device": "cuda", "dtype": torch.float16}
+    if ON_GPU:
+        pytest.skip("Triton interprets kernels only where there is no GPU")
+    return {"instrumentation": replace(POISON, ops=triton_ops)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's threads spin after each of its ops, on cores that other tests may need."""
+    with one_torch_thread():
+        yield
+
+
+def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max(relative_rms(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_logits_are_those_of_transformers(base: Path, name: str, where: dict[str, Any]) -> None:
+    texts = few_tokens([1, 17, 8])
+    wanted = expected_logits(module_reference(base, name), *texts)
+    with Runtime(module_checkpoint(base, name, "split32"), **where) as runtime:
+        assert worst(unpacked_logits(runtime, *texts), wanted) < HALF
+
+
+def test_a_packed_cache_is_that_of_a_gpu(base: Path, where: dict[str, Any]) -> None:
+    name = "vaultgemma-head64"  # some of its layers have a window
+    wanted = expected_logits(module_reference(base, name), *tokens())
+    path = module_checkpoint(base, name, "split32")
+    with Runtime(path, kv=PACKED, **where) as runtime:
+        cache = runtime.new_cache(1)
+        assert isinstance(cache, ModuleCache)
+        assert isinstance(cache.tokens, DeviceCache)
+        found = logits_of(runtime)
+    with Runtime(path, **where) as runtime:
+        exact = logits_of(runtime)
+    assert worst(exact, wanted) < HALF < worst(found, wanted) < 3 * HALF
+
+
+def test_streaming_changes_no_bit(base: Path, where: dict[str, Any]) -> None:
+    path, texts = module_checkpoint(base, "jamba", "split32"), few_tokens([1, 17, 8])
+    with Runtime(path, **where) as runtime:
+        resident = torch.cat(unpacked_logits(runtime, *texts))
+    least, _ = refused(lambda: Runtime(path, device_memory=0, **where))
+    with Runtime(path, device_memory=least, **where) as runtime:
+        assert torch.equal(torch.cat(unpacked_logits(runtime, *texts)), resident)
+        assert runtime.stats().slot_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["stablelm-head64", "jamba"])
+def test_the_engine_gives_the_answers_of_a_cpu(
+    base: Path, name: str, where: dict[str, Any]
+) -> None:
+    prompts = [text.tolist() for text in few_tokens([26, 20, 40])[0]]
+    with LLM(module_checkpoint(base, name), PLAN) as llm:
+        wanted = [one.token_ids for one in llm.generate(prompts, PARAMS)]
+    options = {"_instrumentation" if k == "instrumentation" else k: v for k, v in where.items()}
+    with LLM(module_checkpoint(base, name, "split32"), PLAN, **options) as llm:
+        assert [one.token_ids for one in llm.generate(prompts, PARAMS)] == wanted
+        assert llm.memory_by_tier()["device"]["states"] > 0
+
+
+@pytest.mark.parametrize("kv", [KVQuant(8, 8, attention_top=0.5), KVQuant(8, 8, sinks=16)])
+def test_caches_that_a_gpu_does_not_have_are_refused(
+    base: Path, kv: KVQuant, where: dict[str, Any]
+) -> None:
+    path = module_checkpoint(base, "stablelm-head64", "split32")
+    with pytest.raises(ArgumentError, match="use attention_top=1 and sinks=0"):
+        Runtime(path, kv=kv, **where)
