@@ -61,7 +61,7 @@ class ModelOptions:
             raise ArgumentError(
                 f"--revision is of models on the hub, and {model} is here; leave it out"
             )
-        device = device_for(model, self.device, self.revision, self.trust_remote_code)
+        device = device_for(self.device)
         with progress_bar("converting", quiet) as progress:
             return find_checkpoint(
                 model,

@@ -91,7 +91,7 @@ class LLM:
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ArgumentError(f"path is {shown(path)}; give a folder or a hub id")
-        where = device_for(path, device, revision, trust_remote_code)
+        where = device_for(device)
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
         if isinstance(plan, str | PathLike):
             plan = read_plan(plan)

@@ -33,7 +33,7 @@ from qoff.settings import cache_directory
 from qoff.system_memory import refusals, return_freed
 
 from .budget import Budget, Scoring
-from .device import CPU, check_packing, device_for
+from .device import check_packing, device_for
 from .generation_config import read_generation_config
 from .hub import download, download_config, exists, is_own
 from .stamps import digest, source_stamps
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 
 
 @refusals()
@@ -70,7 +71,7 @@ def load(
 
     path_or_hub_id: a qoff checkpoint; or a safetensors directory, a GGUF file or a hub id, which is
     converted once, as `quant` says, into the cache directory (`cache_dir`, by default QOFF_CACHE).
-    device: "cpu", a GPU like "cuda", or "auto": a GPU if there is one that runs the model. dtype:
+    device: "cpu", a GPU like "cuda", or "auto": a GPU if there is one. dtype:
     of hidden states on a GPU; "auto": what the model was trained in. A CPU computes in float32.
 
     device_memory bounds everything on the device, in bytes or like "24MiB": weights, KV caches,
@@ -99,7 +100,7 @@ def load(
             f"{path_or_hub_id!r} is neither a path nor the id of a model on the hub"
         )
     _check_room(context, batch_size)
-    where = device_for(path_or_hub_id, device, revision, trust_remote_code)
+    where = device_for(device)
     device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     if kv != AUTO:
         kv = kv_quant(kv)  # what is none is known before anything is converted
@@ -181,7 +182,7 @@ def open_runtime(
 ) -> Opened:
     """What runs a qoff checkpoint; the arguments are those of `load`. scoring: see `Budget`."""
     _check_room(context, batch_size)
-    where = device_for(checkpoint, device) if device == AUTO else resolve_device(device)
+    where = resolve_device(device)
     device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
     if device_bytes is None and host_bytes is None:

@@ -24,7 +24,6 @@ from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.cpu_pairs import cpu_pairs_bytes
-from qoff.models.native.decoder import check_on_gpu
 from qoff.models.native.graph_steps import MOST
 from qoff.models.native.pass_bytes import embedded_bytes, held_bytes, layer_bytes, logits_bytes
 from qoff.models.native.rope import table_bytes
@@ -65,7 +64,6 @@ def memory_on_gpu(
     are recorded, 0 for none; recordings have working space of their own. Working space is the sum
     of what each module says that it allocates at most, in the step of a pass that takes most.
     """
-    check_on_gpu(spec)
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)

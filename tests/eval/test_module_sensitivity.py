@@ -134,7 +134,10 @@ def test_products_of_what_has_no_gradient_tell_nothing() -> None:
     """Those of positions, say, by which some layers bias their scores."""
     seen: list[object] = []
     multiply = _Multiply(
-        ops_for(torch.device("cpu")), torch.Size((1, 3)), lambda *one: seen.append(one)
+        ops_for(torch.device("cpu")),
+        torch.float32,
+        torch.Size((1, 3)),
+        lambda *one: seen.append(one),
     )
     x, matrix = torch.randn(3, 8), torch.randn(5, 8)
     with torch.enable_grad():

@@ -12,7 +12,7 @@ import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
 from qoff.hf import device as module
-from qoff.hf.device import check_packing, device_for
+from qoff.hf.device import check_packing
 from qoff.hf.load import find_checkpoint, open_runtime
 from qoff.hf.plugin.streaming import Streaming
 from qoff.kvcache import KVQuant
@@ -24,7 +24,6 @@ from qoff.quant import matrix
 from qoff.schema import read_object
 from tests.cli.commands import fail
 from tests.hf.plugin_models import load
-from tests.module_models import module_source
 from tests.tiny_models import QUANT, tiny_checkpoint, tiny_model
 
 GPU = torch.device("cuda", 0)
@@ -37,6 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "resolve_device", lambda name: GPU if name in names else torch.device(name)
     )
+    monkeypatch.setattr("qoff.hf.load.resolve_device", module.resolve_device)
     monkeypatch.setattr(module, "ops_for", lambda _: None)
 
 
@@ -45,32 +45,10 @@ def nothing_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qoff.hf.load.convert", lambda *_, **__: pytest.fail("was converted"))
 
 
-@pytest.mark.usefixtures("gpu")
-def test_auto_is_the_cpu_for_models_that_only_it_runs(
-    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    base = tmp_path_factory.getbasetemp()
-    native, other = tiny_model(base, "llama"), module_source(base, "stablelm")
-    with caplog.at_level(logging.WARNING):
-        assert device_for(native, "auto") == device_for(native, "cuda") == GPU
-        assert device_for(other, "cpu") == torch.device("cpu")
-        assert not caplog.records
-        assert device_for(other, "auto") == torch.device("cpu")
-    (line,) = (one.getMessage() for one in caplog.records)
-    assert line.endswith("on the CPU only, so device 'auto' is the CPU")
-    assert device_for(base / "no-such-model.gguf" / "x", "cpu") == torch.device("cpu")
-
-
 @pytest.mark.usefixtures("gpu", "nothing_is_converted")
-def test_a_gpu_by_name_is_refused_before_the_conversion(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_cannot_be_used_is_refused_before_the_conversion(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = tmp_path_factory.getbasetemp()
-    other = module_source(base, "stablelm")
-    for opened in (qoff.load, qoff.LLM):
-        with pytest.raises(ArgumentError, match="on the CPU only; use device='cpu'"):
-            opened(other, device="cuda", cache_dir=tmp_path)
-
     def missing(device: torch.device) -> None:
         raise OpError("no GPU that torch can use")
 

@@ -281,7 +281,7 @@ def test_rows_of_experts_are_not_those_of_the_source(name: str, chosen: bool) ->
 @torch.no_grad()
 def test_rows_in_another_order_are_not_taken_for_two_halves() -> None:
     values, x = torch.randn(32, 64), torch.randn(4, 10, 64)
-    multiply = _Multiply(ops_for(torch.device("cpu")), torch.Size((4, 10)))
+    multiply = _Multiply(ops_for(torch.device("cpu")), torch.float32, torch.Size((4, 10)))
 
     def products(x: Tensor) -> tuple[Tensor, Tensor]:
         moments = Moments()

@@ -14,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.load import open_model
 from qoff.hf.torch_threads import one_torch_thread
 from qoff.kvcache import DeviceCache, KVQuant
+from qoff.memory.instrumentation import PLAIN
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.runtime import Runtime
-from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.models.test_modules import logits_of as unpacked_logits
 from tests.models.test_modules import tokens as few_tokens
 from tests.models.test_modules_packed import logits_of, tokens
 from tests.module_models import expected_logits, module_checkpoint, module_reference
+from tests.tiny_families import VOCAB
 from tests.tiny_models import refused
 from tests.tolerances import relative_rms
 from tests.triton_module import triton_module
@@ -37,8 +38,6 @@ HALF = 0.01  # float16, of several layers
 # Transposed matrices, of experts, too; biases that attention adds; states beside attention.
 UNPACKED = ("gpt2", "aria", "bloom", "falcon_h1")
 PACKED = KVQuant(8, 8, window=16)
-PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-PLAN = Plan(batch_size=2, context=64, prefill_tokens=64, kv=PACKED)
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -94,19 +93,6 @@ def test_streaming_changes_no_bit(base: Path, where: dict[str, Any]) -> None:
         assert runtime.stats().slot_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["stablelm-head64", "jamba"])
-def test_the_engine_gives_the_answers_of_a_cpu(
-    base: Path, name: str, where: dict[str, Any]
-) -> None:
-    prompts = [text.tolist() for text in few_tokens([26, 20, 40])[0]]
-    with LLM(module_checkpoint(base, name), PLAN) as llm:
-        wanted = [one.token_ids for one in llm.generate(prompts, PARAMS)]
-    options = {"_instrumentation" if k == "instrumentation" else k: v for k, v in where.items()}
-    with LLM(module_checkpoint(base, name, "split32"), PLAN, **options) as llm:
-        assert [one.token_ids for one in llm.generate(prompts, PARAMS)] == wanted
-        assert llm.memory_by_tier()["device"]["states"] > 0
-
-
 @pytest.mark.parametrize("kv", [KVQuant(8, 8, attention_top=0.5), KVQuant(8, 8, sinks=16)])
 def test_caches_that_a_gpu_does_not_have_are_refused(
     base: Path, kv: KVQuant, where: dict[str, Any]
@@ -114,3 +100,16 @@ def test_caches_that_a_gpu_does_not_have_are_refused(
     path = module_checkpoint(base, "stablelm-head64", "split32")
     with pytest.raises(ArgumentError, match="use attention_top=1 and sinks=0"):
         Runtime(path, kv=kv, **where)
+
+
+def test_a_bound_holds_caches_and_passes(base: Path, where: dict[str, Any]) -> None:
+    path = module_checkpoint(base, "bloom", "split32")
+    options: dict[str, Any] = {"instrumentation": PLAIN, **where, "context": 128}
+    least, _ = refused(lambda: open_model(path, device_memory=0, **options))
+    with one_torch_thread():
+        model = open_model(path, device_memory=least, **options)
+    assert "KV cache: float16 (the KV cache of BloomForCausalLM cannot be packed" in repr(model)
+    ids = torch.randint(3, VOCAB, (1, 20), device=where.get("device", "cpu"))
+    assert model.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 23)
+    with pytest.raises(BudgetError, match="a KV cache of 1 x 100000 tokens wants"):
+        model(ids.expand(1, 20).repeat(1, 5000))

@@ -119,7 +119,7 @@ def kv_for_bits(
     where predictions are no finite numbers, and the errors of `qoff.load`.
     """
     _check_bits(bits)
-    where = device_for(model, device, revision, trust_remote_code)
+    where = device_for(device)
     checkpoint = find_checkpoint(
         model,
         quant=quant,

@@ -55,7 +55,7 @@ def run(
     for those without room for a question, and the errors of `qoff.LLM` and `qoff.load`.
     """
     resources = resources or NeedleResources()
-    device = device_for(model_path, resources.options.get("device", AUTO))
+    device = device_for(resources.options.get("device", AUTO))
     path = find_checkpoint(model_path, device=device)
     _check_positions(path, max(settings.lengths))
     if not caches:

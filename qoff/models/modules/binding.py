@@ -28,6 +28,7 @@ class WeightBinder:
         self.index = index
         # Where each goes, and what the store calls it; of experts, the matrices of all.
         self._places: list[tuple[dict[str, Any], str, str | list[str]]] = []
+        self._dtype = multiply.dtype
         self._dtypes: dict[str, torch.dtype] = {}  # that modules want what is not quantized in
         linears: dict[int, QuantizedLinear] = {}  # by the module that they replace
         experts: dict[int, QuantizedExperts] = {}
@@ -63,7 +64,7 @@ class WeightBinder:
                 continue
             value = weights[key]
             if isinstance(value, Tensor) and value.is_floating_point():
-                value = value.to(self._dtypes[key])
+                value = value.to(self._dtypes.get(key, self._dtype))
             into[attribute] = value
 
     def unbind(self) -> None:

@@ -67,14 +67,6 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
     )
 
 
-def check_on_gpu(spec: DecoderSpec) -> None:
-    """Raise ArgumentError for attention that no kernel for a GPU computes."""
-    if not spec.attention_layers:
-        raise ArgumentError(
-            "a model without a layer that attends is not computed on a GPU yet; use device='cpu'"
-        )
-
-
 def new_states(
     spec: DecoderSpec, sequences: int, device: torch.device = CPU
 ) -> tuple[StateCache | None, Sequence[bool]]:
@@ -88,11 +80,9 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
     """Refuse caches that cannot be made.
 
     on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
-    ArgumentError for bits of a layer there is not, and on a GPU what `check_on_gpu` does, and for
-    no `kv` and attention to some of the tokens.
+    ArgumentError for bits of a layer there is not, and on a GPU for no `kv` and attention to some
+    of the tokens.
     """
-    if on_device:
-        check_on_gpu(spec)
     if kv is not None:
         try:
             kv.forms(head_shapes(spec))
