@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from qoff.engine.prompts import Chat, prompt_list
 from qoff.engine.request import Sequence
 
 from .batches import Batches
+from .bell import Bell
 from .metrics import Metrics
 from .stats import memory, recent
 
@@ -43,17 +44,17 @@ class Piece:
 
 
 class Answers(Vectors):
-    """The answers to a request's prompts, n for each, as they come into an event loop."""
+    """The answers to a request's prompts, n for each, as they come into the loop of `bell`."""
 
     follows = math.inf
 
-    def __init__(self, prompts: int, n: int, deadline: float) -> None:
+    def __init__(self, prompts: int, n: int, deadline: float, bell: Bell) -> None:
         super().__init__()
         self.count, self._n = prompts * n, n
         self.prompt_tokens = 0  # of all prompts
         self.prompt: tuple[int, ...] = ()  # the one that was answered last; a chat has one
         self._deadline = deadline  # of the loop's clock
-        self._loop = asyncio.get_running_loop()
+        self._bell = bell
         self._news = asyncio.Event()
         self._pieces: deque[Piece] = deque()
         self._seen: dict[int, int] = {}  # tokens of each answer that has begun
@@ -74,20 +75,16 @@ class Answers(Vectors):
         self._seen[number], self.prompt = seen + len(new), sequence.prompt
         logprobs = tuple(sequence.logprobs[seen : seen + len(new)])
         self._pieces.append(Piece(number, new, logprobs, answer))
-        self._tell()
+        self._bell.ring(self._news)
 
     def failed(self, error: BaseException) -> None:
         super().failed(error)
-        self._tell()
+        self._bell.ring(self._news)
 
     @property
     def need_together(self) -> int:
         """Places that it still needs in one batch of the plan; 0 once all answers have begun."""
         return self._n if len(self._seen) < self.count else 0
-
-    def _tell(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
-            self._loop.call_soon_threadsafe(self._news.set)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What is new, until all answers are done.
@@ -125,6 +122,7 @@ class Engine:
         self.metrics = Metrics(name)
         self._running: dict[Answers, int] = {}  # with how many answers each
         self._stopped = False
+        self._bell: Bell | None = None  # of the event loop, once somebody has asked
         self._thread: threading.Thread | None = None
         self._readers = ThreadPoolExecutor(_READERS, "qoff-serve-reader")
         self._large = ThreadPoolExecutor(1, "qoff-serve-large")  # its work takes seconds
@@ -274,7 +272,9 @@ class Engine:
         count = len(found)
         self._check_room(count * params.n)
         loop = asyncio.get_running_loop()
-        answers = Answers(count, params.n, loop.time() + self._timeout_s)
+        if self._bell is None:
+            self._bell = Bell(loop)
+        answers = Answers(count, params.n, loop.time() + self._timeout_s, self._bell)
         self._running[answers] = answers.count
         self._changed()
         read = loop.run_in_executor(self._lane(), llm.submit, found, params, answers, adapter)
