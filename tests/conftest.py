@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 # For `bench` and `tests`; last, or the folder `kernels` would stand for the PyPI package.
@@ -67,6 +68,10 @@ _MAY_BE_MISSING = frozenset(
 )
 
 
+_FREEZE_S = 10.0
+_frozen = 0.0
+
+
 class OptionalModule(pytest.Module):
     """A file of tests, skipped with a reason where a package that it imports is not installed."""
 
@@ -117,6 +122,19 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
             logger.propagate = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Have it leave alone what a file has imported or remembered, too, once in a while.
+
+    Engines look for garbage when they are closed: 0.1 s, if all that is there takes part.
+    """
+    global _frozen
+    if (nextitem is None or nextitem.path != item.path) and monotonic() - _frozen > _FREEZE_S:
+        gc.collect()
+        gc.freeze()
+        _frozen = monotonic()
 
 
 @pytest.fixture(scope="session", autouse=True)
