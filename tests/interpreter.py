@@ -268,6 +268,18 @@ def make_fast() -> None:
             check(self)
 
     TensorHandle.__init__ = handle
+    builder, cast = interpreter.InterpreterBuilder, interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, src: TensorHandle, to: Any) -> TensorHandle:
+        to_scalar = to.scalar
+        if "bf16" in (src.dtype.scalar.name, to_scalar.name):  # which numpy does not have
+            return cast(self, src, to)
+        return TensorHandle(src.data.astype(interpreter._get_np_dtype(to)), to_scalar)
+
+    def expand_dims(self: Any, x: TensorHandle, axis: int) -> TensorHandle:
+        return TensorHandle(x.data[(slice(None),) * axis + (None,)], x.dtype.scalar)
+
+    builder.cast_impl, builder.create_expand_dims = cast_impl, expand_dims
     pointer, scalar = np.dtype(np.uint64), lru_cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: (
         pointer if isinstance(dtype.scalar, tl.pointer_type) else scalar(dtype.scalar)
