@@ -151,7 +151,7 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
     threads = int(declared[1]) if declared else WARP * launch.options["num_warps"]
     wide = [x for x in code.loads if x.arguments & codes and x.nbytes >= ptx.WIDE]
     registers, spilled = resource_usage(compiled.asm["cubin"])
-    machine_code = _said(compiled.asm["cubin"], "nvdisasm", "-c")
+    machine_code = _said(compiled.asm["cubin"], "nvdisasm", "-c", "-ndf")
     return Artefact(
         op=variant.op,
         variant=variant.name,
@@ -187,7 +187,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _said(cubin: bytes, tool: str, option: str) -> str:
+def _said(cubin: bytes, tool: str, *options: str) -> str:
     """What one of the tools that come with Triton prints about a cubin."""
     import triton
 
@@ -196,7 +196,7 @@ def _said(cubin: bytes, tool: str, option: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run(
-            [path, option, file.name], capture_output=True, text=True, check=True
+            [path, *options, file.name], capture_output=True, text=True, check=True
         ).stdout
 
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
 
 # For `bench` and `tests`; last, or the folder `kernels` would stand for the PyPI package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -24,6 +26,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run as numpy
@@ -61,6 +66,10 @@ _MAY_BE_MISSING = frozenset(
         "uvicorn",
     }
 )
+
+
+_FREEZE_S = 10.0
+_frozen = 0.0
 
 
 class OptionalModule(pytest.Module):
@@ -115,6 +124,19 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Have it leave alone what a file has imported or remembered, too, once in a while.
+
+    Engines look for garbage when they are closed: 0.1 s, if all that is there takes part.
+    """
+    global _frozen
+    if (nextitem is None or nextitem.path != item.path) and monotonic() - _frozen > _FREEZE_S:
+        gc.collect()
+        gc.freeze()
+        _frozen = monotonic()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreted_calls_are_cheap() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
@@ -165,6 +187,23 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what qoff remembers in a temporary folder, of the processes that tests start, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QOFF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_test_waits_for_the_disk() -> Iterator[None]:
+    """Have `os.fsync` look whether its file is open, and no more.
+
+    It waits for a disk for 1 to 10 ms, a dozen times for each small model that is converted, and
+    all that it changes is what is left when the machine loses its power. Tests of when it is called
+    put one of their own in its place.
+    """
+
+    def fsync(file: int | HasFileno) -> None:
+        os.fstat(file if isinstance(file, int) else file.fileno())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
         yield
 
 

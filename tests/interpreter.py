@@ -31,6 +31,7 @@ _NOT_CONSTANT = frozenset(
 )
 _MOST = 4096  # lists of steps that are kept of one function
 _TENSOR = tl.tensor
+_NEW: Any = object()
 
 
 class _UnknownError(Exception):
@@ -65,8 +66,10 @@ class _Recorder:
     """
 
     def __init__(self, handles: list[TensorHandle]) -> None:
-        # A method, its arguments, which of these are which handles, and whether it makes several.
-        self.steps: list[tuple[Any, list[Any], dict[str, Any], list[tuple[int, int]], bool]] = []
+        # A method, its arguments, which of these are which handles, and how many it makes; 0: one,
+        # which is not in a tuple.
+        self.steps: list[tuple[Any, list[Any], dict[str, Any], list[tuple[int, int]], int]] = []
+        self.operands = len(handles)
         self.complete = True  # the steps say all
         self._count = len(handles)
         self._numbers = {id(handle): number for number, handle in enumerate(handles)}
@@ -85,7 +88,7 @@ class _Recorder:
         if fills or name in _NOT_CONSTANT:
             self.complete &= all(map(self._is_known, (*args, *kwargs.values())))
             self.complete &= not any(id(x) in self._numbers for x in kwargs.values())
-            self.steps.append((method, [*args], kwargs, fills, made is result))
+            self.steps.append((method, [*args], kwargs, fills, len(made) * (made is result)))
             for one in made:
                 if isinstance(one, TensorHandle):
                     self._numbers[id(one)] = self._count
@@ -107,34 +110,54 @@ class _Recorder:
         return 0, None
 
 
-def _repeat(recorder: _Recorder, result: Any) -> Callable[[list[TensorHandle]], Any] | None:
-    """The recorded steps as a function of the operands' handles, if they can be repeated."""
+def _repeat(recorder: _Recorder, result: Any) -> Callable[..., Any] | None:
+    """The recorded steps as a function of the operands' handles, if they can be repeated.
+
+    Written as source and compiled: a kernel takes 100,000 of them, and each is a call or two.
+    """
     several = type(result) in (tuple, list, tl.tuple)
     found = result if several else () if result is None else (result,)
     places = [recorder.place(x) for x in found]
     if not recorder.complete:
         return None
-    steps, kind = recorder.steps, type(result)
+    scope: dict[str, Any] = {"new": object.__new__, "Tensor": _TENSOR, "kind": type(result)}
 
-    def repeated(handles: list[Any]) -> Any:
-        for method, args, kwargs, fills, makes_several in steps:
-            args = args.copy()
-            for at, number in fills:
-                args[at] = handles[number]
-            made = method(*args, **kwargs)
-            handles.extend(made) if makes_several else handles.append(made)
-        found = [
-            tl.tensor(handles[place] if type(place) is int else place, type_)
-            for place, type_ in places
-        ]
-        return kind(found) if several else found[0] if found else None
+    def name(x: Any) -> str:
+        scope[known := f"c{len(scope)}"] = x
+        return known
 
+    count = recorder.operands
+    lines = [f"def repeated({', '.join(f'h{i}' for i in range(count))}):"]
+    for method, args, kwargs, fills, made in recorder.steps:
+        of = dict(fills)
+        given = [f"h{of[at]}" if at in of else name(x) for at, x in enumerate(args)]
+        given += [f"{key}={name(x)}" for key, x in kwargs.items()]
+        targets = "".join(f"h{count + i}, " for i in range(made)) if made else f"h{count}"
+        lines.append(f"{targets} = {name(method)}({', '.join(given)})")
+        count += made or 1
+    for i, (place, type_) in enumerate(places):
+        lines.append(f"x{i} = new(Tensor)")
+        said = {"handle": f"h{place}" if type(place) is int else name(place), "type": name(type_)}
+        # What `make_fast` notes of a type.
+        rest = zip(("shape", "numel", "dtype"), type_.of_tensors, strict=True)
+        said |= {key: name(x) for key, x in rest}
+        lines += [f"x{i}.{key} = {x}" for key, x in said.items()]
+    all_of_them = ", ".join(f"x{i}" for i in range(len(places)))
+    lines.append(f"return kind([{all_of_them}])" if several else f"return {all_of_them or None}")
+    exec(_compiled("\n    ".join(lines)), scope)
+    repeated: Callable[..., Any] = scope["repeated"]
     return repeated
+
+
+@lru_cache(None)
+def _compiled(source: str) -> Any:
+    """Few are different: what they are about, they have names for."""
+    return compile(source, "<steps>", "exec")
 
 
 def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of `triton.language` that finds the steps for operands of each types once."""
-    known: dict[Any, Callable[[list[TensorHandle]], Any] | None] = {}
+    known: dict[Any, Callable[..., Any] | None] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("_semantic", None)
@@ -156,9 +179,13 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
                 key += (*kwargs, *[_describe(x, handles) for x in kwargs.values()])
         except _UnknownError:
             return function(*args, **kwargs, _semantic=interpreter_semantic)
-        if len(handles) > 1 and len({*map(id, handles)}) < len(handles):
+        count = len(handles)
+        if (count == 2 and handles[0] is handles[1]) or (
+            count > 2 and len({*map(id, handles)}) < count
+        ):
             key += ("same", *[[id(x) for x in handles].index(id(handle)) for handle in handles])
-        if key not in known:
+        repeated = known.get(key, _NEW)
+        if repeated is _NEW:
             recorder = _Recorder(handles)
             interpreter_semantic.builder = recorder
             try:
@@ -169,8 +196,8 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
                 known.clear()
             known[key] = _repeat(recorder, result)
             return result
-        if repeated := known[key]:
-            return repeated(handles)
+        if repeated is not None:
+            return repeated(*handles)
         return function(*args, **kwargs, _semantic=interpreter_semantic)
 
     return call
@@ -233,6 +260,26 @@ def make_fast() -> None:
         return array.itemsize <= bytes_of[dtype.name]
 
     interpreter._validate_np_data_size = fits
+    check = TensorHandle.__post_init__
+
+    def handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > bytes_of.get(dtype.name, 0):
+            check(self)
+
+    TensorHandle.__init__ = handle
+    builder, cast = interpreter.InterpreterBuilder, interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, src: TensorHandle, to: Any) -> TensorHandle:
+        to_scalar = to.scalar
+        if "bf16" in (src.dtype.scalar.name, to_scalar.name):  # which numpy does not have
+            return cast(self, src, to)
+        return TensorHandle(src.data.astype(interpreter._get_np_dtype(to)), to_scalar)
+
+    def expand_dims(self: Any, x: TensorHandle, axis: int) -> TensorHandle:
+        return TensorHandle(x.data[(slice(None),) * axis + (None,)], x.dtype.scalar)
+
+    builder.cast_impl, builder.create_expand_dims = cast_impl, expand_dims
     pointer, scalar = np.dtype(np.uint64), lru_cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: (
         pointer if isinstance(dtype.scalar, tl.pointer_type) else scalar(dtype.scalar)

@@ -35,7 +35,7 @@ def test_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_precisions(tmp_path: Path) -> None:
-    train_precision.main(["--quick", "--out", str(tmp_path / "out.json")])
+    train_precision.main(["--quick", "--micro-batches", "2", "--out", str(tmp_path / "out.json")])
     written = json.loads((tmp_path / "out.json").read_text())
     assert len(written["measured"]) == 1 + len(train_precision.KINDS)
     assert written["bars"][0]["met"]
