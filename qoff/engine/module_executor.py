@@ -78,10 +78,7 @@ class ModuleExecutor(CpuExecutor):
         except UnpackableError:
             runtime = Runtime(checkpoint, kv=None, **options)
         self.memory = self._memories[runtime.residency.in_parts]
-        self.instrumentation.check_memory(
-            self.memory.total(HOST) + runtime.residency.device_bytes,
-            "the plan's sequences and the weights beside them",
-        )
+        self._check_free(self.memory.total(HOST) + runtime.residency.workspace)
         return runtime
 
     def _settle(self, decoder: AnyDecoder) -> None:
