@@ -61,14 +61,19 @@ class Lora:
     def parse(cls, text: str) -> Lora:
         """Of text like "r=16,alpha=32,dropout=0.05"; alpha is else 2 r. Raises ArgumentError."""
         try:
-            given = dict(part.split("=") for part in text.split(","))
+            pairs = [part.split("=") for part in text.split(",")]
+            given = dict(pairs)
+            if len(given) < len(pairs):
+                raise ValueError
             r = int(given.pop("r"))
             alpha = float(given.pop("alpha", 2 * r))
             dropout = float(given.pop("dropout", 0))
             if given or r < 1 or not 0 < alpha < math.inf or not 0 <= dropout < 1:
                 raise ValueError
         except (KeyError, ValueError):
-            raise ArgumentError(f"--lora {text}: use r=16, or r=16,alpha=32,dropout=0.05") from None
+            raise ArgumentError(
+                f"--lora {text}: use r=16, or r=16,alpha=32,dropout=0.05, each once"
+            ) from None
         return cls(r, alpha, dropout)
 
 

@@ -257,6 +257,7 @@ def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
         (["--needle", "--caches", "4 window=inf"], "a window is a whole number"),
         (["--needle", "--lengths", "9999"], "9999 tokens"),
         (["--needle", "--caches", "4 size=3"], "a cache is written as"),
+        (["--needle", "--caches", "4 top=0.5 top=1"], "each once; not '4 top=0.5 top=1'"),
         (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),
         (["--needle", "--sweep"], "different evaluations"),
         (["--needle", "--lengths", "256", "--out", "/dev/null"], "--out /dev/null: cannot"),
