@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qoff.checkpoint.place import entries
 from qoff.errors import (
     ArgumentError,
     DiskWriteError,
@@ -187,8 +188,8 @@ def has_run(out: Path) -> bool:
 
 def check_place(out: Path, overwrite: bool) -> None:
     """Raise ArgumentError where a folder has other things than a run."""
-    others = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
-    mine = has_run(out) or set(others) <= {_LOG, _CHECKPOINT}
+    others = {p.name for p in entries(out)} if out.is_dir() else set()
+    mine = has_run(out) or others <= {_LOG, _CHECKPOINT}
     if not overwrite and (not mine or out.is_file()):
         raise ArgumentError(f"{out} is there, and no run of qoff; choose another, or --overwrite")
 
