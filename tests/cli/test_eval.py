@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -133,6 +134,10 @@ def test_a_sweep_prints_one_document(checkpoint: Path, text: list[object], tmp_p
         assert printed == (out / "results.json").read_text()
         found = json.loads(printed, parse_constant=pytest.fail)
         assert [cell["perplexity_error"] for cell in found] == [None, None]
+        with (out / "table.csv").open(newline="") as file:
+            table = list(csv.DictReader(file))
+        assert [cell["perplexity_error"] for cell in table] == ["", ""]
+        assert all(float(cell["perplexity"]) > 0 for cell in table)
 
 
 @pytest.mark.parametrize(
