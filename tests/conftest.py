@@ -115,6 +115,11 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
 
 
+def pytest_unconfigure() -> None:
+    """Have the interpreter free it at its end: nanobind prints what Triton still has by then."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreted_calls_are_cheap() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
