@@ -29,6 +29,7 @@ from qoff.errors import (
     OpError,
     QoffError,
     QuantizationError,
+    StreamedError,
     TrainingError,
     UnsupportedModelError,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "QuantConfig",
     "QuantizationError",
     "SamplingParams",
+    "StreamedError",
     "TrainingError",
     "UnsupportedModelError",
     "__version__",

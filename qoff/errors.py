@@ -27,6 +27,13 @@ class ClosedError(ArgumentError):
     """An object was closed, and is asked for more."""
 
 
+class StreamedError(ArgumentError, RuntimeError):
+    """Weights of a model whose layers stream are wanted as only those are that stay.
+
+    Accelerate and torch raise RuntimeError for it.
+    """
+
+
 class ContextLengthError(ArgumentError):
     """A prompt, or a prompt and its answer, has more tokens than a sequence may have."""
 

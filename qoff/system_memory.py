@@ -45,16 +45,16 @@ def machine_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     return min([*found, int(whole)] if whole < float("inf") else found, default=None)
 
 
-def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Bytes of main memory that this process can still take without swapping.
+def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS, *, swap: bool = False) -> int | None:
+    """Bytes of main memory that this process can still take, without swapping unless `swap`.
 
     What the system calls available, or what a cgroup's limit leaves. None where the system does not
     say.
     """
     found = [left for _, left in _left_by_groups(proc, cgroups)]
-    meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
+    meminfo = _meminfo(proc)
     if "MemAvailable" in meminfo:
-        found.append(1024 * int(meminfo["MemAvailable"].split()[0]))
+        found.append(meminfo["MemAvailable"] + swap * meminfo.get("SwapFree", 0))
     return min(found, default=None)
 
 
@@ -75,6 +75,18 @@ def check_machine(nbytes: int, what: str) -> None:
         raise BudgetError(
             f"host memory: {what} take {nbytes:,} bytes, and the machine has {there:,}; "
             "use smaller sizes, or less device_memory or host_memory"
+        )
+
+
+def check_free(nbytes: int, what: str, lower: str = "device_memory or host_memory") -> None:
+    """Raise BudgetError where so many bytes of main memory are not free, swap included.
+
+    lower: the options that make it less.
+    """
+    free = free_memory(swap=True)
+    if free is not None and nbytes > free:
+        raise BudgetError(
+            f"host memory: {what} take {nbytes:,} bytes, and {free:,} are free; lower {lower}"
         )
 
 
@@ -205,9 +217,14 @@ def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 def _of_machine(proc: Path) -> float:
     """Bytes of RAM and swap; infinity where the system does not say."""
-    meminfo = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
-    kib = (int(meminfo.get(name, "0").split()[0]) for name in ("MemTotal", "SwapTotal"))
-    return 1024 * sum(kib) if "MemTotal" in meminfo else float("inf")
+    found = _meminfo(proc)
+    return found["MemTotal"] + found.get("SwapTotal", 0) if "MemTotal" in found else float("inf")
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """What the system says of main memory, in bytes."""
+    lines = (line.split(":", 1) for line in _text(proc / "meminfo").splitlines())
+    return {name: 1024 * int(value.split()[0]) for name, value in lines}
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:

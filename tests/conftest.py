@@ -137,6 +137,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _frozen = monotonic()
 
 
+def pytest_unconfigure() -> None:
+    """Have the interpreter free it at its end: nanobind prints what Triton still has by then."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreted_calls_are_cheap() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):

@@ -70,6 +70,13 @@ def test_what_limits_leave_of_memory(tmp_path: Path) -> None:
     files.write_text(stat)
     found = [call(tmp_path, tmp_path / "cgroup") for call in (left_by_limits, free_memory)]
     assert found == [2200, 2200]
+    lines = (tmp_path / "meminfo").read_text().splitlines()
+    kib = {"MemAvailable": 1, "SwapFree": 2}
+    more = [f"{name}: {size} kB" for name, size in kib.items()]
+    kept = [line for line in lines if line.partition(":")[0] not in kib]
+    (tmp_path / "meminfo").write_text("\n".join(kept + more))
+    free = [free_memory(tmp_path, tmp_path / "cgroup", swap=swap) for swap in (False, True)]
+    assert free == [1024, 2200]
     (group / "memory.limit_in_bytes").write_text(str(2 << 30))  # more than the machine has
     assert left_by_limits(tmp_path, tmp_path / "cgroup") is None
 
@@ -217,16 +224,32 @@ IMPOSSIBLE = [
 def test_plans_beyond_the_machine_are_refused_at_once(
     options: dict[str, object], checkpoint: Path
 ) -> None:
-    with pytest.raises(BudgetError, match=r"take .* and the machine has"):
+    with pytest.raises(BudgetError, match=r"take .* are free; lower batch_size, batches, context"):
         LLM(checkpoint, Plan(**{"context": 300, **options}))  # type: ignore[arg-type]
 
 
 def test_a_model_larger_than_the_machine_is_refused(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system_memory, "machine_memory", lambda: 10_000)
-    with pytest.raises(BudgetError, match=r"weights .* take .* and the machine has 10,000"):
+    monkeypatch.setattr(system_memory, "free_memory", lambda **_: 10_000)
+    with pytest.raises(BudgetError, match=r"weights .* take .* bytes, and 10,000 are free; lower"):
         qoff.load(checkpoint)
+
+
+def test_a_kv_cache_larger_than_the_free_memory_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much the machine has, and where a cgroup leaves so much."""
+    free = 64 << 20
+    monkeypatch.setattr(system_memory, "free_memory", lambda **_: free)
+    monkeypatch.setattr("qoff.plan.machine.free_memory", lambda: free)
+    LLM(checkpoint, Plan(batch_size=2, context=300, prefill_tokens=16)).close()
+    with pytest.raises(BudgetError, match=r"take .* and 67,108,864 are free; lower batch_size"):
+        LLM(checkpoint, Plan(batch_size=64, context=100_000, prefill_tokens=16))
+    monkeypatch.setattr("qoff.plan.default._BESIDE", 1 << 20)
+    qoff.load(checkpoint, context=300)[0].close()
+    with pytest.raises(BudgetError, match=r"KV cache .* sequences \(batch_size, context\)"):
+        qoff.load(checkpoint, context=1_000, batch_size=1_000)
 
 
 def test_kv_bits_of_more_layers_than_models_have_are_refused() -> None:

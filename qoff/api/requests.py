@@ -59,12 +59,15 @@ class Asked:
     def document(self, answers: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:
         """The whole answer: `answers` of its prompts in order, n of each.
 
-        Raises ApiError where one of them is an error.
+        An answer that is an error ends with that reason, and says what is wrong. Raises ApiError
+        where all are.
         """
         choices, generated = [], 0
-        for number, one in enumerate(answers):
-            check_answer(one)
-            if self.prompt_alone:
+        errors = [answer_error(one) for one in answers]
+        if None not in errors:
+            raise next(filter(None, errors))
+        for number, (one, error) in enumerate(zip(answers, errors, strict=True)):
+            if self.prompt_alone and error is None:
                 one = replace(one, text="", token_ids=(), logprobs=(), finish_reason="length")
             generated += len(one.token_ids)
             thinking, text, tools = self.split(one)
@@ -78,6 +81,8 @@ class Asked:
             choices.append(self.form.choice(number, text, reason, logprobs, tools, thinking))
             if self.prompt_logprobs and one.prompt_logprobs is not None:
                 choices[-1]["prompt_logprobs"] = self.form.prompt_logprobs(one.prompt_logprobs)
+            if error is not None:
+                choices[-1] |= error.body()
         return self.form.whole(choices, usage(prompt_tokens, generated))
 
 
@@ -130,7 +135,14 @@ def check_model(name: str | None, model: str, adapters: Sequence[str] = ()) -> N
         )
 
 
+def answer_error(answer: Completion) -> ApiError | None:
+    """What is wrong with an answer that is an error."""
+    if answer.finish_reason != "error":
+        return None
+    return ApiError(500 if answer.error == NOT_FINITE else 400, answer.error)
+
+
 def check_answer(answer: Completion) -> None:
-    """Raise ApiError for one that is an error."""
-    if answer.finish_reason == "error":
-        raise ApiError(500 if answer.error == NOT_FINITE else 400, answer.error)
+    """Raise what is wrong with one."""
+    if (error := answer_error(answer)) is not None:
+        raise error

@@ -19,12 +19,15 @@ from .layout import (
 )
 from .reader import read_config
 
+_OF_SYSTEMS = {".DS_Store", "Thumbs.db", "desktop.ini"}  # written into any folder that is shown
+
 
 def check_place(path: Path, overwrite: bool = False) -> None:
     """Raise ConversionError where no checkpoint can be put.
 
     That is in no folder, and where anything is but an empty folder or, to overwrite, a checkpoint
-    with nothing in its folder that qoff did not write.
+    with nothing in its folder that qoff did not write. Files that file managers write count as
+    none.
     """
     if not os.path.lexists(path):
         there = next(p for p in path.absolute().parents if os.path.lexists(p))
@@ -34,7 +37,7 @@ def check_place(path: Path, overwrite: bool = False) -> None:
                 "choose another place"
             )
         return
-    if path.is_dir() and not any(path.iterdir()):
+    if path.is_dir() and not entries(path):
         return
     try:
         read_config(path)
@@ -53,6 +56,11 @@ def check_place(path: Path, overwrite: bool = False) -> None:
         raise ConversionError(
             f"{path}: exists already; choose another place, or pass overwrite=True (--overwrite)"
         )
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder, sorted, but for files that file managers write anywhere."""
+    return sorted(p for p in folder.iterdir() if p.name not in _OF_SYSTEMS or not p.is_file())
 
 
 def check_apart(path: Path, source: str | os.PathLike[str]) -> None:
@@ -76,7 +84,7 @@ def _foreign(checkpoint: Path) -> str | None:
         copied = None
     own = {CONFIG_FILE, INDEX_FILE}
     own |= {*map(str, copied)} if isinstance(copied, list) else {*COMPANIONS, POOLING}
-    for entry in sorted(checkpoint.iterdir()):
+    for entry in entries(checkpoint):
         name = entry.name
         written = name in own or WEIGHT_FILE.fullmatch(name) or KV_SENSITIVITY_FILE in name
         if not written or entry.is_dir():

@@ -256,6 +256,8 @@ def formats_of(texts: Iterable[str]) -> dict[str, Format]:
             raise QoffError(
                 f"--weight {text!r} is not NAME=BITS,GROUP; write one like '*.down_proj=8,64'"
             )
+        if match[1] in found:
+            raise ArgumentError(f"--weight {text!r}: {match[1]} has a format already")
         try:
             found[match[1]] = Format(int(match[2]), int(match[3]))
         except QoffError as error:

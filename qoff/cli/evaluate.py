@@ -120,11 +120,10 @@ def caches(text: str) -> dict[str, CacheSetting]:
             found[part] = CacheSetting(None)
             continue
         values = {"disk": 0.0, "host": 0.0, "top": 1.0, "window": 64.0}
-        for option in options:
-            name, _, value = option.partition("=")
-            if name not in values:
-                raise ArgumentError(f"a cache is written as {_CACHE}; not {part!r}")
-            values[name] = _number(value, part)
+        given = [option.partition("=") for option in options]
+        if len({name for name, *_ in given} & values.keys()) < len(given):
+            raise ArgumentError(f"a cache is written as {_CACHE}, each once; not {part!r}")
+        values |= {name: _number(value, part) for name, _, value in given}
         if values["window"] % 1:  # neither whole nor a number
             raise ArgumentError(f"a window is a whole number of tokens, in {part!r}")
         quant = KVQuant.of(bits, int(values["window"]), values["top"])

@@ -371,11 +371,14 @@ def memory_by_place(text: str | None) -> dict[int | str, str] | None:
     """What `--max-memory` says, as Accelerate has it. Raises ArgumentError for other text."""
     found: dict[int | str, str] = {}
     for part in () if text is None else text.split(","):
-        place, equals, size = (word.strip() for word in part.partition("="))
-        if not equals:
-            raise ArgumentError(f"--max-memory is written like 0=12GiB,cpu=32GiB, not {text!r}")
+        name, equals, size = (word.strip() for word in part.partition("="))
+        place = int(name) if name.isdecimal() else name
+        if not equals or place in found:
+            raise ArgumentError(
+                f"--max-memory is written like 0=12GiB,cpu=32GiB, each once, not {text!r}"
+            )
         parsed("--max-memory", parse_size, size)
-        found[int(place) if place.isdecimal() else place] = size
+        found[place] = size
     return None if text is None else found
 
 

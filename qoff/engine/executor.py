@@ -294,10 +294,16 @@ class Executor(ABC):
         on_host = memory.total(HOST)
         if self.device.type == "cpu":
             on_host += memory.total(DEVICE) + residency.device_bytes
-        self.instrumentation.check_memory(
-            on_host, "the plan's sequences and the weights beside them"
-        )
+        self._check_free(on_host)
         return memory
+
+    def _check_free(self, nbytes: int) -> None:
+        """Raise BudgetError where so much for a plan and the weights is not free."""
+        self.instrumentation.check_memory(
+            nbytes,
+            "the plan's sequences and the weights beside them",
+            "batch_size, batches, context, prefill_tokens or device_memory",
+        )
 
     def _memory_with(
         self, near: frozenset[Place], layouts: Layouts, staging: int

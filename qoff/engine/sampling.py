@@ -326,13 +326,14 @@ def _step(
 
 
 def _append(sequence: Sequence, token: int) -> None:
-    """Note a token that was chosen, -1 for none."""
-    if token < 0:
-        sequence.error = sequence.error or NOT_FINITE
+    """Note a token that was chosen, -1 for none; one that the grammar refuses is none."""
+    wrong = NOT_FINITE if token < 0 else ""
+    if sequence.grammar is not None and not wrong:
+        wrong = sequence.grammar.take(token)
+    if wrong:
+        sequence.error = sequence.error or wrong
     else:
         sequence.answer.append(token)
-        if sequence.grammar is not None:
-            sequence.error = sequence.grammar.take(token) or sequence.error
 
 
 def _biases(params: SamplingParams) -> Iterable[tuple[int, float]]:

@@ -95,7 +95,7 @@ class Budget:
         size = self.batch_size
 
         def cache_bytes(context: int) -> int:
-            return decoder.new_cache(size, kv=self._kv).bytes_for(context)
+            return size * decoder.new_cache(1, kv=self._kv).bytes_for(context)
 
         def work(tokens: int, context: int, tiled: bool) -> int:
             count = max(1, min(tokens, size * context) // size)

@@ -18,14 +18,17 @@ from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import TOKENIZER_FILES
 from qoff.dynamo import import_configurations
 from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
+from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline
 from qoff.models.convert.convert import convert
 from qoff.models.families.family import full_config
-from qoff.models.modules.configs import REMOTE_CODE
+from qoff.models.modules.configs import REMOTE_CODE, is_native
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
+from qoff.models.native.decoder import head_shapes, new_states
 from qoff.models.runtime import Runtime
+from qoff.models.spec import DecoderSpec
 from qoff.plan.default import default_bounds, host_bound, within_limit
 from qoff.quant import QuantConfig
 from qoff.schema import read_object
@@ -185,13 +188,15 @@ def open_runtime(
     where = resolve_device(device)
     device_bytes, host_bytes = _bounds(device_memory, host_memory, max_memory, where)
     instrumentation.ops_for(where, activation_bits)  # a GPU that is not there is known first
+    packed = KVQuant() if kv == AUTO else kv_quant(kv)
     if device_bytes is None and host_bytes is None:
-        device_bytes, host_bytes = default_bounds(Checkpoint.open(checkpoint), where)
+        files, cache = Checkpoint.open(checkpoint), 0
+        if where.type == "cpu" and context is not None:
+            cache = batch_size * _cache_bytes(files, packed, context)
+        device_bytes, host_bytes = default_bounds(files, where, cache=cache)
     else:
         host_bytes = host_bound(where, device_bytes, host_bytes)
         device_bytes, host_bytes = within_limit(where, device_bytes, host_bytes)
-
-    packed = KVQuant() if kv == AUTO else kv_quant(kv)
 
     def opened(kv: KVQuant | None) -> tuple[Runtime, Budget | None]:
         budget = None
@@ -231,6 +236,22 @@ def open_runtime(
     if reason:
         logger.info("KV cache: %s", described)
     return Opened(runtime, budget, described)
+
+
+def _cache_bytes(checkpoint: Checkpoint, kv: KVQuant | None, tokens: int) -> int:
+    """A CPU's KV cache of one sequence; 0 where transformers' modules would have to say it.
+
+    Of as many tokens as the model was made for, at most: an answer may have a bound beyond these.
+    """
+    if not is_native(checkpoint.config):
+        return 0
+    spec = DecoderSpec.from_config(checkpoint.config)
+    shapes, states = head_shapes(spec), new_states(spec, 1)
+    try:
+        cache = host_cache(shapes, 1, kv, 0, *states, spec.lent_layers)
+    except UnpackableError:
+        cache = host_cache(shapes, 1, None, 0, *states, spec.lent_layers)
+    return cache.bytes_for(min(tokens, spec.max_position_embeddings))
 
 
 def open_model(checkpoint: Path, **options: Any) -> QoffForCausalLM:

@@ -203,7 +203,8 @@ class Journal:
         try:
             found: Any = json.loads(line)
             if "index" in found:
-                whole = "error" in found or found["sample"] == self._samples - 1
+                last = self._samples - 1  # an error of all has no sample
+                whole = (found.get("sample", last) if "error" in found else found["sample"]) == last
                 job, number = found.get("job", self.job), found["index"] if whole else -1
             else:
                 match = _ID.fullmatch(found["id"])

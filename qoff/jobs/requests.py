@@ -96,9 +96,8 @@ class PromptRequest:
     adapter: str | None = None
 
     def answered(self, answers: Sequence[Completion], prompt_tokens: int) -> list[bytes]:
-        for one in answers:
-            if one.finish_reason == "error":
-                raise ArgumentError(one.error)
+        if all(one.finish_reason == "error" for one in answers):
+            raise ArgumentError(answers[0].error)
         return [self._line(one, prompt_tokens) for one in answers]
 
     def failed(self, error: Exception) -> bytes:
@@ -107,7 +106,7 @@ class PromptRequest:
     def _line(self, answer: Completion, prompt_tokens: int) -> bytes:
         """An answer without its prompt, of which only the number of tokens is told."""
         said = {key: value for key, value in asdict(answer).items() if value is not None}
-        for name in ("prompt", "prompt_token_ids", "error"):
+        for name in ("prompt", "prompt_token_ids", *(() if answer.error else ("error",))):
             said.pop(name, None)
         return _encoded({**said, "index": self.line.number, "prompt_tokens": prompt_tokens})
 

@@ -32,7 +32,7 @@ from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.native.decoder import head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
-from qoff.system_memory import check_machine, refusals
+from qoff.system_memory import check_free, refusals
 
 from .cases import AUTO, FLOAT, Case, Setup
 from .samples import Samples
@@ -239,7 +239,7 @@ class _Start:
             return there
         self._sequences = None  # before there is another one
         case, runtime = self._longest, self._runtime
-        _check_machine(runtime, case)
+        _check_free(runtime, case)
         with refusals():
             self._sequences = Sequences(runtime, case.batch, case.positions, self._budget)
         if depth:
@@ -250,15 +250,16 @@ class _Start:
         return self._sequences
 
 
-def _check_machine(runtime: Runtime, case: Case) -> None:
-    """Raise BudgetError for a case on a CPU that no memory of the machine would do for."""
+def _check_free(runtime: Runtime, case: Case) -> None:
+    """Raise BudgetError for a case on a CPU that the free memory does not do for."""
     decoder, count = runtime.decoder, case.tokens if case.kind == "pp" else 1
     if decoder.device.type == "cpu":
         cache = case.batch * runtime.new_cache(1).bytes_for(case.positions)
         work = working_bytes(
             decoder, runtime.kv, case.batch, count, case.batch, case.positions, False
         )
-        check_machine(cache + work, f"{case}: a KV cache and a pass")
+        what = f"{case}: a KV cache and a pass"
+        check_free(cache + work, what, "its batch size, tokens or depth")
 
 
 def tokens(runtime: Runtime, batch: int, count: int) -> Tensor:

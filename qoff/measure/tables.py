@@ -28,7 +28,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int = 
 
 
 def comma_separated(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The same as CSV, with quotes where a cell needs them."""
+    """The same as CSV, with quotes where a cell needs them; None and NaN are empty fields."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([header, *rows])
+    known = ([None if cell != cell else cell for cell in row] for row in rows)
+    csv.writer(out, lineterminator="\n").writerows([header, *known])
     return out.getvalue().rstrip("\n")

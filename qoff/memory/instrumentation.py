@@ -12,7 +12,7 @@ import torch
 
 from qoff.kernels.ops import Ops, ops_for, with_activation_bits
 from qoff.settings import cuda_graphs
-from qoff.system_memory import check_machine
+from qoff.system_memory import check_free
 
 from .arena import map_pages
 from .io.clock import SYSTEM, Clock
@@ -29,7 +29,7 @@ class Instrumentation:
     on_copy: called with the bytes of each copy between host and device, before it is made. record:
     makes replays of decode steps in place of CUDA graphs, on a CPU too; see `graphs.Replays`.
     clock: what time it is, and who waits. pages: main memory. check_memory: raises where the
-    machine has less, as `check_machine`. expert_moves: in place of `experts.ExpertMoves`.
+    machine has less, as `check_free`. expert_moves: in place of `experts.ExpertMoves`.
     """
 
     timeline: Timeline | None = None
@@ -40,7 +40,7 @@ class Instrumentation:
     record: Callable[[Callable[[], None]], Callable[[], object]] | None = None
     clock: Clock = SYSTEM
     pages: Callable[[int], torch.Tensor] = map_pages
-    check_memory: Callable[[int, str], object] = check_machine
+    check_memory: Callable[..., object] = check_free
     expert_moves: Callable[..., Any] | None = None
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:

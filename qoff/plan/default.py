@@ -97,16 +97,17 @@ def default_plan(
 
 
 def default_bounds(
-    checkpoint: Checkpoint, device: torch.device, share: float = 1.0
+    checkpoint: Checkpoint, device: torch.device, share: float = 1.0, cache: int = 0
 ) -> tuple[int | None, int | None]:
     """Bounds of device and host memory for `qoff.load`: None where the weights fit what is free.
 
     Otherwise what is free, a reserve left, with a line that says why. Under a cgroup's limit a
-    CPU's memory has a bound in any case. share: see `default_plan`.
+    CPU's memory has a bound in any case. share: see `default_plan`. cache: bytes of a KV cache that
+    is to fit, too.
     """
     usable = _usable(device, None, share)
     weights = sum(file.nbytes for file in checkpoint.files) + _widened(checkpoint, device)
-    wanted = weights + max(_BESIDE, int(weights * _SHARE))
+    wanted = weights + max(_BESIDE, int(weights * _SHARE)) + cache
     if wanted <= usable[DEVICE]:
         return within_limit(device, None, None, share=share)
     logger.warning(

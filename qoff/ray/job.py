@@ -20,7 +20,6 @@ from ray.data import DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.jobs.file import FileJob, Reading
@@ -83,11 +82,8 @@ def run(
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     source = LineSource(job.requests, reading, sink.done, min(config.batch_size, BLOCK))
-    lines = ray.data.read_datasource(
-        source, num_cpus=0, override_num_blocks=1, ray_remote_args={"scheduling_strategy": here}
-    )
+    lines = ray.data.read_datasource(source, num_cpus=0, override_num_blocks=1)
     more = {"reading": reading}
     kind = worker or LineWorker
     found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
@@ -106,6 +102,8 @@ def run(
 
 class LineSource(Datasource):
     """The lines of a file that are not done, `block` of them in a row, read on this machine."""
+
+    supports_distributed_reads = False
 
     def __init__(self, path: Path, reading: Reading, done: Bits, block: int) -> None:
         super().__init__()

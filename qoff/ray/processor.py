@@ -198,7 +198,6 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
         resources = {"num_gpus": each, "num_cpus": config.num_cpus or 1.0}
         _check_rest(processors, workers, resources["num_cpus"], spare)
         return Shares(workers, resources, min(1.0, each / max(gpus)))
-    spread: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     cpus = [node["CPU"] for node in nodes if node.get("CPU", 0) >= (config.num_cpus or 1)]
     if not cpus:
         raise ArgumentError("no machine of the cluster has as many processors as a worker wants")
@@ -208,11 +207,11 @@ def shares(config: ProcessorConfig, device: str, spare: float) -> Shares:
         workers = config.concurrency or max(1, most)
         _check_rest(processors, workers, config.num_cpus, spare)
         part = min(1.0, config.num_cpus / max(cpus))
-        return Shares(workers, {"num_cpus": config.num_cpus, **spread}, part)
+        return Shares(workers, {"num_cpus": config.num_cpus}, part)
     together = ceil((config.concurrency or 1) / len(cpus))  # on one machine
     mine = max(0.0, (min(cpus) - spare) / together)
-    spread["num_cpus"] = float(int(mine)) if mine > 1 else mine
-    return Shares(config.concurrency or len(cpus), spread, 1 / together)
+    each = float(int(mine)) if mine > 1 else mine
+    return Shares(config.concurrency or len(cpus), {"num_cpus": each}, 1 / together)
 
 
 def _check_rest(processors: float, workers: int, each: float, spare: float) -> None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from qoff.api.answers import DONE, encoded, event, usage
 from qoff.api.errors import ClientGone, as_api_error
-from qoff.api.requests import Asked, check_answer
+from qoff.api.requests import Asked, answer_error, check_answer
 from qoff.api.thinking import Thinking
 from qoff.api.token_bytes import Place
 from qoff.api.tools import ended, may_be_calls
@@ -98,6 +98,7 @@ class Generated(Response):
                 place = places.setdefault(number, form.place())
                 logprobs = form.logprobs(piece.token_ids, piece.logprobs, place)
                 thought, new, reason, tools = "", "", None, list[dict[str, Any]]()
+                error = None if one is None else answer_error(one)
                 if one is not None:
                     thinking, content, tools = asked.split(one)
                     thought, new = text.finish(thinking, content)
@@ -107,6 +108,8 @@ class Generated(Response):
                 if thought or new or first or reason or (logprobs and piece.token_ids):
                     why = None if tools else reason
                     choice = form.delta(number, new, first, why, logprobs, tools, thought)
+                    if error is not None:
+                        choice |= error.body()
                     yield event(form.chunk([choice]))
                 if tools:  # clients take a call for complete in a chunk after its own
                     choice = form.delta(number, "", False, reason, None, [])
@@ -133,7 +136,7 @@ class Generated(Response):
         return calls is not None and calls.whole and may_be_calls(text, calls.tools)
 
     async def _pieces(self, answers: Answers) -> AsyncIterator[Piece]:
-        """The pieces of answers, counted. Raises ApiError for an answer that cannot go on."""
+        """The pieces of answers, counted. Raises ApiError where the only one cannot go on."""
         metrics = self._engine.metrics
         metrics.prompt_tokens.inc(answers.prompt_tokens)
         metrics.prompt_length.observe(answers.prompt_tokens)
@@ -147,7 +150,8 @@ class Generated(Response):
             self._tokens[number] = self._tokens.get(number, 0) + new
             metrics.generated.inc(new)
             if piece.answer is not None:
-                check_answer(piece.answer)
+                if answers.count == 1:
+                    check_answer(piece.answer)
                 metrics.ended(piece.answer.finish_reason)
                 metrics.answer_length.observe(self._tokens[number])
                 if number in answers.times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,15 @@ from typing import Any
 import torch
 
 from qoff.checkpoint.staging import sync_directory
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, io_errors
+from qoff.errors import (
+    ArgumentError,
+    ChecksumError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    io_errors,
+)
+from qoff.memory.io.ranges import read_all
 from qoff.schema import (
     TEXT,
     Fields,
@@ -38,6 +47,7 @@ from .optimizers import Optimizer
 
 _HEADER, _VERSION = "run.json", 1
 _ADVICE = "name a folder that training.save has written"
+_PIECE = 8 << 20  # bytes that are read at once
 _OF_GPU = 16  # bytes of a GPU's generator: seed and offset
 _UNNAMED = "float32"  # gradients that wait, of older runs
 _STATES = re.compile(r"step-[0-9]+-[0-9a-f]{8}\.state")
@@ -49,6 +59,7 @@ _FIELDS: Fields = {
         "the name of a file beside it",
         lambda x: isinstance(x, str) and _STATES.fullmatch(x) is not None,
     ),
+    "sha256": nothing_or(TEXT),
     "steps": whole(0),
     "random": TEXT,
     "random_gpu": nothing_or(TEXT),
@@ -139,13 +150,14 @@ def save(
         "run": run,
     }
     try:
-        text = json.dumps(header, indent=1, allow_nan=False)
+        json.dumps(header, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"a position is what JSON can hold: {error}") from error
     with io_errors(folder, DiskWriteError, "the checkpoint that was there is as before"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            _write(folder / states, homes, kept)
+            header["sha256"] = _write(folder / states, homes, kept)
+            text = json.dumps(header, indent=1)
             beside = folder / f"{_HEADER}.new"
             with beside.open("w") as file:
                 file.write(text)
@@ -168,7 +180,8 @@ def opened(
 ) -> Iterator[tuple[int, Progress]]:
     """Give a checkpoint's file, to `restore` from, and how far it is, when it is of such a run.
 
-    Raises FormatError, DiskReadError, ArgumentError for a checkpoint of another run.
+    Raises FormatError, ChecksumError for a file that is not as it was written, DiskReadError,
+    ArgumentError for a checkpoint of another run.
     """
     header = read_object(folder / _HEADER, _ADVICE)
     missing = [name for name in _NEEDED if name not in header]
@@ -187,6 +200,7 @@ def opened(
             found = os.fstat(fd).st_size
             if found != wanted:
                 raise FormatError(f"{path}: {found:,} bytes, not {wanted:,}: it is not whole")
+            _check(fd, wanted, path, header.get("sha256"))
             scale, waits = header.get("loss_scale"), header.get("pending")
             known = None if scale is None else LossScale(**scale)
             pending = None if waits is None else Pending(**waits)
@@ -203,14 +217,37 @@ def restore(fd: int, homes: Homes, kept: Sequence[Home]) -> None:
         at += home.nbytes
 
 
-def _write(path: Path, homes: Homes, kept: Sequence[Home]) -> None:
+def _check(fd: int, nbytes: int, path: Path, sha256: str | None) -> None:
+    """Raise ChecksumError for a file that is not as it was written. sha256: None in older runs."""
+    found = None if sha256 is None else _sha256(fd, nbytes)
+    if found != sha256:
+        raise ChecksumError(
+            f"{path}: SHA-256 is {found}, {_HEADER} says {sha256}: the file is damaged; go on from "
+            "another checkpoint, or begin anew"
+        )
+
+
+def _sha256(fd: int, nbytes: int) -> str:
+    """Of a file of so many bytes. Raises OSError."""
+    digest, memory = hashlib.sha256(), torch.empty(min(_PIECE, nbytes), dtype=torch.uint8)
+    for at in range(0, nbytes, _PIECE):
+        piece = memory[: nbytes - at]
+        read_all(fd, piece, at)
+        digest.update(piece.numpy().data)
+    return digest.hexdigest()
+
+
+def _write(path: Path, homes: Homes, kept: Sequence[Home]) -> str:
+    """Copy homes to a new file; its checksum."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         at = 0
         for home in kept:
             homes.save(home, fd, at)
             at += home.nbytes
+        found = _sha256(fd, at)
         os.fsync(fd)
+        return found
     finally:
         os.close(fd)
 

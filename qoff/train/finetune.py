@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from qoff.checkpoint.place import entries
 from qoff.errors import (
     ArgumentError,
     DiskWriteError,
@@ -61,14 +62,19 @@ class Lora:
     def parse(cls, text: str) -> Lora:
         """Of text like "r=16,alpha=32,dropout=0.05"; alpha is else 2 r. Raises ArgumentError."""
         try:
-            given = dict(part.split("=") for part in text.split(","))
+            pairs = [part.split("=") for part in text.split(",")]
+            given = dict(pairs)
+            if len(given) < len(pairs):
+                raise ValueError
             r = int(given.pop("r"))
             alpha = float(given.pop("alpha", 2 * r))
             dropout = float(given.pop("dropout", 0))
             if given or r < 1 or not 0 < alpha < math.inf or not 0 <= dropout < 1:
                 raise ValueError
         except (KeyError, ValueError):
-            raise ArgumentError(f"--lora {text}: use r=16, or r=16,alpha=32,dropout=0.05") from None
+            raise ArgumentError(
+                f"--lora {text}: use r=16, or r=16,alpha=32,dropout=0.05, each once"
+            ) from None
         return cls(r, alpha, dropout)
 
 
@@ -182,8 +188,8 @@ def has_run(out: Path) -> bool:
 
 def check_place(out: Path, overwrite: bool) -> None:
     """Raise ArgumentError where a folder has other things than a run."""
-    others = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
-    mine = has_run(out) or set(others) <= {_LOG, _CHECKPOINT}
+    others = {p.name for p in entries(out)} if out.is_dir() else set()
+    mine = has_run(out) or others <= {_LOG, _CHECKPOINT}
     if not overwrite and (not mine or out.is_file()):
         raise ArgumentError(f"{out} is there, and no run of qoff; choose another, or --overwrite")
 

@@ -246,7 +246,8 @@ class Training:
 
         Model, kind of optimizer and tiles must be those of the run, and the kind of gradients where
         updates are delayed. The placement need not be, nor budgets that give the same tiles. Raises
-        ArgumentError for a checkpoint of another run, FormatError for none, DiskReadError.
+        ArgumentError for a checkpoint of another run, FormatError for none, ChecksumError for one
+        that is damaged, DiskReadError.
         """
         engine, parts, kept = self._engine, self._engine.parts, self._engine.parts.kept
         run = self._kind_of_run()

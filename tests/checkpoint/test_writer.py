@@ -204,6 +204,19 @@ def test_a_checkpoint_with_foreign_files_is_not_overwritten(
     assert names(tmp_path / "model") == before
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "Thumbs.db", "desktop.ini"])
+def test_files_of_file_managers_are_in_nobodys_way(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).touch()
+    write(tmp_path / "model")
+    (tmp_path / "model" / name).touch()
+    write(tmp_path / "model", overwrite=True)
+    assert verify(tmp_path / "model").files == 4
+    (tmp_path / "model" / name).mkdir()
+    with pytest.raises(ConversionError, match=f"holds '{name}', which qoff did not write"):
+        write(tmp_path / "model", overwrite=True)
+
+
 def test_what_qoff_writes_into_a_checkpoint_is_overwritten(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "model") as writer:
         writer.write_outer(outer_weights())

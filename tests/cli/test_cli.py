@@ -185,6 +185,18 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
         (["generate", "{checkpoint}", ""], "the prompt is empty; write something, or give --raw"),
         (["generate", "{checkpoint}", "a\udcff"], "the prompt is not UTF-8 (character 2"),
         (["generate", "{checkpoint}", "Hello", "--max-memory", "1GiB"], "like 0=12GiB,cpu=32GiB"),
+        (
+            ["generate", "{checkpoint}", "Hello", "--max-memory", "cpu=1GiB,cpu=2GiB"],
+            "each once, not 'cpu=1GiB,cpu=2GiB'",
+        ),
+        (
+            ["convert", "{source}", "{tmp}/out", "--weight", "*=8,32", "--weight", "*=4,32"],
+            "--weight '*=4,32': * has a format already",
+        ),
+        (
+            ["finetune", "{source}", "{source}/config.json", "--lora", "r=4,r=8", "-o", "{tmp}/o"],
+            "--lora r=4,r=8: use r=16, or r=16,alpha=32,dropout=0.05, each once",
+        ),
         (["generate", "", "Hello"], "'': no such file or directory"),
         (["generate", "{checkpoint}", "Hello", "--top-k", "5"], "--top-k is for sampling"),
         (["generate", "{checkpoint}", "Hello", "--seed", "5"], "give --temperature, too"),

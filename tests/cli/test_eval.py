@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -133,6 +134,10 @@ def test_a_sweep_prints_one_document(checkpoint: Path, text: list[object], tmp_p
         assert printed == (out / "results.json").read_text()
         found = json.loads(printed, parse_constant=pytest.fail)
         assert [cell["perplexity_error"] for cell in found] == [None, None]
+        with (out / "table.csv").open(newline="") as file:
+            table = list(csv.DictReader(file))
+        assert [cell["perplexity_error"] for cell in table] == ["", ""]
+        assert all(float(cell["perplexity"]) > 0 for cell in table)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +262,7 @@ def test_keys_are_asked_for_and_drawn(checkpoint: Path, tmp_path: Path) -> None:
         (["--needle", "--caches", "4 window=inf"], "a window is a whole number"),
         (["--needle", "--lengths", "9999"], "9999 tokens"),
         (["--needle", "--caches", "4 size=3"], "a cache is written as"),
+        (["--needle", "--caches", "4 top=0.5 top=1"], "each once; not '4 top=0.5 top=1'"),
         (["--needle", "--lengths", "256", "--caches", " ; "], "no cache setting"),
         (["--needle", "--sweep"], "different evaluations"),
         (["--needle", "--lengths", "256", "--out", "/dev/null"], "--out /dev/null: cannot"),

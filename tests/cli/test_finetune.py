@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 from qoff.checkpoint import Checkpoint
 from qoff.cli.main import app
+from qoff.errors import ArgumentError
 from qoff.train import Training
+from qoff.train.finetune import check_place
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -160,6 +162,14 @@ def test_a_result_of_the_other_kind_goes(model: Path, data: Path, tmp_path: Path
         assert names & (adapter | whole) == (whole if kind == ["--full"] else adapter)
         assert bool(list(out.glob("model*.safetensors"))) == (kind == ["--full"])
         assert {"log.csv", "checkpoint", "tokenizer.json"} <= names
+
+
+def test_a_folder_with_files_of_others_is_no_place_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / ".DS_Store").touch()  # a file manager's, which is in nobody's way
+    check_place(tmp_path, overwrite=False)
+    (tmp_path / "letters").touch()
+    with pytest.raises(ArgumentError, match="is there, and no run of qoff"):
+        check_place(tmp_path, overwrite=False)
 
 
 def test_more_epochs_say_what_the_last_step_of_fewer_had_no_room_for(

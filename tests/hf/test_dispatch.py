@@ -149,8 +149,9 @@ def test_it_is_neither_cast_nor_moved(tmp_path: Path) -> None:
     for cast in (*casts, lambda: model.to(torch.bfloat16)):
         with pytest.raises(ArgumentError, match=r"load it again with dtype=torch\."):
             cast()
-    with pytest.raises(ArgumentError, match="moved from cpu to meta"):
-        model.to("meta")
+    for kind in (ArgumentError, RuntimeError):  # Accelerate's is the latter
+        with pytest.raises(kind, match="moved from cpu to meta"):
+            model.to("meta")
     assert all(map(torch.equal, results(model), wanted))
     assert model.get_memory_footprint() < whole
 

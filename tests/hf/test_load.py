@@ -278,7 +278,9 @@ def test_free_memory_is_measured_beside_the_tokenizer(
     for name in ("load_tokenizer", "default_bounds"):
         call = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args, name=name, call=call: order.append(name) or call(*args)
+            module,
+            name,
+            lambda *args, name=name, call=call, **more: order.append(name) or call(*args, **more),
         )
     model, _ = qoff.load(checkpoint)
     model.close()

@@ -18,6 +18,8 @@ import pytest
 
 from bench.batch_kills import answers
 from qoff.engine import LLM, Completion, SamplingParams
+from qoff.engine.calls import Call
+from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, DiskWriteError, FormatError, QoffError
 from qoff.hf.stamps import source_stamps
 from qoff.jobs.file import Asked, FileJob, fingerprint
@@ -104,6 +106,32 @@ def test_what_is_wrong_is_told_with_its_line(job: Callable[..., int], tmp_path: 
     assert statuses == {5: 400, 6: 400, 7: 400, 8: 400, 9: 404}
     assert "no room" in told[5]["response"]["body"]["error"]["message"]
     assert told[7]["custom_id"] == "id 5"
+
+
+def test_an_answer_that_is_an_error_leaves_the_others(
+    job: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run that takes up the file finds the line answered, whichever answer that was."""
+    done = Call.grew
+
+    def grew(self: Call, sequence: Sequence, answer: Completion | None) -> None:
+        if answer is not None and answer.sample in (0, 2):
+            answer = replace(answer, finish_reason="error", error="a dead end")
+        done(self, sequence, answer)
+
+    monkeypatch.setattr(Call, "grew", grew)
+    write(tmp_path, '"abc"', '"de"')
+    more = {"params": replace(PARAMS, temperature=1, n=3, seed=1), "plain": False, "raw": True}
+    assert job(**more) == 0
+    said = read(tmp_path / "out.jsonl")
+    assert [one["sample"] for one in said] == [0, 1, 2] * 2
+    assert [one.get("error") for one in said] == ["a dead end", None, "a dead end"] * 2
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    for lines in (1, 2, 3, 4):  # what a kill leaves
+        (tmp_path / "out.jsonl").write_bytes(b"".join(whole.splitlines(True)[:lines]))
+        assert job(**more) == 0
+        assert read(tmp_path / "out.jsonl") == said
 
 
 def test_a_job_goes_on_from_any_byte(job: Callable[..., int], tmp_path: Path) -> None:

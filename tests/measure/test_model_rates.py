@@ -146,11 +146,19 @@ def test_what_cannot_be_measured_is_known_before(
         check(small, [Setup(kv_bits="4")], [Case("pp", 1)])
 
 
-def test_a_cache_beyond_all_memory_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(
-        BudgetError, match=r"pp1@d999999999 x9999999: a KV cache and a pass take [\d,]+ bytes"
-    ):
-        rates(checkpoint, Setup(), [Case("pp", 1, 999999999, 9999999)], 1)
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (1, r"pp1@d999999999: a KV cache and a pass take [\d,]+ bytes, and [\d,]+ are free; lower"),
+        (
+            9999999,
+            r"[\d,]+ bytes of KV cache .* use fewer or shorter sequences \(batch_size, context",
+        ),
+    ],
+)
+def test_a_cache_beyond_all_memory_is_refused(checkpoint: Path, batch: int, message: str) -> None:
+    with pytest.raises(BudgetError, match=message):
+        rates(checkpoint, Setup(), [Case("pp", 1, 999999999, batch)], 1)
 
 
 def test_the_backend_is_named() -> None:

@@ -35,11 +35,15 @@ from qoff.ray.worker import Opening, Worker, _Shared, open_llm
 
 
 def cluster_test(test: Callable[..., None]) -> Callable[..., None]:
-    """Starts machines and kills them, which takes minutes."""
+    """Starts machines and kills them, which takes minutes. No deprecated option may be used."""
     asked = "QOFF_TEST_RAY" in os.environ
-    return pytest.mark.timeout(300)(
-        pytest.mark.skipif(not asked, reason="takes minutes: make ray")(test)
-    )
+    for mark in (
+        pytest.mark.timeout(300),
+        pytest.mark.filterwarnings("error:.*will be removed in Ray"),
+        pytest.mark.skipif(not asked, reason="takes minutes: make ray"),
+    ):
+        test = mark(test)
+    return test
 
 
 PLAN = Plan(batch_size=4, context=100, prefill_tokens=64)

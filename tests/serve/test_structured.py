@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -159,6 +160,56 @@ def test_the_engine_matches_beside_others(llm: LLM) -> None:
     assert found[1].text == "xxxxy"
     assert found[2].text in ("one", "two")
     assert [one.finish_reason for one in found] == ["length", "stop", "stop"]
+
+
+# After c only the first byte of a character may come, whose second byte no token has.
+DEAD_END: Any = {"prompt": "abc", "structured_outputs": {"regex": "ab|c\u00e9"}, "temperature": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_end_is_the_error_of_its_answer_alone(served: Running, stream: bool) -> None:
+    body = DEAD_END | {"n": 4, "seed": 0, "stream": stream, "logprobs": 0}
+    status, found, _ = served.ask("/v1/completions", body)
+    assert status == 200
+    texts, ends = dict[int, str](), dict[int, Any]()
+    for document in _events(found) if stream else [found]:
+        for choice in document["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + choice["text"]
+            if choice["finish_reason"]:
+                ends[index] = choice
+    assert {texts[i] for i, end in ends.items() if end["finish_reason"] == "stop"} == {"ab"}
+    dead = [i for i, end in ends.items() if end["finish_reason"] == "error"]
+    assert 0 < len(dead) < 4 == len(ends)
+    for i in dead:
+        assert texts[i].startswith("c")
+        assert ends[i]["error"]["type"] == "invalid_request_error"
+        assert "structured output" in ends[i]["error"]["message"]
+    assert all("error" not in end for i, end in ends.items() if i not in dead)
+
+
+def test_openais_client_reads_the_error_of_an_answer(client: OpenAI) -> None:
+    wanted = {"structured_outputs": DEAD_END["structured_outputs"]}
+    found = client.chat.completions.create(
+        model=MODEL, messages=CHAT, n=4, seed=0, temperature=1, extra_body=wanted
+    )
+    ends = Counter(str(choice.finish_reason) for choice in found.choices)
+    assert ends["stop"] + ends["error"] == 4 > ends["error"] > 0
+    for choice in found.choices:
+        assert ((choice.model_extra or {}).get("error") is None) == (choice.finish_reason == "stop")
+
+
+def test_where_all_answers_are_dead_ends_there_is_none(served: Running) -> None:
+    body = DEAD_END | {"structured_outputs": {"regex": "c\u00e9"}}
+    for n in (1, 2):
+        status, found, _ = served.ask("/v1/completions", body | {"n": n})
+        assert (status, "structured output" in found["error"]["message"]) == (400, True)
+    events = _events(served.ask("/v1/completions", body | {"stream": True})[1])
+    assert "structured output" in events[-1]["error"]["message"]
+
+
+def _events(text: str) -> list[Any]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
 class _Characters:

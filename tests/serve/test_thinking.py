@@ -92,7 +92,12 @@ def streamed(asked: Asked, answer: Completion) -> dict[str, Any]:
     @asynccontextmanager
     async def answering(*_: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(
-            pieces=pieces, prompt=answer.prompt_token_ids, prompt_tokens=1, started=0.0, times={}
+            count=1,
+            pieces=pieces,
+            prompt=answer.prompt_token_ids,
+            prompt_tokens=1,
+            started=0.0,
+            times={},
         )
 
     async def events() -> list[bytes]:

@@ -19,7 +19,14 @@ import pytest
 import torch
 
 from qoff import train
-from qoff.errors import ArgumentError, DiskReadError, DiskWriteError, FormatError, QoffError
+from qoff.errors import (
+    ArgumentError,
+    ChecksumError,
+    DiskReadError,
+    DiskWriteError,
+    FormatError,
+    QoffError,
+)
 from qoff.train.checkpoints import exists
 from tests.io_faults import SHORT, each_call
 from tests.tiny_models import tiny_checkpoint
@@ -230,6 +237,28 @@ def test_a_run_that_is_killed_at_any_moment_loses_few_steps(tmp_path: Path) -> N
             before = found[-1][0]
     torch.manual_seed(7)
     assert list(losses.items()) == list(enumerate(steps(training_of(PLACES[2], tmp_path), last), 1))
+
+
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]])
+def test_a_flipped_bit_is_refused_before_anything_is_changed(place: str, tmp_path: Path) -> None:
+    training = training_of(place, tmp_path)
+    steps(training, 1)
+    training.save(tmp_path / "run")
+    steps(training, 1)
+    wanted = {name: x.clone() for name, x in training.state_dict().items()}
+    (states,) = (tmp_path / "run").glob("*.state")
+    data = bytearray(states.read_bytes())
+    data[len(data) // 3] ^= 4
+    states.write_bytes(data)
+    with pytest.raises(ChecksumError, match=r"SHA-256 is [0-9a-f]+, run.json says .* is damaged"):
+        training.resume(tmp_path / "run")
+    assert training.steps == 2
+    assert all(torch.equal(x, wanted[name]) for name, x in training.state_dict().items())
+    header = json.loads((tmp_path / "run/run.json").read_text())
+    del header["sha256"]  # as before there was one
+    (tmp_path / "run/run.json").write_text(json.dumps(header))
+    training.resume(tmp_path / "run")
+    assert training.steps == 1
 
 
 def test_other_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from qoff.checkpoint import TensorEntry, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT, DTYPE_NAMES
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, StreamedError
 from qoff.memory import Weights
 
 from .values import Values
@@ -78,7 +78,7 @@ class Absent(nn.Parameter):
     ) -> Any:
         given = tree_leaves((args, kwargs))
         if any(isinstance(x, Tensor) and not isinstance(x, cls) and not x.is_meta for x in given):
-            raise ArgumentError(
+            raise StreamedError(
                 "a module computes with weights of one that it does not call, which has them only "
                 "in a call; name the class of the first in no_split_modules, or in Accelerate's "
                 "preload_module_classes"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qoff.errors import ArgumentError
+from qoff.errors import StreamedError
 from qoff.hf.packed.derived import QoffEmbedding
 from qoff.hf.packed.module import CodesModule, PackedModule
 from qoff.memory import Residency
@@ -55,17 +55,17 @@ class StreamedMethods:
     ) -> Any:
         """What `to`, `half` and the like of a module call: nothing where nothing changes.
 
-        Raises ArgumentError else: weights that are not there now would stay as they are.
+        Raises StreamedError else: weights that are not there now would stay as they are.
         """
         was = torch.empty(0, dtype=self._dtype, device=self._device)
         now = fn(was)
         if now.dtype != was.dtype:
-            raise ArgumentError(
+            raise StreamedError(
                 f"a model whose layers stream cannot be cast from {was.dtype} to {now.dtype}; load "
                 f"it again with dtype={now.dtype}"
             )
         if now.device != was.device:
-            raise ArgumentError(
+            raise StreamedError(
                 f"a model whose layers stream cannot be moved from {was.device} to {now.device}; "
                 "load it again for that device"
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qoff.checkpoint.layout import QuantEntry, WeightFile
-from qoff.errors import ArgumentError
+from qoff.errors import StreamedError
 from qoff.hf.packed.module import CodesModule
 from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
 from qoff.kernels.layout.qexperts import QExperts
@@ -59,7 +59,7 @@ class _Place(NamedTuple):
 class OffloadedLayer:
     """Takes the place of a layer's `forward`, which cannot be copied then; `qoff.train` trains it.
 
-    Raises ArgumentError where a backward pass would need it, and for a second thread in any layer.
+    Raises StreamedError where a backward pass would need it, and for a second thread in any layer.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class OffloadedLayer:
         if torch.is_grad_enabled():
             given = [*args, *kwargs.values(), *self._layer.parameters()]
             if any(isinstance(x, Tensor) and x.requires_grad for x in given):
-                raise ArgumentError(
+                raise StreamedError(
                     "a layer that streams has no backward pass; use torch.no_grad(), or train "
                     "adapters by qoff.train.offload"
                 )
@@ -94,7 +94,7 @@ class OffloadedLayer:
     def hold(self) -> None:
         """Wait for the weights; `own` computes with them until `give_back`."""
         if not self._turn.acquire(blocking=False):
-            raise ArgumentError(
+            raise StreamedError(
                 "a model whose layers stream runs one forward pass at a time, and another thread "
                 "is in one; take turns, or load it with qoff.LLM"
             )
@@ -120,7 +120,7 @@ class OffloadedLayer:
             self._turn.release()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ArgumentError(
+        raise StreamedError(
             "a model whose layers stream can be neither copied nor pickled; load it again"
         )
 
