@@ -67,26 +67,27 @@ commands. Their weights are resident or offloaded under the same budgets, and th
 of transformers on the dequantized weights. What differs from the families above:
 
 - The KV cache, or whatever states the model keeps, is transformers' own, padded like the batch, in
-  float32, or on a GPU float16 or bfloat16 like everything that is not quantized. A packed KV cache replaces it, without padding, in
-  models whose attention goes through transformers' attention interface, is causal or has a
-  sliding window, and has heads of 64, 80, 96, 128, 256 or 512 channels for keys and values alike.
+  float32, or on a GPU float16 or bfloat16 like everything that is not quantized. A packed KV cache
+  replaces it, without padding, in models whose attention goes through transformers' attention
+  interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 256 or 512
+  channels for keys and values alike.
   Layers may attend to the keys and values of earlier ones.
   Recurrent states stay transformers'. Other models are refused with the reason, which a trial
   without weights finds when the model is loaded.
 - Linear layers of decoder layers are quantized (also the transposed ones of GPT-2, and Falcon's),
   and so are experts in transformers' three-dimensional form, the embedding and the head, except
   where the group size does not divide a matrix. Everything else is stored as floats, computed in
-  float32 on a CPU, and streams with its layer: convolutions, state matrices, norms, routers that are not
-  linear layers, experts of classes outside of transformers' interface for them. Weights outside
-  of layers, embedding and head (learned positions, final norms) stay in memory.
+  float32 on a CPU, and streams with its layer: convolutions, state matrices, norms, routers that
+  are not linear layers, experts of classes outside of transformers' interface for them. Weights
+  outside of layers, embedding and head (learned positions, final norms) stay in memory.
 - With `qoff.load`, padding is on the left: after the first pass every sequence gets the same
   number of tokens. Models with recurrent states then read one token of each sequence at a time, so
   a prompt cannot be continued, and their cache cannot be cropped.
 - `qoff.LLM` and `qoff batch` pad each pass anew, so sequences come and go. Packed K and V are on
   any tier; K and V that cannot be packed, and recurrent states, are on the device as transformers
-  computes them, with room for the plan's context, and so are hidden states. A prompt of a model with recurrent states
-  is read in one pass, of at most `prefill_tokens` tokens. Answers are those of `generate` for each
-  prompt alone.
+  computes them, with room for the plan's context, and so are hidden states. A prompt of a model
+  with recurrent states is read in one pass, of at most `prefill_tokens` tokens. Answers are those
+  of `generate` for each prompt alone.
   Refused there, with a hint at `qoff.load`: models that count padding among their positions (the
   decoders of BART and its kin), those that attend by an index of keys (GLM MoE with DSA,
   DeepSeek V3.2), and those whose cache forgets tokens that their mask shows (Moshi, where its

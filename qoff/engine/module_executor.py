@@ -68,16 +68,10 @@ class OfModules(Executor):
         options |= {"device_memory": plan.device_memory, "host_memory": host_memory}
         runtime = self._runtime(checkpoint, **options)
         self.memory = self._memories[runtime.residency.in_parts]
-<<<<<<< HEAD
         on_host = self.memory.total(HOST)
         if self.device.type == "cpu":
-            on_host += runtime.residency.device_bytes
-        self.instrumentation.check_memory(
-            on_host, "the plan's sequences and the weights beside them"
-        )
-=======
-        self._check_free(self.memory.total(HOST) + runtime.residency.workspace)
->>>>>>> h-mends
+            on_host += runtime.residency.workspace
+        self._check_free(on_host)
         return runtime
 
     def _settle(self, decoder: AnyDecoder) -> None:
