@@ -30,7 +30,7 @@ from qoff.memory import plan_residency
 from qoff.memory.experts.on_cpu import CpuExperts
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.cuda_transfers import CudaTransfers
-from qoff.memory.plan import Expert
+from qoff.memory.plan import Expert, Layouts
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native import cpu_pairs
@@ -134,12 +134,17 @@ def logits_of(runtime: Runtime) -> Tensor:
 
 
 @cache
-def slots_of(model: Model) -> dict[int, int]:
-    """A budget for each number of slots that the device may have for experts."""
+def slots_of(model: Model, passing: bool = False) -> dict[int, int]:
+    """A budget for each number of slots that the device may have for experts.
+
+    passing: with room for one that passes through it.
+    """
     checkpoint, found = Checkpoint.open(model.path), dict[int, int]()
+    how: dict[str, Any] = {"packing": "split32", "layouts": Layouts(checkpoint, "split32")}
+    how |= {"cpu_experts": True, "passing_from": 0} if passing else {}
     with contextlib.suppress(BudgetError):
         for budget in range(model.nbytes, 0, -1024):
-            slots = plan_residency(checkpoint, budget, packing="split32").expert_slots
+            slots = plan_residency(checkpoint, budget, **how).expert_slots
             found[slots] = budget
     return {slots: found[slots] for slots in sorted(found) if slots}
 
@@ -147,7 +152,8 @@ def slots_of(model: Model) -> dict[int, int]:
 def opened(model: Model, slots: int, **options: Any) -> Runtime:
     """With so many slots for experts on the device."""
     given: dict[str, Any] = {"host_memory": 1 << 30, "cpu_experts": True, **options}
-    given |= {"device": model.device, "device_memory": slots_of(model)[slots]}
+    budget = slots_of(model, "passing_from" in options)[slots]
+    given |= {"device": model.device, "device_memory": budget}
     return Runtime(model.path, kv=KV8, instrumentation=HOOKS, **given)
 
 
@@ -201,6 +207,25 @@ def test_no_bit_depends_on_the_cache_of_the_device(
     assert {one.layer for one in on_cpu.pop()} == {0, 1}
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_of_many_tokens_bring_them_to_the_device(
+    models: Callable[[str], Model], family: str
+) -> None:
+    """A prompt does, and its experts are those of the device; the next token leaves them."""
+    model = models(family)
+    with opened(model, min(slots_of(model, True)), passing_from=4) as runtime:
+        plan, arena, experts = runtime.residency, runtime.store.arena, runtime.spec.experts
+        assert experts is not None
+        assert_close(logits_of(runtime), model.logits, tolerance=FLOAT16_LOGITS[0])
+        done = runtime.store.stats.experts
+    layers = sum(experts.layers)
+    assert plan.passing
+    assert arena.used == plan.device_bytes - plan.workspace
+    assert done.on_cpu <= experts.top_k * layers
+    assert done.on_cpu or family == "llama4"
+    assert done.passed >= experts.top_k
 
 
 @pytest.mark.parametrize("error", [OpError, KeyboardInterrupt])

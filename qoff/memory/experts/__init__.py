@@ -5,6 +5,7 @@ of them leave first, `simulator` says how often each policy would have to read, 
 recorded.
 """
 
-from .cache import ExpertCache, ExpertStats, ExpertWave, StreamedExperts
+from .cache import ExpertCache, ExpertStats, StreamedExperts
+from .wave import ExpertWave
 
 __all__ = ["ExpertCache", "ExpertStats", "ExpertWave", "StreamedExperts"]

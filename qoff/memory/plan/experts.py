@@ -18,13 +18,14 @@ from qoff.checkpoint import Checkpoint, QuantEntry, TensorEntry, WeightEntry, We
 from qoff.errors import FormatError
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.memory.arena import PAGE
+from qoff.memory.arena import PAGE, round_up
 
 from .image import FileRange, Image, image_of, view
 from .units import Expert, expert_number, is_expert
 
 MATRICES = ("gate_up_proj", "down_proj")  # of an expert
 CPU_PACKING = "rows16"  # of experts that a CPU computes beside a GPU
+_PASSING_BYTES = 64 << 20  # of experts that pass through the device together, about
 
 
 class LayerExperts:
@@ -95,6 +96,38 @@ class LayerExperts:
 def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:
     """The experts of all layers, in their order."""
     return [LayerExperts(file, packing) for file in checkpoint.layers]
+
+
+def passing_together(on_cpu: Iterable[LayerExperts]) -> int:
+    """Experts for the CPU that pass through the device as one group: 64 MiB, or one.
+
+    A link moves these at nearly its rate, and a group of any size costs as much of the host's time.
+    """
+    some = [experts for experts in on_cpu if experts.count]
+    largest = max(experts.nbytes for experts in some)
+    return max(1, min(_PASSING_BYTES // largest, max(experts.count for experts in some)))
+
+
+def passing_parts(
+    together: int, experts: Iterable[LayerExperts], on_cpu: Iterable[LayerExperts]
+) -> tuple[int, int, int]:
+    """Bytes of the device for groups of experts that pass through it.
+
+    As they lie in host memory, one group while the other one comes, each; as kernels read them; and
+    of their biases. experts, on_cpu: of all layers, in the device's and in the CPU's packing.
+    """
+    raw = max(experts.nbytes for experts in on_cpu if experts.count)
+    some = [one for one in experts if one.count]
+    bias = round_up(together * max(one.bias_bytes for one in some), PAGE)
+    return together * raw, together * max(one.nbytes for one in some), bias
+
+
+def passing_bytes_of(
+    together: int, experts: Iterable[LayerExperts], on_cpu: Iterable[LayerExperts]
+) -> int:
+    """Bytes of the device that groups of `together` experts take, which pass through it."""
+    raw, placed, bias = passing_parts(together, experts, on_cpu)
+    return 2 * raw + placed + bias
 
 
 def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:
