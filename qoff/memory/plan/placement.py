@@ -70,7 +70,9 @@ def plan_residency(
             passing = 0
             if cpu_experts and passing_from is not None:
                 passing = passing_together(layouts.on_cpu.experts)
-            for at_once, together in ((_EXPERTS_AT_ONCE, passing), (1, min(passing, 1))):
+            sizes = [passing >> half for half in range(max(1, passing.bit_length()))]
+            tries = [*((_EXPERTS_AT_ONCE, size) for size in sizes), (1, sizes[-1])]
+            for at_once, together in tries:
                 search = _Search(layouts, slots, workspace, tiled_workspace, at_once, together)
                 found = found or search.best(device_memory)
                 if found:
