@@ -30,7 +30,7 @@ from qoff.memory import plan_residency
 from qoff.memory.experts.on_cpu import CpuExperts
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.cuda_transfers import CudaTransfers
-from qoff.memory.plan import Expert, Layouts
+from qoff.memory.plan import Expert, Layouts, placement
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native import cpu_pairs
@@ -153,7 +153,7 @@ def opened(model: Model, slots: int, **options: Any) -> Runtime:
     """With so many slots for experts on the device."""
     given: dict[str, Any] = {"host_memory": 1 << 30, "cpu_experts": True, **options}
     budget = slots_of(model, "passing_from" in options)[slots]
-    given |= {"device": model.device, "device_memory": budget}
+    given = {"device": model.device, "device_memory": budget, **given}
     return Runtime(model.path, kv=KV8, instrumentation=HOOKS, **given)
 
 
@@ -226,6 +226,61 @@ def test_passes_of_many_tokens_bring_them_to_the_device(
     assert done.on_cpu <= experts.top_k * layers
     assert done.on_cpu or family == "llama4"
     assert done.passed >= experts.top_k
+
+
+def test_experts_that_pass_are_computed_as_any_on_the_device(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, however many come together, on their way past a copy stream, too."""
+    model = models("qwen3-moe")
+    with opened(model, 2, cpu_experts=False) as runtime:
+        expected = logits_of(runtime)
+    for together in (1, 3, 32):
+        monkeypatch.setattr(placement, "passing_together", lambda _, count=together: count)
+        more = {} if ON_GPU else {"transfers": CudaTransfers("cpu", stream=SimulatedStream)}
+        for how in ({}, more):
+            with opened(model, max(slots_of(model, True)), passing_from=0, **how) as runtime:
+                plan, cache = runtime.residency, runtime.store.experts
+                assert cache is not None
+                assert torch.equal(logits_of(runtime), expected)
+                done, raw = cache.stats, plan.cpu_expert_bytes // len(plan.cpu_experts)
+                assert done.on_cpu == 0 < done.passed
+                fetched = (done.misses + done.guessed) * plan.expert_bytes
+                assert done.bytes == fetched + done.passed * raw
+
+
+def test_passes_of_few_tokens_leave_experts_where_they_are(
+    models: Callable[[str], Model],
+) -> None:
+    model = models("gpt-oss")
+    least = min(slots_of(model, True))
+    with opened(model, least, passing_from=TOKENS) as runtime:
+        found, done = logits_of(runtime), runtime.store.stats.experts
+        experts = runtime.residency.cpu_experts
+    with opened(model, least) as runtime:
+        assert runtime.residency.cpu_experts == experts
+        assert torch.equal(found, logits_of(runtime))
+        assert done.on_cpu == runtime.store.stats.experts.on_cpu > 0 == done.passed
+
+
+def test_a_copy_that_fails_is_made_again(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, before = models("qwen3-moe"), set(threading.enumerate())
+    with opened(model, min(slots_of(model, True)), passing_from=0) as runtime:
+        expected = logits_of(runtime)
+        for broken in ("repack", "copy_unit"):
+            with monkeypatch.context() as patch:
+                cache = runtime.store.experts
+                assert cache is not None
+                assert cache.passing is not None
+                at = cache.passing if broken == "repack" else cache.passing._transfers
+                name = f"_{broken}" if broken == "repack" else broken
+                patch.setattr(at, name, Mock(side_effect=DiskReadError("broken")))
+                with pytest.raises(DiskReadError, match="broken"):
+                    logits_of(runtime)
+            assert torch.equal(logits_of(runtime), expected)
+    assert not threads_beside(before)
 
 
 @pytest.mark.parametrize("error", [OpError, KeyboardInterrupt])
