@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
-from qoff.engine import LLM, SamplingParams
+from qoff.engine import LLM, SamplingParams, gpu_executor
 from qoff.errors import ArgumentError, BudgetError, DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference.experts import activate
 from qoff.kvcache import KVQuant
 from qoff.memory import plan_residency
+from qoff.memory.experts import ExpertWave
 from qoff.memory.experts.on_cpu import CpuExperts
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.cuda_transfers import CudaTransfers
@@ -34,15 +35,19 @@ from qoff.memory.plan import Expert, Layouts, placement
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native import cpu_pairs
-from qoff.models.native.choices import Choice
+from qoff.models.native.choices import Choice, Pairs
 from qoff.models.native.cpu_pairs import CpuPairs
+from qoff.models.native.experts import Experts
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
+from qoff.plan.processor import Processor
+from qoff.plan.profile import Link
 from tests.engine.test_llm_device import ON_GPU
 from tests.instruments import POISON, threads_beside
 from tests.memory.kinds import SimulatedStream
 from tests.models.test_triton_decoder import KV8, interpreted, triton_ops
 from tests.models.test_triton_decoder import checkpoint as dense_checkpoint
+from tests.plan.machines import machine
 from tests.tiny_models import QUANT, save_model
 from tests.tolerances import FLOAT16_LOGITS, assert_close
 from tests.triton_module import interpret_few
@@ -53,6 +58,7 @@ SMALL |= {"num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": 32}
 READ = [5, 9, 11, 3, 30, 17, 8], [12]
 TOKENS = sum(map(len, READ))
 PROMPTS = [[5, 9, 11, 3], [30, 17], [8, 12, 4, 21, 6], [7, 7], [19, 25, 10]]
+PLAIN_KV = KVQuant(8, 8, window=16)
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 # Without biases, with them, beside a shared expert or an MLP, and with weights of inputs.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -400,6 +406,68 @@ def test_batches_of_an_llm(
     assert [one[0] for one in found[0]] == [one[0] for one in expected]
 
 
+def bounded(model: Model, plan: Plan) -> Plan:
+    """The plan with memory for a few experts on the device."""
+    with LLM(model.path, plan, device=model.device, _instrumentation=HOOKS) as llm:
+        beside = llm._rounds.current.opened.executor._memory_of(tiled=True).total("device")
+    return replace(plan, device_memory=beside + slots_of(model, True)[3], host_memory=1 << 26)
+
+
+def test_rounds_in_which_some_passes_bring_experts_and_some_leave_them(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass goes by its own tokens, so nothing depends on what it shares a round with."""
+    model, mixed = models("qwen3-moe"), list[bool]()
+    compute, compute_wave = Experts._compute_pairs, Experts._compute_wave
+
+    def computed(self: Experts, some: list[Pairs], *how: Any) -> None:
+        for choice, places, _ in some:
+            ids = choice.ids.flatten()[places]
+            assert choice.on_cpu is None or not choice.on_cpu[ids].any()
+        compute(self, some, *how)
+
+    def wave_computed(self: Experts, choices: list[Choice], wave: ExpertWave, *how: Any) -> None:
+        mixed.append(wave.passing and any(choice.on_cpu is not None for choice in choices))
+        compute_wave(self, choices, wave, *how)
+
+    monkeypatch.setattr(Experts, "_compute_pairs", computed)
+    monkeypatch.setattr(Experts, "_compute_wave", wave_computed)
+    plan = Plan(batch_size=1, batches=2, context=64, prefill_tokens=3, kv=PLAIN_KV)
+    plan = replace(bounded(model, plan), cpu_experts=True, cpu_expert_tokens=1)
+    found, done = [], []
+    for schedule in ("block", "sequential"):
+        where: dict[str, Any] = {"device": model.device, "_instrumentation": HOOKS}
+        some = replace(plan, schedule=schedule)
+        with LLM(model.path, some, **where) as llm:
+            found.append([one.token_ids for one in llm.generate(PROMPTS, PARAMS)])
+            done.append(llm.runtime.store.stats.experts)
+            assert llm.residency.passing_from == 2
+            used = llm.residency.device_bytes + llm.memory.total("device")
+            assert used <= (plan.device_memory or 0)
+        if schedule == "block":
+            assert any(mixed)
+            mixed.clear()
+    assert found[0] == found[1]
+    assert done[0].on_cpu == done[1].on_cpu > 0 < done[0].passed <= done[1].passed
+    assert not any(mixed)
+
+
+@pytest.mark.parametrize("link", [1e6, 1e15])
+def test_who_computes_is_decided_by_the_rates_of_the_machine(
+    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch, link: float
+) -> None:
+    model = models("qwen3-moe")
+    on = replace(machine(True), to_device=Link(link), from_device=Link(1e15))
+    on = replace(on, host=Processor.of(1e10, 1e10), device=Processor.of(1e12, 1e12))
+    monkeypatch.setattr(gpu_executor, "known_profile", lambda *_: on)
+    plan = Plan(batch_size=1, context=64, prefill_tokens=8, kv=PLAIN_KV)
+    plan = replace(bounded(model, plan), cpu_experts=True)
+    with LLM(model.path, plan, device=model.device, _instrumentation=HOOKS) as llm:
+        assert llm.plan.cpu_expert_tokens is not None
+        assert (llm.plan.cpu_expert_tokens < 8) == (link > 1e10)
+        assert (llm.residency.passing > 0) == (link > 1e10)
+
+
 def test_what_has_no_experts_for_the_cpu_is_refused(
     models: Callable[[str], Model], tmp_path: Path
 ) -> None:
@@ -414,3 +482,7 @@ def test_what_has_no_experts_for_the_cpu_is_refused(
         assert "\n" not in str(refused.value)
     with pytest.raises(ArgumentError, match="cpu_experts is 1"):
         Plan(cpu_experts=1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cpu_expert_tokens is -1; use None or a whole number"):
+        Plan(cpu_experts=True, cpu_expert_tokens=-1)
+    with pytest.raises(ArgumentError, match="cpu_expert_tokens needs cpu_experts"):
+        Plan(cpu_expert_tokens=8)
