@@ -146,8 +146,8 @@ class OnCpu:
     @property
     def _on_cpu(self) -> Array:
         """The part of the layers with experts that the CPU computes for."""
-        found: Array = sum(a * b for a, b in zip(self._left, self._mixture.of_layers, strict=True))
-        return found
+        most, last = self._mixture.of_layers
+        return most * self._left[0] + last * self._left[1]
 
     def _wanted(self, of: tuple[Array, Array], times: Array) -> Array:
         """The part of all experts that rows want, of layers `of`, in so many times."""

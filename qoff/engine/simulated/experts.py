@@ -152,7 +152,7 @@ class SimulatedLayer(Layer):
 
     def _compute_wave(self, choices: list[_Wanted], wave: ExpertWave) -> None:
         """What all passes of a round want of it."""
-        wanted = [(one.numbers.intersection(wave.numbers), one.pairs) for one in choices]
+        wanted = [(one.numbers & set(wave.numbers), one.pairs) for one in choices]
         there = set().union(*(numbers for numbers, _ in wanted))
         if there:
             pairs = sum(len(numbers) * each for numbers, each in wanted) / len(there)
