@@ -314,6 +314,8 @@ class Executor(ABC):
             packing=layouts.packing,
             host_staging=staging,
             layouts=layouts,
+            cpu_experts=plan.cpu_experts,
+            passing_from=plan.passing_from,
         )
         if residency.in_parts:
             memory = self._beside(self._memory_of(tiled=True), True, near)

@@ -172,6 +172,8 @@ def test_experts_for_the_cpu_have_room_to_pass_through_the_device() -> None:
     found = re.search(r"at least ([\d,]+)", str(refused.value))
     assert found is not None
     least = int(found[1].replace(",", ""))
+    assert "for experts that pass through the device): raise the budget" in str(refused.value)
+    assert str(refused.value).endswith("experts of longer passes (cpu_expert_tokens)")
     together = list[int]()
     for budget in range(least, everything, everything // 20):
         plan = plan_residency(checkpoint, budget, **how, passing_from=100)

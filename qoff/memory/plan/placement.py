@@ -82,12 +82,16 @@ def plan_residency(
         if found is None:
             least, beside = min((search.least, search.least_workspace), (wanted, workspace))
             fewer = ", or use fewer or shorter sequences (batch_size, context)"
+            through = ""
+            if search.passing_bytes:
+                through = f", {search.passing_bytes:,} for experts that pass through the device"
+                fewer += ", or have the CPU compute experts of longer passes (cpu_expert_tokens)"
             raise BudgetError(
                 f"device memory: the weights of {checkpoint.path}, {wanted - workspace:,} bytes, "
                 f"and {workspace:,} bytes of KV cache and working space take {wanted:,} bytes, and "
                 f"the budget is {device_memory:,}; streaming the weights takes at least {least:,} "
-                f"({slots} slots, {beside:,} bytes of cache and working space): raise the budget "
-                f"to that{fewer if 2 * beside > least else ''}"
+                f"({slots} slots, {beside:,} bytes of cache and working space{through}): raise the "
+                f"budget to that{fewer if through or 2 * beside > least else ''}"
             )
         choice = found
     plan = search.residency(choice, device_memory)
@@ -203,7 +207,8 @@ def spread_evenly(nbytes: Mapping[Unit, int], budget: int) -> frozenset[Unit]:
 class _Search:
     """The choices of `plan_residency` in the order it prefers them.
 
-    `least` is what the smallest choice looked at so far takes, in bytes.
+    `least` is what the smallest choice looked at so far takes, in bytes; `passing_bytes` what any
+    takes for experts that pass through the device.
     """
 
     def __init__(
@@ -217,10 +222,10 @@ class _Search:
     ) -> None:
         check_slots(slots)
         self._passing = passing
-        self._passing_bytes = 0
+        self.passing_bytes = 0
         if passing:
             both = layouts.experts, layouts.on_cpu.experts
-            self._passing_bytes = passing_bytes_of(passing, *both)
+            self.passing_bytes = passing_bytes_of(passing, *both)
         experts = [e for e in layouts.experts if e.count] if expert_slots else []
         self._mixture, self._experts = experts, sum(e.count for e in experts)
         self._bias_bytes = max((e.bias_bytes for e in experts), default=0)
@@ -253,7 +258,7 @@ class _Search:
             self._mixture,
             cached,
         )
-        return replace(found, passing=self._passing, passing_bytes=self._passing_bytes)
+        return replace(found, passing=self._passing, passing_bytes=self.passing_bytes)
 
     def bytes_of(self, choice: Choice) -> int:
         """Bytes of the device that a choice takes."""
@@ -261,7 +266,7 @@ class _Search:
         staging = max(self._expert_staging, total.staging)
         nbytes = total.resident + self._slots * total.slot + staging + workspace
         nbytes += self._expert_slots * self._expert_bytes + PAGE * (self._bias_bytes > 0)
-        nbytes += self._passing_bytes
+        nbytes += self.passing_bytes
         if nbytes < self.least:
             self.least, self.least_workspace = nbytes, workspace
         return nbytes
