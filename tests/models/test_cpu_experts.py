@@ -31,6 +31,7 @@ from qoff.memory.experts import ExpertWave
 from qoff.memory.experts.on_cpu import CpuExperts
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.memory.io.transfers import UnitRead
 from qoff.memory.plan import Expert, Layouts, placement
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
@@ -269,23 +270,24 @@ def test_passes_of_few_tokens_leave_experts_where_they_are(
         assert done.on_cpu == runtime.store.stats.experts.on_cpu > 0 == done.passed
 
 
-def test_a_copy_that_fails_is_made_again(
-    models: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [DiskReadError, KeyboardInterrupt])
+def test_a_way_that_was_broken_off_is_gone_again(
+    models: Callable[[str], Model], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, before = models("qwen3-moe"), set(threading.enumerate())
+    model, before = models("gpt-oss"), set(threading.enumerate())
     with opened(model, min(slots_of(model, True)), passing_from=0) as runtime:
-        expected = logits_of(runtime)
-        for broken in ("repack", "copy_unit"):
+        expected, cache = logits_of(runtime), runtime.store.experts
+        assert cache is not None
+        passing = cache.passing
+        assert passing is not None
+        steps = (passing._transfers, "copy_unit"), (UnitRead, "wait"), (passing, "_repack")
+        for at, step in steps:
             with monkeypatch.context() as patch:
-                cache = runtime.store.experts
-                assert cache is not None
-                assert cache.passing is not None
-                at = cache.passing if broken == "repack" else cache.passing._transfers
-                name = f"_{broken}" if broken == "repack" else broken
-                patch.setattr(at, name, Mock(side_effect=DiskReadError("broken")))
-                with pytest.raises(DiskReadError, match="broken"):
+                patch.setattr(at, step, Mock(side_effect=error("broken")))
+                with pytest.raises(error, match="broken"):
                     logits_of(runtime)
             assert torch.equal(logits_of(runtime), expected)
+            assert len(passing._free) + len(passing._coming) == 2
     assert not threads_beside(before)
 
 
