@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from qoff.kernels.repack import repack_experts
 from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers
 from qoff.memory.load import FileChecks
-from qoff.memory.plan import ChosenExperts, Residency, Unit, Weight
+from qoff.memory.plan import ChosenExperts, Residency, Unit
 from qoff.memory.plan.experts import expert_units, layer_experts
 
 from .host import HostSlots
@@ -33,39 +33,8 @@ from .on_cpu import CpuExperts
 from .passing import PassingExperts
 from .policy import Keys, NextUse, Policy
 from .state import AGE, FEW, LEAST_ACCURACY, NEARLY_ALL, CacheState
+from .stats import ExpertStats
 from .wave import ExpertWave, bias_memory
-
-
-@dataclass(frozen=True)
-class ExpertStats:
-    """What a cache of experts has done since it was opened."""
-
-    hits: int = 0  # experts that were there when a pass asked for them
-    misses: int = 0  # that came because a pass had asked for them
-    from_host: int = 0  # that came from the slots in host memory, asked for or guessed
-    saved: int = 0  # that left the device for these
-    guesses: int = 0  # that were not there when the layer before guessed them
-    right: int = 0  # of these, that the router then chose
-    guessed: int = 0  # that came before a pass asked for them
-    wrong: int = 0  # that were read, and left before any pass asked for them
-    bytes: int = 0  # of all that came to the device
-    on_cpu: int = 0  # pairs of a token and an expert that the CPU computed
-    passed: int = 0  # experts of the CPU that came for a pass of many tokens
-
-    @property
-    def accuracy(self) -> float:
-        """The part of the guesses that were right; 0 without any."""
-        return self.right / max(self.guesses, 1)
-
-
-@dataclass(frozen=True)
-class StreamedExperts:
-    """Stands among a layer's weights for its experts, which come as tokens choose them."""
-
-    count: int
-    following: int | None  # the next layer with any
-    guessing: Mapping[str, Weight]  # its resident weights by local name, to guess with
-    on_cpu: CpuExperts | None  # those of all layers that stay in host memory
 
 
 class ExpertCache:

@@ -1,13 +1,27 @@
-"""ExpertWave: experts of a layer that are on the device together, and what computes with them."""
+"""ExpertWave: experts of a layer that are on the device together, and what stands for all."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qoff.kernels.layout.qexperts import QExperts
+from qoff.memory.plan import Weight
+
+from .on_cpu import CpuExperts
+
+
+@dataclass(frozen=True)
+class StreamedExperts:
+    """Stands among a layer's weights for its experts, which come as tokens choose them."""
+
+    count: int
+    following: int | None  # the next layer with any
+    guessing: Mapping[str, Weight]  # its resident weights by local name, to guess with
+    on_cpu: CpuExperts | None  # those of all layers that stay in host memory
 
 
 @dataclass(frozen=True, eq=False)
