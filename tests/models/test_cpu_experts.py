@@ -256,6 +256,23 @@ def test_experts_that_pass_are_computed_as_any_on_the_device(
                 assert done.bytes == fetched + done.passed * raw
 
 
+@pytest.mark.parametrize("bits", [3, 6])
+def test_codes_that_the_device_widens_pass_as_they_stream(
+    tmp_path: Path, device: str, bits: int
+) -> None:
+    """Of experts that do not lie alike in the pages of their file."""
+    save_model(tmp_path / "model", "gpt-oss", **SMALL, **FAMILIES["gpt-oss"])
+    quant = replace(QUANT, bits=bits)
+    path = convert(tmp_path / "model", tmp_path / "checkpoint", quant=quant)
+    everything = plan_residency(Checkpoint.open(path), None, packing="split32").device_bytes
+    model, found = Model(path, device, torch.empty(0), everything), list[Tensor]()
+    for how in ({"cpu_experts": False}, {"passing_from": 0}):
+        with opened(model, max(slots_of(model, True)), **how) as runtime:
+            found.append(logits_of(runtime))
+            assert (runtime.store.stats.experts.passed > 0) == ("passing_from" in how)
+    assert torch.equal(*found)
+
+
 def test_passes_of_few_tokens_leave_experts_where_they_are(
     models: Callable[[str], Model],
 ) -> None:

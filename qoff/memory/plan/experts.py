@@ -84,13 +84,20 @@ class LayerExperts:
         same = [_places(entry) for entry in lies] == [_places(entry) for entry in wanted]
         if same and image.nbytes <= self.nbytes:
             return image
-        raw, ranges = {}, list[FileRange]()
+        raw, placed, ranges = {}, {}, list[FileRange]()
         for (name, entry), there in zip(entries.items(), wanted, strict=True):
             assert isinstance(there, QuantEntry)
-            parts = [(entry.codes, there.codes), (entry.scale_min, there.scale_min)]
+            # Codes that are widened are read to the end of the memory that they take then.
+            at = there.codes.offset + there.codes.nbytes - entry.codes.nbytes
+            codes = replace(entry.codes, offset=at)
+            parts = [(entry.codes, codes), (entry.scale_min, there.scale_min)]
             ranges += (FileRange(t.offset, t.nbytes, place.offset) for t, place in parts)
-            raw[name] = replace(entry, codes=there.codes, scale_min=there.scale_min)
-        return Image(self.file, tuple(ranges), raw, self.nbytes, raw, self.nbytes)
+            raw[name] = replace(entry, codes=codes, scale_min=there.scale_min)
+            placed[name] = replace(there, name=name)
+        wide = any(placed[name].bits != entry.bits for name, entry in raw.items())
+        return Image(
+            self.file, tuple(ranges), raw, self.nbytes, placed if wide else raw, self.nbytes
+        )
 
 
 def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:
