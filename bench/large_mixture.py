@@ -59,11 +59,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="80GiB", help="memory of the GPU")
     parser.add_argument("--host", default="256GiB", help="main memory")
     parser.add_argument("--requests", type=int, default=4096)
+    parser.add_argument("--prompt", default="128", help="tokens of a prompt")
+    parser.add_argument("--answer", default="256", help="tokens of an answer")
+    parser.add_argument(
+        "--cpu-expert-tokens", type=int, help="as of qoff.Plan, where the CPU computes experts"
+    )
     given = parser.parse_args(argv)
     sizes = ModelSizes.of(MIXTURE, QuantConfig(packing="split32"))
     memory = [parse_size(size) for size in (given.device, given.host)]
-    work = Workload(Lengths.of("128"), Lengths.of("256"), given.requests)
-    found = explain(sizes, machine(*memory), work, Plan())
+    work = Workload(Lengths.of(given.prompt), Lengths.of(given.answer), given.requests)
+    most = given.cpu_expert_tokens
+    template = Plan(cpu_experts=most is not None, cpu_expert_tokens=most)
+    found = explain(sizes, machine(*memory), work, template)
     print(
         f"SIMULATED: {sizes.parameters / 1e9:.0f} B parameters, {format_size(sizes.nbytes)} of "
         f"weights in 4 bits; {given.device} on the GPU, {given.host} of main memory"

@@ -20,8 +20,11 @@ from bench.variants.variant import (
     empty,
     float_types,
 )
+from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
+from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.triton.moe.experts import experts
+from qoff.kernels.triton.moe.repack import repack_experts
 
 OP = "w4_experts"
 _EXPERTS = 8
@@ -49,11 +52,16 @@ _TILES: tuple[_Form, ...] = (
     ("bf16", 4, 64, "", {"block": 64, "even": False, "scale": "fp32"}),
     ("fp16", 8, 64, "gelu", {"block": 64, "bias": True}),
 )
+# Bits, group and scales of experts that are repacked.
+_REPACKED = (
+    *((4, 32, "fp16"), (4, 128, "fp32"), (8, 64, "fp16"), (2, 32, "fp16"), (3, 64, "u8")),
+    *((5, 64, "fp16"), (6, 128, "fp32"), (6, 32, "u8")),
+)
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Both products, with sizes of tiles, types, widths, groups and activations in turn, and
-    the sum."""
+    """Both products, with sizes of tiles, types, widths, groups and activations in turn, the sum,
+    and repacking."""
     for dtype, bits, group, activation, options in _PAIRS:
         if capability < 80:
             traits = frozenset({WIDE_CODES})
@@ -69,6 +77,23 @@ def variants(capability: int) -> Iterator[Variant]:
         for top_k in (4, 8):
             launch = _call(dtype, top_k=top_k)
             yield Variant(OP, f"sum-{dtype}-of{top_k}", "experts_sum_kernel", launch)
+    for bits, group, scale in _REPACKED:
+        yield _repack(bits, group, scale)
+
+
+def _repack(bits: int, group: int, scale: str) -> Variant:
+    """Of experts that come in the CPU's packing; their scales are the only floats."""
+
+    def memory(packing: str, bits: int) -> QExperts:
+        shape = (256, 32 * group)
+        codes, scale_min = packed_shapes(shape, bits, group, packing)
+        parts = empty(torch.uint8, _EXPERTS, *codes), empty(SCALES[scale], _EXPERTS, *scale_min)
+        return QExperts(*parts, shape, bits, group, packing)
+
+    packed, into = memory("rows16", bits), memory("split32", read_bits(bits, "split32"))
+    name = f"repack-fp16-{bits}bit-group{group}-scale{scale}"
+    launch = partial(repack_experts, packed, into)
+    return Variant(OP, name, "repack_experts_kernel", launch, compact=scale == "u8")
 
 
 def _product(

@@ -31,7 +31,7 @@ _FREE = frozenset({"draft_tokens", "draft_model", "share_prefixes", "spill_folde
 # What the planner chooses: where an option says one of these, it chooses nothing.
 _CHOSEN = (
     *("batch_size", "batches", "prefill_tokens", "cpu_attention", "activations", "schedule"),
-    *("kv_device", "kv_host", "cpu_experts"),
+    *("kv_device", "kv_host", "cpu_experts", "cpu_expert_tokens"),
 )
 _BOUNDS = ("device_memory", "host_memory", "max_memory")
 
@@ -47,6 +47,11 @@ class PlanOptions:
     cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
     cpu_experts: bool = Option(
         False, "--cpu-experts", help="On a GPU: the CPU computes experts that host memory holds."
+    )
+    cpu_expert_tokens: int | None = Option(
+        None,
+        min=0,
+        help="Tokens of a pass for which it does, at most; others bring them to the GPU.",
     )
     activations: str = Option("device", help="Where waiting batches' are: device, host, disk.")
     schedule: str = Option("block", help="block: layer by layer; sequential: batch by batch.")

@@ -64,7 +64,7 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
     import torch
 
     from qoff.budgets import memory_size, resolve_device
-    from qoff.plan.machine import assumed_profile, kept_profile
+    from qoff.plan.machine import known_profile
     from qoff.plan.profile import MachineProfile
 
     if on.machine is not None:
@@ -73,7 +73,7 @@ def machine_of(on: MachineOptions, model: Path, folder: Path) -> MachineProfile:
         device = resolve_device(on.device)
         if device.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(device)  # whose working space is counted
-        machine = kept_profile(device, model, folder) or assumed_profile(device, folder)
+        machine = known_profile(device, model, folder)
     if on.gpu is not None:
         machine = _with_gpu(machine, on.gpu, on.gpu_rates)
     elif on.host is not None and not machine.on_gpu:

@@ -101,7 +101,8 @@ class Executor(ABC):
         own.callback(release_scratch)
         if device.type == "cpu":  # a plan counts what is in use
             keep_large_apart()
-        self.plan, self.device, self.dtype = plan, device, dtype
+        self.device, self.dtype = device, dtype
+        self.plan = self._decided(plan, checkpoint)
         self.instrumentation = instrumentation
         self._adapter_paths, self._draft_bytes = adapters or {}, draft_bytes
         transfers = own.enter_context(closing(self._transfers()))
@@ -140,6 +141,10 @@ class Executor(ABC):
             )
         decoder = self.runtime.decoder
         self.workspace = decoder.new_workspace(tokens) if isinstance(decoder, Decoder) else None
+
+    def _decided(self, plan: Plan, checkpoint: Checkpoint) -> Plan:
+        """The plan, with what it leaves to the rates of the machine."""
+        return plan
 
     def _new_reader(self) -> DiskReader:
         return DiskReader(preadv=self.instrumentation.preadv, clock=self.instrumentation.clock)
@@ -181,6 +186,7 @@ class Executor(ABC):
             "slots": self.plan.slots,
             "activation_bits": self.plan.activation_bits,
             "cpu_experts": self.plan.cpu_experts,
+            "passing_from": self.plan.passing_from,
             "transfers": transfers,
             "device": self.device,
             "dtype": self.dtype,
@@ -319,6 +325,8 @@ class Executor(ABC):
             packing=layouts.packing,
             host_staging=staging,
             layouts=layouts,
+            cpu_experts=plan.cpu_experts,
+            passing_from=plan.passing_from,
         )
         if residency.in_parts:
             memory = self._beside(self._memory_of(tiled=True), True, near)

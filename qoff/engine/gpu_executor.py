@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from qoff.checkpoint import Checkpoint
 from qoff.kernels.triton.linear.scratch import Scratch
 from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, open_device_blocks
@@ -14,9 +18,14 @@ from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.native.decoder import new_states
-from qoff.plan import Memory
+from qoff.plan import Memory, Plan
+from qoff.plan.cost import CostModel
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
 from qoff.plan.gpu_scratch import scratch_sizes
+from qoff.plan.machine import known_profile
+from qoff.plan.profile import MachineProfile
+from qoff.plan.sizes import ModelSizes
+from qoff.plan.workload import Workload
 
 from .executor import Executor
 
@@ -37,6 +46,20 @@ class GpuExecutor(Executor):
         offloaded, prefetcher = self.blocks.offloaded, self.blocks.prefetcher
         read = offloaded.ring.wait_s if isinstance(offloaded, TieredBlocks) else 0.0
         return read + (0.0 if prefetcher is None else prefetcher.ring.wait_s)
+
+    def _decided(self, plan: Plan, checkpoint: Checkpoint) -> Plan:
+        if not plan.cpu_experts or plan.cpu_expert_tokens is not None:
+            return plan
+        sizes, machine = ModelSizes.of_checkpoint(checkpoint), self._machine(plan, checkpoint)
+        cost = CostModel(sizes, machine, Workload(), plan.kv, self.dtype.itemsize)
+        if cost.mixture is None:  # which `Runtime` refuses
+            return plan
+        return replace(plan, cpu_expert_tokens=cost.cpu_expert_tokens)
+
+    def _machine(self, plan: Plan, checkpoint: Checkpoint) -> MachineProfile:
+        """What was measured of this one; without that, rates that most machines reach."""
+        folder = plan.spill_folder or Path(tempfile.gettempdir())
+        return known_profile(self.device, checkpoint.path, folder)
 
     def new_cache(self) -> DeviceCache:
         assert self.memory.on_gpu is not None

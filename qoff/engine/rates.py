@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from qoff.plan.adapt import RunningPlan
-from qoff.plan.machine import assumed_profile, kept_profile
+from qoff.plan.machine import known_profile
 from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
 
@@ -21,7 +21,6 @@ def running_plan(executor: Executor, machine: MachineProfile | None = None) -> R
     plan, checkpoint = executor.plan, executor.runtime.checkpoint
     if machine is None:
         folder = plan.spill_folder or Path(tempfile.gettempdir())
-        kept = kept_profile(executor.device, checkpoint.path, folder)
-        machine = kept or assumed_profile(executor.device, folder)
+        machine = known_profile(executor.device, checkpoint.path, folder)
     sizes, residency = ModelSizes.of_checkpoint(checkpoint), executor.runtime.residency
     return RunningPlan(sizes, plan, executor.memory, residency, machine, executor.dtype)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.ops import Ops, ops_for, with_activation_bits
+from qoff.kernels.repack import repack_experts
 from qoff.settings import cuda_graphs
 from qoff.system_memory import check_free
 
@@ -29,7 +31,8 @@ class Instrumentation:
     on_copy: called with the bytes of each copy between host and device, before it is made. record:
     makes replays of decode steps in place of CUDA graphs, on a CPU too; see `graphs.Replays`.
     clock: what time it is, and who waits. pages: main memory. check_memory: raises where the
-    machine has less, as `check_free`. expert_moves: in place of `experts.ExpertMoves`.
+    machine has less, as `check_free`. expert_moves: in place of `experts.ExpertMoves`. repack:
+    experts that pass through the device.
     """
 
     timeline: Timeline | None = None
@@ -42,6 +45,7 @@ class Instrumentation:
     pages: Callable[[int], torch.Tensor] = map_pages
     check_memory: Callable[..., object] = check_free
     expert_moves: Callable[..., Any] | None = None
+    repack: Callable[[QExperts, QExperts], None] = repack_experts
 
     def ops_for(self, device: torch.device, activation_bits: int = 16) -> Ops:
         """The ops to compute with.

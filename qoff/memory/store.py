@@ -302,6 +302,7 @@ class WeightStore:
                 self._transfers,
                 self._checks,
                 instrumentation.expert_moves or self._moves_of_experts(),
+                instrumentation.repack,
             )
         served: list[Unit] = [*files, *there]
         for one in served:

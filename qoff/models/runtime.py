@@ -75,7 +75,8 @@ class Runtime:
     compare each file with its checksum. trust_remote_code: run code that came with a model
     transformers does not have. reserves: bytes within device_memory to keep free for the caller,
     without and with layers in tiles; the first that leave enough for the weights are taken.
-    cpu_experts: on a GPU, the CPU computes the experts that host_memory holds. One
+    cpu_experts: on a GPU, the CPU computes the experts that host_memory holds; passing_from: but
+    for passes of so many tokens or more, which bring them to the GPU (None: for all passes). One
     forward pass runs at a time; others wait their turn. Raises BudgetError when the budget is too
     small, OpError for a device that is not there, and the errors of `Checkpoint.open`. In a forked
     process it runs on a CPU, if nothing streams; else passes raise ArgumentError.
@@ -99,6 +100,7 @@ class Runtime:
         verify: bool = True,
         reserves: Callable[[AnyDecoder], Iterable[tuple[int, int]]] = lambda _: ((0, 0),),
         cpu_experts: bool = False,
+        passing_from: int | None = None,
     ) -> None:
         self.checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
         where = resolve_device(device)
@@ -159,6 +161,7 @@ class Runtime:
                     in_place=transfers.in_place(instrumentation),
                     one_by_one=isinstance(self.decoder, Decoder),
                     cpu_experts=cpu_experts,
+                    passing_from=passing_from,
                 ),
                 workspace,
             )

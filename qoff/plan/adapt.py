@@ -220,7 +220,8 @@ class RunningPlan:
         """Counts and forecasts plans for a workload at the present rates."""
         size, bits = self.dtype.itemsize, self.plan.activation_bits
         plan, sizes = self.plan, self.sizes
-        cost = CostModel(sizes, self.machine, work, plan.kv, size, bits, plan.frees)
+        how = plan.kv, size, bits, plan.frees, plan.cpu_expert_tokens
+        cost = CostModel(sizes, self.machine, work, *how)
         return Certifier(cost, self.plan, torch.device("cpu"), self.dtype)
 
 

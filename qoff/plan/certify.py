@@ -153,6 +153,7 @@ class Certifier:
             schedule="block" if c.block[0] else "sequential",
             cpu_attention="auto" if c.attends_on_cpu[0] else "never",
             cpu_experts=bool(c.cpu_experts[0]),
+            cpu_expert_tokens=self.cost.cpu_expert_tokens if c.cpu_experts[0] else None,
             activations=_NEAREST[int(c.activations[0])],
             token_s=self.cost.workload.token_s,
         )
@@ -210,6 +211,7 @@ class Certifier:
                     layouts=sizes.layouts(self.packing),
                     in_place=not machine.on_gpu,
                     cpu_experts=plan.cpu_experts,
+                    passing_from=plan.passing_from,
                 )
             except BudgetError as error:
                 return HOST if str(error).startswith(HOST) else DEVICE

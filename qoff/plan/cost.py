@@ -18,11 +18,12 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.packing import BITS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE
+from qoff.memory.plan.experts import passing_together
 
 from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
 from .kv_blocks import KVBlocks
 from .mixture import Array, Mixture, Moves
-from .on_cpu import OnCpu
+from .on_cpu import HostExperts, OnCpu
 from .parked import Parked
 from .phase import PLACED, RESOURCES, Choices, Phase
 from .processor import Processor
@@ -60,7 +61,8 @@ class CostModel:
 
     activation_bytes: of a number of the hidden states. activation_bits: that matmuls round to.
     frees: whether blocks behind the windows of their layers are free, see `Plan.frees`. On a GPU
-    what such layers keep is there.
+    what such layers keep is there. cpu_tokens: as `Plan.cpu_expert_tokens`, of plans whose experts
+    the CPU beside a GPU computes.
     """
 
     sizes: ModelSizes
@@ -70,6 +72,7 @@ class CostModel:
     activation_bytes: int
     activation_bits: int = 16
     frees: bool = True
+    cpu_tokens: int | None = None
 
     @cached_property
     def units(self) -> int:
@@ -328,21 +331,36 @@ class CostModel:
 
     def _on_cpu(self, work: _Work) -> OnCpu | None:
         """The experts of a mixture as the CPU beside a GPU would compute them."""
+        if self._host_experts is None or not self.machine.on_gpu:
+            return None
+        rows = work.rows, work.last_rows, work.passes
+        return OnCpu(self._host_experts, self.cpu_expert_tokens, *rows, work.experts)
+
+    @cached_property
+    def cpu_expert_tokens(self) -> int:
+        """Of a pass whose experts the CPU beside a GPU computes, at most: as told, or as is faster.
+
+        0 without a mixture.
+        """
+        if self.cpu_tokens is not None:
+            return self.cpu_tokens
+        return 0 if self._host_experts is None else self._host_experts.faster_on_cpu
+
+    @cached_property
+    def _host_experts(self) -> HostExperts | None:
         if self.mixture is None:
             return None
         sizes = self.sizes
-        return OnCpu(
+        layers = sizes.layouts("split32").on_cpu.experts
+        return HostExperts(
             self.mixture,
             self.machine,
             sizes.spec.hidden_size,
             sizes.expert_columns,
             self.layer_bits,
-            self.weight_bytes,
+            self.mixture.share * self.weight_bytes,
+            sizes.expert_bytes * passing_together(layers),
             self.activation_bytes,
-            work.rows,
-            work.last_rows,
-            work.passes,
-            work.experts,
         )
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:

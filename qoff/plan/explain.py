@@ -92,6 +92,14 @@ class Explained:
         ]
         return [*rows, ("a round", *(f"{p.seconds:.3f} s" for p in phases))]
 
+    def _passing(self) -> str:
+        """For which passes the CPU does not."""
+        least, nbytes = self.found.plan.passing_from, self.found.residency.passing_bytes
+        if least is None:
+            return ""
+        most = f" for passes of at most {least - 1:,} tokens" if least > 1 else " for none"
+        return f"{most}; longer ones bring them to the GPU, through {format_size(nbytes)} there"
+
     def warnings(self) -> Iterator[str]:
         """What the user may not expect."""
         yield from self.machine.notes
@@ -112,7 +120,7 @@ class Explained:
                 nbytes = format_size(self.found.residency.cpu_expert_bytes)
                 yield (
                     f"{len(on_cpu):,} of {mixture.count * sum(mixture.layers):,} experts "
-                    f"({nbytes}) stay in host memory, where the CPU computes them"
+                    f"({nbytes}) stay in host memory, where the CPU computes them{self._passing()}"
                 )
                 experts = "the other experts"
             yield (

@@ -88,7 +88,9 @@ def memory_on_gpu(
         passes, threads = plan.passes(spec.vocab_size), pool_threads()
         work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for _, form in kinds)
     if plan.cpu_experts and spec.experts is not None:
-        work[HOST] += cpu_pairs_bytes(spec, plan.tokens_of_passes, dtype)
+        most = plan.pass_tokens if plan.passing_from is None else plan.passing_from - 1
+        tokens = [min(count, most) for count in plan.tokens_of_passes]
+        work[HOST] += cpu_pairs_bytes(spec, tokens, dtype) if most else 0
     hidden = plan.hidden_bytes(spec.hidden_width, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     if spec.linear is not None:

@@ -118,6 +118,11 @@ def kept_profile(device: torch.device, checkpoint: Path, spill: Path) -> Machine
     return replace(found, usable=usable_memory(device, spill))
 
 
+def known_profile(device: torch.device, checkpoint: Path, spill: Path) -> MachineProfile:
+    """What was measured of this machine; without that, rates that most machines reach."""
+    return kept_profile(device, checkpoint, spill) or assumed_profile(device, spill)
+
+
 def assumed_profile(device: torch.device, spill: Path) -> MachineProfile:
     """Rates that most machines reach, for one that was never measured."""
     cores = usable_threads()

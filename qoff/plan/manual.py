@@ -47,7 +47,9 @@ class Plan:
     draft_tokens: of each answer, so many tokens are drafted from what it and its prompt have so far
     and go through one pass; those that the model chooses, too, need no passes of their own, which
     pays where a pass reads weights from disk or host memory. cpu_experts: on a GPU, experts of a
-    mixture that stay in host memory are computed there by the CPU and never come to the device.
+    mixture that stay in host memory are computed there by the CPU; cpu_expert_tokens: for passes of
+    at most so many tokens, others bring them to the GPU (None: as is faster by the rates of the
+    machine; as many as a pass may have: none comes).
     draft_model: a small model with the same tokenizer, which stays on the device and drafts them
     instead. token_s: seconds between two tokens of a sequence at most. adapt: where rounds take
     longer or less long than expected, the schedule and how many sequences and prompts a round has
@@ -67,6 +69,7 @@ class Plan:
     kv_placement: KVPlacement = field(default_factory=KVPlacement)
     cpu_attention: Literal["auto", "always", "never"] = "auto"
     cpu_experts: bool = False  # those in host memory are computed there
+    cpu_expert_tokens: int | None = None  # of a pass, at most; else they come to the GPU
     activations: Tier = "device"
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
@@ -98,6 +101,15 @@ class Plan:
         for name in ("share_prefixes", "cpu_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; use True or False")
+        tokens = plain_int(self.cpu_expert_tokens)
+        if tokens is not None:
+            if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+                raise ArgumentError(
+                    f"cpu_expert_tokens is {tokens!r}; use None or a whole number from 0"
+                )
+            if not self.cpu_experts:
+                raise ArgumentError("cpu_expert_tokens needs cpu_experts: the CPU has none else")
+        object.__setattr__(self, "cpu_expert_tokens", tokens)
         if not isinstance(self.adapt, bool) and self.adapt != "rounds":
             raise ArgumentError(f"adapt is {self.adapt!r}; use True, 'rounds' or False")
         if self.token_s is not None and not (is_number(self.token_s) and self.token_s > 0):
@@ -184,6 +196,12 @@ class Plan:
     def pass_tokens(self) -> int:
         """The most tokens of a pass."""
         return max(self.prefill_tokens, self.decode_tokens)
+
+    @property
+    def passing_from(self) -> int | None:
+        """Tokens of a pass from which experts in host memory come to a GPU; None: of no pass."""
+        most = self.cpu_expert_tokens
+        return None if most is None or self.pass_tokens <= most else most + 1
 
     @property
     def decode_tokens(self) -> int:

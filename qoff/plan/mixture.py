@@ -91,6 +91,12 @@ class Mixture:
         return self.experts.count * sum(self.experts.layers)
 
     @property
+    def of_layers(self) -> tuple[float, float]:
+        """The parts of the experts that layers but the last have, and that the last one has."""
+        layers = self.experts.layers
+        return sum(layers[:-1]) / sum(layers), layers[-1] / sum(layers)
+
+    @property
     def _replayed(self) -> tuple[Array, Array]:
         experts, layers = self.experts, min(LAYERS, sum(self.experts.layers))
         made_up = MadeUpRoutes(layers, experts.count, experts.top_k)
@@ -129,18 +135,20 @@ class Mixture:
         rows: tuple[Array, Array],
         times: Array,
         activation_bits: int = 16,
+        of: tuple[Array | float, Array | float] = (1.0, 1.0),
     ) -> Array:
         """Seconds of a round's experts: each that is chosen computes for its own rows.
 
         columns: numbers of all experts. rows: of a round, and of its last layer. times: that an
-        expert computes, for as many of them at once.
+        expert computes, for as many of them at once. of: the part of the experts that is meant, of
+        the layers but the last, and of that.
         """
-        layers, top_k = self.experts.layers, self.experts.top_k
+        top_k = self.experts.top_k
         found = np.zeros_like(times)
-        for m, count in zip(rows, (sum(layers[:-1]), layers[-1]), strict=True):
+        for m, layers, part in zip(rows, self.of_layers, of, strict=True):
             together = m / times
             chosen = self.wanted(together) * self.experts.count
-            weights = columns * count / sum(layers) * chosen
+            weights = columns * layers * part * chosen
             own = np.maximum(1.0, together * top_k / chosen)
             found = found + times * weights * processor.experts_s(bits, own, activation_bits)
         return found

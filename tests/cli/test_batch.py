@@ -172,6 +172,8 @@ def test_batch_refuses_options_that_it_would_not_use(
 
 def test_batch_refuses_experts_for_the_cpu_on_a_cpu(packable: Path, prompts: Path) -> None:
     assert "a CPU computes all experts" in fail("batch", packable, prompts, "--cpu-experts")
+    alone = fail("batch", packable, prompts, "--cpu-expert-tokens", "4")
+    assert "cpu_expert_tokens needs cpu_experts" in alone
 
 
 def test_batch_refuses_types_and_devices_that_are_not_there(packable: Path, prompts: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
+from qoff.memory.arena import PAGE
 from qoff.memory.plan import HEAD, Layouts, layouts, streamed_images, tiles, unit_weights
 from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
@@ -157,6 +159,36 @@ def test_experts_for_the_cpu_are_spread_over_the_layers() -> None:
         assert plan.cpu_experts
         assert len(plan.cpu_experts) == away or host - plan.host_bytes < 2 * plan.expert_bytes
     assert len(plan.cpu_experts) == away
+
+
+def test_experts_for_the_cpu_have_room_to_pass_through_the_device() -> None:
+    """In groups as large as there is room for; without any, the least is named, and is enough."""
+    checkpoint = mixture_of_experts("split32")
+    names = all_names(checkpoint)
+    everything = residency_of(checkpoint, names, packing="split32").device_bytes
+    how: dict[str, Any] = {"packing": "split32", "host_memory": 1 << 40, "cpu_experts": True}
+    with pytest.raises(BudgetError) as refused:
+        plan_residency(checkpoint, PAGE, **how, passing_from=100)
+    found = re.search(r"at least ([\d,]+)", str(refused.value))
+    assert found is not None
+    least = int(found[1].replace(",", ""))
+    assert "for experts that pass through the device): raise the budget" in str(refused.value)
+    assert str(refused.value).endswith("experts of longer passes (cpu_expert_tokens)")
+    together = list[int]()
+    for budget in range(least, everything, everything // 20):
+        plan = plan_residency(checkpoint, budget, **how, passing_from=100)
+        alone = plan_residency(checkpoint, budget, **how)
+        assert plan.device_bytes <= budget
+        assert alone.passing == alone.passing_bytes == 0
+        assert alone.passing_from is None
+        assert plan.passing_from == 100
+        assert plan.passing_bytes >= 3 * plan.passing * plan.cpu_expert_bytes // len(
+            plan.cpu_experts
+        )
+        together.append(plan.passing)
+    assert together == sorted(together)
+    assert together[0] == 1
+    assert together[-1] == 16
 
 
 def test_host_memory_holds_no_more_slots_than_experts_that_are_elsewhere() -> None:

@@ -34,6 +34,7 @@ from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
 from qoff.plan.calls import call_s, pass_s
 from qoff.plan.gpu import memory_on_gpu
+from qoff.plan.profile import MachineProfile
 
 from .experts import Router, SimulatedLayer
 from .machine import VirtualMachine
@@ -100,6 +101,7 @@ class _Simulated(Executor):
             pages=unbacked,
             check_memory=lambda *_: None,
             expert_moves=partial(SimulatedMoves, machine),
+            repack=ops.repack_experts,
         )
         super().__init__(
             checkpoint,
@@ -153,6 +155,9 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
 class _SimulatedGpu(_Simulated, GpuExecutor):
     def _transfers(self) -> Transfers:
         return _SimulatedStreams(self.machine)
+
+    def _machine(self, plan: Plan, checkpoint: Checkpoint) -> MachineProfile:
+        return self.machine.profile
 
     def _memory_of(self, tiled: bool) -> Memory:
         plan, recorded = self.plan, self.plan.batch_size  # as on a GPU that is there

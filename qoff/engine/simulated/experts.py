@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from concurrent.futures import Future
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,16 +121,18 @@ class SimulatedLayer(Layer):
         streamed = cast(StreamedExperts, weights[EXPERTS])
         guesses = likeliest(streamed.following, chosen.guesses)
         numbers = set(self._router.choose(layer, run).tolist())
-        mine = numbers, len(run.input) * experts.spec.top_k / len(numbers)  # pairs of an expert
-        left, mixture = set(numbers), run.mixture
-        mixture.choices.append(mine)
-        future = None
-        if streamed.on_cpu is not None and layer in streamed.on_cpu.layers:
+        each = len(run.input) * experts.spec.top_k / len(numbers)
+        left, mixture, on_cpu = set(numbers), run.mixture, streamed.on_cpu
+        future, others = None, False
+        if on_cpu is not None and layer in on_cpu.layers and on_cpu.computes(len(run.input)):
             if mixture.on_cpu is None:
-                mixture.on_cpu = _CpuPairs(self._simulated, streamed.on_cpu, layer)
-            future = mixture.on_cpu.add(mine, run.input)
+                mixture.on_cpu = _CpuPairs(self._simulated, on_cpu, layer)
+            future = mixture.on_cpu.add(_Wanted(numbers, each), run.input)
             left -= mixture.on_cpu.numbers
-        while left:
+            others = mixture.passes > 1
+        mine = _Wanted(frozenset(left), each, future is None)
+        mixture.choices.append(mine)
+        while left or others:
             wanted = ChosenExperts(layer, tuple(sorted(left)), guesses)
             found = yield from wait_for(run, wanted)
             wave = found[EXPERTS]
@@ -138,22 +141,31 @@ class SimulatedLayer(Layer):
                 mixture.wave = wave
                 self._compute_wave(mixture.choices, wave)
             left -= set(wave.numbers)
+            others = future is not None and any(one.passing for one in mixture.choices)
         if future is not None:
-            mixture.on_cpu.finish(future, mine, run.input)
+            mixture.on_cpu.finish(future, _Wanted(numbers, each), run.input)
         mixture.done([mine])
         if len(numbers) > 1:
             x = chosen.choices[0].x
             self._ops.add_experts(x, out=x)
         return run.input
 
-    def _compute_wave(self, choices: list[tuple[set[int], float]], wave: ExpertWave) -> None:
+    def _compute_wave(self, choices: list[_Wanted], wave: ExpertWave) -> None:
         """What all passes of a round want of it."""
-        wanted = [(numbers.intersection(wave.numbers), pairs) for numbers, pairs in choices]
+        wanted = [(one.numbers & set(wave.numbers), one.pairs) for one in choices]
         there = set().union(*(numbers for numbers, _ in wanted))
         if there:
             pairs = sum(len(numbers) * each for numbers, each in wanted) / len(there)
             matrices = (wave.gate_up, wave.down)
             self._simulated.compute_experts(pairs, len(there), matrices, self._bits)
+
+
+class _Wanted(NamedTuple):
+    """Experts that a pass wants of a layer, and the pairs of each; passing: the CPU's, too."""
+
+    numbers: Set[int]
+    pairs: float
+    passing: bool = False
 
 
 class _CpuPairs:
@@ -163,19 +175,17 @@ class _CpuPairs:
         self._ops, self._on_cpu = ops, on_cpu
         self._machine, self._layer = ops.machine, on_cpu.layers[layer]
         self.numbers = _numbers(self._layer)
-        self._waiting: list[tuple[set[int], float]] = []
+        self._waiting: list[_Wanted] = []
 
-    def add(self, choice: tuple[set[int], float], x: Tensor) -> Future[None]:
+    def add(self, choice: _Wanted, x: Tensor) -> Future[None]:
         """Have the thread compute what a pass wants of them; x: its inputs."""
-        numbers, each = choice
-        self._waiting.append((numbers & self.numbers, each))
+        self._waiting.append(choice._replace(numbers=choice.numbers & self.numbers))
         return self._on_cpu.submit(partial(self._compute, x.nbytes))
 
-    def finish(self, future: Future[None], choice: tuple[set[int], float], x: Tensor) -> None:
+    def finish(self, future: Future[None], choice: _Wanted, x: Tensor) -> None:
         """Wait until it is done, and for the outputs to come."""
         self._on_cpu.join(future)
-        numbers, each = choice
-        pairs = each * len(numbers & self.numbers)
+        pairs = choice.pairs * len(choice.numbers & self.numbers)
         self._on_cpu.pairs += round(pairs)
         self._machine.to_device.move(int(4 * pairs) * x.shape[1])
 
@@ -183,9 +193,9 @@ class _CpuPairs:
         """In the thread: inputs come, and all that waits is computed, if that has not been done."""
         self._machine.from_device.move(nbytes)
         some, self._waiting = self._waiting, []
-        there = set().union(*(numbers for numbers, _ in some))
+        there = set[int]().union(*(one.numbers for one in some))
         if there:
-            rows = sum(len(numbers) * each for numbers, each in some) / len(there)
+            rows = sum(len(one.numbers) * one.pairs for one in some) / len(there)
             matrices = (self._layer.gate_up, self._layer.down)
             self._ops.compute_experts(rows, len(there), matrices, 16, on_host=True)
 

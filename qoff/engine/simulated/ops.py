@@ -125,6 +125,11 @@ class SimulatedOps:
             nbytes = count * (one.codes[0].nbytes + one.scale_min[0].nbytes) if on_host else 0
             self.machine.compute(seconds, on_host, nbytes)
 
+    def repack_experts(self, packed: QExperts, into: QExperts) -> None:
+        """As `kernels.repack.repack_experts`: reads and writes memory."""
+        nbytes = packed.count * (packed.codes[0].nbytes + packed.scale_min[0].nbytes)
+        self.machine.compute(2 * nbytes / self._device.bytes_per_s)
+
     def add_experts(self, weighted: Tensor, *, out: Tensor | None = None, **_: Any) -> Tensor:
         self.machine.compute(self.call_s)
         if out is not None:

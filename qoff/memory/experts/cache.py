@@ -8,8 +8,8 @@ the pass has had them all. Slots that nobody needs take guesses of the next laye
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,59 +20,21 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.qexperts import QExperts
+from qoff.kernels.repack import repack_experts
 from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers
 from qoff.memory.load import FileChecks
-from qoff.memory.plan import ChosenExperts, Residency, Unit, Weight
+from qoff.memory.plan import ChosenExperts, Residency, Unit
 from qoff.memory.plan.experts import expert_units, layer_experts
 
 from .host import HostSlots
 from .moves import ExpertMoves, MakeMoves
 from .on_cpu import CpuExperts
+from .passing import PassingExperts
 from .policy import Keys, NextUse, Policy
 from .state import AGE, FEW, LEAST_ACCURACY, NEARLY_ALL, CacheState
-
-
-@dataclass(frozen=True)
-class ExpertStats:
-    """What a cache of experts has done since it was opened."""
-
-    hits: int = 0  # experts that were there when a pass asked for them
-    misses: int = 0  # that came because a pass had asked for them
-    from_host: int = 0  # that came from the slots in host memory, asked for or guessed
-    saved: int = 0  # that left the device for these
-    guesses: int = 0  # that were not there when the layer before guessed them
-    right: int = 0  # of these, that the router then chose
-    guessed: int = 0  # that came before a pass asked for them
-    wrong: int = 0  # that were read, and left before any pass asked for them
-    bytes: int = 0  # of all that came to the device
-    on_cpu: int = 0  # pairs of a token and an expert that the CPU computed
-
-    @property
-    def accuracy(self) -> float:
-        """The part of the guesses that were right; 0 without any."""
-        return self.right / max(self.guesses, 1)
-
-
-@dataclass(frozen=True)
-class StreamedExperts:
-    """Stands among a layer's weights for its experts, which come as tokens choose them."""
-
-    count: int
-    following: int | None  # the next layer with any
-    guessing: Mapping[str, Weight]  # its resident weights by local name, to guess with
-    on_cpu: CpuExperts | None  # those of all layers that never come
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertWave:
-    """Some experts of a layer, until they are released."""
-
-    numbers: tuple[int, ...]
-    table: Tensor  # int64 [experts]: the slot of each of them, -1 for the others
-    gate_up: QExperts  # of all slots
-    down: QExperts
-    biases: tuple[Tensor, Tensor]  # memory for theirs, float32 [slots, rows]; or [0, rows]
+from .stats import ExpertStats
+from .wave import ExpertWave, bias_memory
 
 
 class ExpertCache:
@@ -80,8 +42,10 @@ class ExpertCache:
 
     Those of `sources` are copied from host memory, the others read from disk, and their files
     checked once unless `checks` knows them. What leaves the device may stay in slots in host memory
-    (`HostSlots`), and comes from there again. Those `on_cpu` never come. For one pass, or round of
-    passes, at a time. record: lists the layer and the experts of every request.
+    (`HostSlots`), and comes from there again. Those `on_cpu` have no slots here: where they are
+    asked for, they pass through the device (`PassingExperts`). For one pass, or round of passes, at
+    a time. record: lists the layer and the experts of every request for others. repack: as
+    `kernels.repack.repack_experts`.
     """
 
     def __init__(
@@ -94,6 +58,7 @@ class ExpertCache:
         transfers: Transfers,
         checks: FileChecks,
         make_moves: MakeMoves = ExpertMoves,
+        repack: Callable[[QExperts, QExperts], None] = repack_experts,
     ) -> None:
         self._layers = layer_experts(checkpoint, residency.packing)
         self.counts = [some.count for some in self._layers]
@@ -124,6 +89,11 @@ class ExpertCache:
         if residency.cpu_experts:
             self._comes = np.array([one not in residency.cpu_experts for one in experts])
             self.on_cpu = CpuExperts(checkpoint, residency, host_arena, transfers)
+        self.passing: PassingExperts | None = None
+        if residency.passing and self.on_cpu is not None:
+            self.passing = PassingExperts(
+                self._layers, self.on_cpu, residency, arena, transfers, repack
+            )
         self._matrices: dict[int, tuple[QExperts, QExperts, tuple[Tensor, Tensor]]] = {}
         self._lock = threading.Lock()
         self.closed = False
@@ -132,13 +102,23 @@ class ExpertCache:
     @property
     def stats(self) -> ExpertStats:
         computed = self.on_cpu.pairs if self.on_cpu else 0
-        return ExpertStats(saved=self._host.saved, on_cpu=computed, **self.now.counted)
+        passed, nbytes = 0, self.now.counted["bytes"]
+        if self.passing is not None:
+            passed, nbytes = self.passing.passed, nbytes + self.passing.nbytes
+        counted = {**self.now.counted, "bytes": nbytes}
+        return ExpertStats(saved=self._host.saved, on_cpu=computed, passed=passed, **counted)
 
     def acquire(self, chosen: ChosenExperts) -> ExpertWave:
         """Some of the experts, one at least of any, that stay where they are until `release`.
 
         Waits if none is there. Raises what went wrong in reading them, ArgumentError when closed.
         """
+        chosen, passing = self._apart(chosen)
+        if passing:
+            with self._lock:
+                wave = self._pass(chosen, passing)
+            if wave is not None:
+                return wave
         numbers, found = self.bring(chosen)
         table = np.full(self.counts[chosen.layer], -1)
         table[numbers] = found
@@ -169,6 +149,10 @@ class ExpertCache:
         with self._lock:
             if self.closed:
                 return
+            if wave.passing:
+                assert self.passing is not None
+                self.passing.release()
+                return
             table = wave.table.numpy()
             self.now.fixed[table[table >= 0]] = False
             if self.now.unread and not self.now.waiting[1]:  # nothing is left to wait for
@@ -179,8 +163,40 @@ class ExpertCache:
         self.closed = True
         self._matrices.clear()
         self.now.free.clear()
+        if self.passing:
+            self.passing.close()
         if self.on_cpu:
             self.on_cpu.close()
+
+    def _apart(self, chosen: ChosenExperts) -> tuple[ChosenExperts, list[int]]:
+        """What comes to slots, and the CPU's experts, which pass through the device."""
+        if self.on_cpu is None or chosen.layer not in self.on_cpu.layers:
+            return chosen, []
+        on_cpu = self.on_cpu.layers[chosen.layer].table >= 0
+        passing = [number for number in chosen.numbers if on_cpu[number]]
+        own = tuple(number for number in chosen.numbers if not on_cpu[number])
+        return replace(chosen, numbers=own), passing
+
+    def _pass(self, own: ChosenExperts, numbers: list[int]) -> ExpertWave | None:
+        """A group of the CPU's experts; None where others are there, which are computed first."""
+        if self.closed:
+            raise ArgumentError("the weight store is closed")
+        assert self.passing is not None
+        self.passing.ask(own.layer, numbers)
+        if own.numbers:
+            wanted = int(self.policy.first[own.layer]) + np.array(own.numbers, dtype=np.int64)
+            self._note(own, wanted)
+            self._start(wanted)
+            self.now.waiting = (own.layer, frozenset(own.numbers))
+            slots = self.now.slots[wanted]
+            slots = slots[slots >= 0]
+            if (self.now.came[slots] | self.moves.done(slots)).any():
+                return None
+        start = self._clock.now()
+        try:
+            return self.passing.next(own.layer, numbers)
+        finally:
+            self.wait_s += self._clock.now() - start
 
     def _note(self, chosen: ChosenExperts, wanted: Keys) -> None:
         """Count a request that is not for what is left of the last one."""
@@ -379,12 +395,5 @@ class ExpertCache:
         """The matrices of a layer's experts, in all slots, and memory for their biases."""
         if layer not in self._matrices:
             both = self._layers[layer].in_slots(self._memory)
-            self._matrices[layer] = (*both, self._biases(*both))
+            self._matrices[layer] = (*both, bias_memory(self._bias, *both))
         return self._matrices[layer]
-
-    def _biases(self, gate_up: QExperts, down: QExperts) -> tuple[Tensor, Tensor]:
-        rows = (gate_up.shape[0], down.shape[0])
-        count = gate_up.count if self._bias.numel() else 0
-        memory = self._bias.view(torch.float32)[: count * sum(rows)]
-        first, second = memory.split([count * n for n in rows])
-        return first.view(count, rows[0]), second.view(count, rows[1])

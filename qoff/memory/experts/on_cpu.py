@@ -1,6 +1,7 @@
 """CpuExperts: experts that stay in host memory, where the CPU computes with them.
 
-They never come to the device. Those of a layer lie one behind the other, in the CPU's packing.
+They come to the device for passes of many tokens alone (`passing`). Those of a layer lie one behind
+the other, in the CPU's packing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class CpuLayer:
     gate_up: QExperts
     down: QExperts
     biases: tuple[Tensor | None, ...]  # of both, float32 [places, rows]
+    memory: Tensor  # uint8 [places, bytes]
+    experts: LayerExperts  # how they lie there
 
 
 class CpuExperts:
@@ -47,6 +50,7 @@ class CpuExperts:
         self.layers: dict[int, CpuLayer] = {}
         self.pairs = 0
         self.clock, self._transfers = transfers.clock, transfers
+        self._passing_from = residency.passing_from
         self._workers: Workers | None = None  # once there is something to do
         bias_bytes = residency.cpu_bias_bytes
         self._biases = arena.alloc(bias_bytes, "biases of experts").view(torch.float32)
@@ -64,6 +68,10 @@ class CpuExperts:
             self.layers[layer] = self._layer(layer, experts, some, memory)
         for read in reads:
             read.finish()
+
+    def computes(self, tokens: int) -> bool:
+        """Whether it computes for a pass of so many tokens, for which none come to the device."""
+        return self._passing_from is None or tokens < self._passing_from
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Have the thread make a call, after those before."""
@@ -91,7 +99,7 @@ class CpuExperts:
         table[numbers] = torch.arange(len(numbers))
         prefix = f"model.layers.{layer}.mlp.experts."
         biases = tuple(self._bias(experts, prefix + name, numbers) for name in MATRICES)
-        return CpuLayer(table, *experts.in_slots(memory), biases)
+        return CpuLayer(table, *experts.in_slots(memory), biases, memory, experts)
 
     def _bias(self, experts: LayerExperts, name: str, numbers: list[int]) -> Tensor | None:
         """Those of a matrix of some experts, float32 [places, rows]; None where it has none."""

@@ -18,13 +18,14 @@ from qoff.checkpoint import Checkpoint, QuantEntry, TensorEntry, WeightEntry, We
 from qoff.errors import FormatError
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.memory.arena import PAGE
+from qoff.memory.arena import PAGE, round_up
 
 from .image import FileRange, Image, image_of, view
 from .units import Expert, expert_number, is_expert
 
 MATRICES = ("gate_up_proj", "down_proj")  # of an expert
 CPU_PACKING = "rows16"  # of experts that a CPU computes beside a GPU
+_PASSING_BYTES = 64 << 20  # of experts that pass through the device together, about
 
 
 class LayerExperts:
@@ -83,18 +84,57 @@ class LayerExperts:
         same = [_places(entry) for entry in lies] == [_places(entry) for entry in wanted]
         if same and image.nbytes <= self.nbytes:
             return image
-        raw, ranges = {}, list[FileRange]()
+        raw, placed, ranges = {}, {}, list[FileRange]()
         for (name, entry), there in zip(entries.items(), wanted, strict=True):
             assert isinstance(there, QuantEntry)
-            parts = [(entry.codes, there.codes), (entry.scale_min, there.scale_min)]
+            # Codes that are widened are read to the end of the memory that they take then.
+            at = there.codes.offset + there.codes.nbytes - entry.codes.nbytes
+            codes = replace(entry.codes, offset=at)
+            parts = [(entry.codes, codes), (entry.scale_min, there.scale_min)]
             ranges += (FileRange(t.offset, t.nbytes, place.offset) for t, place in parts)
-            raw[name] = replace(entry, codes=there.codes, scale_min=there.scale_min)
-        return Image(self.file, tuple(ranges), raw, self.nbytes, raw, self.nbytes)
+            raw[name] = replace(entry, codes=codes, scale_min=there.scale_min)
+            placed[name] = replace(there, name=name)
+        wide = any(placed[name].bits != entry.bits for name, entry in raw.items())
+        return Image(
+            self.file, tuple(ranges), raw, self.nbytes, placed if wide else raw, self.nbytes
+        )
 
 
 def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:
     """The experts of all layers, in their order."""
     return [LayerExperts(file, packing) for file in checkpoint.layers]
+
+
+def passing_together(on_cpu: Iterable[LayerExperts]) -> int:
+    """Experts for the CPU that pass through the device as one group: 64 MiB, or one.
+
+    A link moves these at nearly its rate, and a group of any size costs as much of the host's time.
+    """
+    some = [experts for experts in on_cpu if experts.count]
+    largest = max(experts.nbytes for experts in some)
+    return max(1, min(_PASSING_BYTES // largest, max(experts.count for experts in some)))
+
+
+def passing_parts(
+    together: int, experts: Iterable[LayerExperts], on_cpu: Iterable[LayerExperts]
+) -> tuple[int, int, int]:
+    """Bytes of the device for groups of experts that pass through it.
+
+    As they lie in host memory, one group while the other one comes, each; as kernels read them; and
+    of their biases. experts, on_cpu: of all layers, in the device's and in the CPU's packing.
+    """
+    raw = max(experts.nbytes for experts in on_cpu if experts.count)
+    some = [one for one in experts if one.count]
+    bias = round_up(together * max(one.bias_bytes for one in some), PAGE)
+    return together * raw, together * max(one.nbytes for one in some), bias
+
+
+def passing_bytes_of(
+    together: int, experts: Iterable[LayerExperts], on_cpu: Iterable[LayerExperts]
+) -> int:
+    """Bytes of the device that groups of `together` experts take, which pass through it."""
+    raw, placed, bias = passing_parts(together, experts, on_cpu)
+    return 2 * raw + placed + bias
 
 
 def expert_units(experts: Iterable[LayerExperts]) -> list[Expert]:

@@ -14,6 +14,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.memory.arena import PAGE, round_up
 
+from .experts import passing_bytes_of, passing_together
 from .layouts import Choice, Layouts
 from .residency import Residency, check_slots, joined, rows_image
 from .units import HEAD, Expert, Unit, row_tables, unit_weights
@@ -37,6 +38,7 @@ def plan_residency(
     layouts: Layouts | None = None,
     in_place: bool = False,
     cpu_experts: bool = False,
+    passing_from: int | None = None,
 ) -> Residency:
     """Keep as much as fits into `device_memory` bytes (None: everything), stream the rest.
 
@@ -53,9 +55,10 @@ def plan_residency(
     evenly spread among those on disk, and `host_staging` buffers between disk and device (0: reads
     go straight to the device). With `in_place` these units are computed with where they lie; there
     are no slots where that is all of them. With `cpu_experts` those experts that have no room on
-    the device are in host memory for the CPU to compute, as many as fit. A budget that is too small
-    is refused with the minimum: raises BudgetError with the budget and the least bytes any plan
-    takes.
+    the device are in host memory for the CPU to compute, as many as fit; with `passing_from` there
+    is room on the device for groups of them, which passes of so many tokens or more bring there. A
+    budget that is too small is refused with the minimum: raises BudgetError with the budget and the
+    least bytes any plan takes.
     """
     layouts = layouts or Layouts(checkpoint, packing)
     search = _Search(layouts, slots, workspace, tiled_workspace)
@@ -64,8 +67,13 @@ def plan_residency(
     if device_memory is not None and wanted > device_memory:
         found = None
         if one_by_one and layouts.has_experts:
-            for at_once in (_EXPERTS_AT_ONCE, 1):
-                search = _Search(layouts, slots, workspace, tiled_workspace, at_once)
+            passing = 0
+            if cpu_experts and passing_from is not None:
+                passing = passing_together(layouts.on_cpu.experts)
+            sizes = [passing >> half for half in range(max(1, passing.bit_length()))]
+            tries = [*((_EXPERTS_AT_ONCE, size) for size in sizes), (1, sizes[-1])]
+            for at_once, together in tries:
+                search = _Search(layouts, slots, workspace, tiled_workspace, at_once, together)
                 found = found or search.best(device_memory)
                 if found:
                     break
@@ -74,16 +82,21 @@ def plan_residency(
         if found is None:
             least, beside = min((search.least, search.least_workspace), (wanted, workspace))
             fewer = ", or use fewer or shorter sequences (batch_size, context)"
+            through = ""
+            if search.passing_bytes:
+                through = f", {search.passing_bytes:,} for experts that pass through the device"
+                fewer += ", or have the CPU compute experts of longer passes (cpu_expert_tokens)"
             raise BudgetError(
                 f"device memory: the weights of {checkpoint.path}, {wanted - workspace:,} bytes, "
                 f"and {workspace:,} bytes of KV cache and working space take {wanted:,} bytes, and "
                 f"the budget is {device_memory:,}; streaming the weights takes at least {least:,} "
-                f"({slots} slots, {beside:,} bytes of cache and working space): raise the budget "
-                f"to that{fewer if 2 * beside > least else ''}"
+                f"({slots} slots, {beside:,} bytes of cache and working space{through}): raise the "
+                f"budget to that{fewer if through or 2 * beside > least else ''}"
             )
         choice = found
     plan = search.residency(choice, device_memory)
     plan = place_in_host(checkpoint, plan, host_memory, host_staging, layouts, cpu_experts)
+    plan = replace(plan, passing_from=passing_from if plan.passing else None)
     return replace(plan, slots=0) if in_place and plan.host.issuperset(plan.streamed) else plan
 
 
@@ -194,7 +207,8 @@ def spread_evenly(nbytes: Mapping[Unit, int], budget: int) -> frozenset[Unit]:
 class _Search:
     """The choices of `plan_residency` in the order it prefers them.
 
-    `least` is what the smallest choice looked at so far takes, in bytes.
+    `least` is what the smallest choice looked at so far takes, in bytes; `passing_bytes` what any
+    takes for experts that pass through the device.
     """
 
     def __init__(
@@ -204,8 +218,14 @@ class _Search:
         workspace: int,
         tiled_workspace: int | None,
         expert_slots: int = 0,
+        passing: int = 0,
     ) -> None:
         check_slots(slots)
+        self._passing = passing
+        self.passing_bytes = 0
+        if passing:
+            both = layouts.experts, layouts.on_cpu.experts
+            self.passing_bytes = passing_bytes_of(passing, *both)
         experts = [e for e in layouts.experts if e.count] if expert_slots else []
         self._mixture, self._experts = experts, sum(e.count for e in experts)
         self._bias_bytes = max((e.bias_bytes for e in experts), default=0)
@@ -228,7 +248,7 @@ class _Search:
             assert device_memory is not None
             left = device_memory - self.bytes_of(choice)
             cached = min(cached + left // self._expert_bytes, self._experts)
-        return joined(
+        found = joined(
             layouts.total(choice),
             layouts.kept(choice),
             layouts.streamed(choice),
@@ -238,6 +258,7 @@ class _Search:
             self._mixture,
             cached,
         )
+        return replace(found, passing=self._passing, passing_bytes=self.passing_bytes)
 
     def bytes_of(self, choice: Choice) -> int:
         """Bytes of the device that a choice takes."""
@@ -245,6 +266,7 @@ class _Search:
         staging = max(self._expert_staging, total.staging)
         nbytes = total.resident + self._slots * total.slot + staging + workspace
         nbytes += self._expert_slots * self._expert_bytes + PAGE * (self._bias_bytes > 0)
+        nbytes += self.passing_bytes
         if nbytes < self.least:
             self.least, self.least_workspace = nbytes, workspace
         return nbytes

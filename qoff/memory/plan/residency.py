@@ -59,12 +59,15 @@ class Residency:
     cpu_expert_bytes: int = 0  # of all of them
     cpu_bias_bytes: int = 0  # of their biases
     cpu_staging_bytes: int = 0  # for repacking them while they are loaded
+    passing_from: int | None = None  # tokens of a pass from which they pass through the device
+    passing: int = 0  # experts that are computed together then
+    passing_bytes: int = 0  # of the device that this takes: see `passing_bytes_of`
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the device arena, all purposes together."""
-        slots = self.slots * self.slot_bytes
-        return self.resident_bytes + slots + self.cache_bytes + self.staging_bytes + self.workspace
+        slots = self.slots * self.slot_bytes + self.cache_bytes + self.passing_bytes
+        return self.resident_bytes + slots + self.staging_bytes + self.workspace
 
     @property
     def cache_bytes(self) -> int:

@@ -17,6 +17,14 @@ class Choice:
     ids: Tensor  # int64 [M, T], in host memory
     weights: Tensor  # [M, T]
     weighted: Tensor | None = None  # [M, T, H], if not all came at once
+    on_cpu: Tensor | None = None  # bool [experts], those that the CPU computes; None: none
+
+    def slots(self, table: Tensor) -> Tensor:
+        """Those of the experts in a wave, int64 [M, T]; -1 for others, and what the CPU computes.
+
+        table: of the wave, int64 [experts].
+        """
+        return (table if self.on_cpu is None else table.where(~self.on_cpu, -1))[self.ids]
 
 
 @dataclass(eq=False)

@@ -56,7 +56,8 @@ class CpuPairs:
             *of_layer.biases,
             weighs_input=spec.weighs_input,
         )
-        self._numbers = frozenset((of_layer.table >= 0).nonzero()[:, 0].tolist())
+        self._mine = of_layer.table >= 0
+        self._numbers = frozenset(self._mine.nonzero()[:, 0].tolist())
         self._ops = ops_for(torch.device("cpu"))
         self._inputs: dict[Choice, _Inputs] = {}
         self._waiting: deque[Pairs] = deque()
@@ -70,6 +71,7 @@ class CpuPairs:
     def add(self, choices: Sequence[Choice]) -> None:
         """Begin to compute what choices want of the CPU."""
         for choice in choices:
+            choice.on_cpu = self._mine
             places = self._layer.table[choice.ids].flatten()
             which = (places >= 0).nonzero()[:, 0]
             if not len(which):

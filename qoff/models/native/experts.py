@@ -76,8 +76,8 @@ class Experts:
     ) -> Steps:
         """hidden += the outputs of experts that come in waves, as `compute` would have it.
 
-        into: in place of the hidden states, [M, hidden_size]. on_cpu: experts that do not come; the
-        CPU computes them meanwhile.
+        into: in place of the hidden states, [M, hidden_size]. on_cpu: experts that do not come for
+        passes of few tokens; the CPU computes them meanwhile.
 
         What a pair of a token and an expert gives is kept until all have come and summed in the
         router's order, so that it does not matter in which waves they came. The first pass of a
@@ -87,7 +87,7 @@ class Experts:
             into.zero_()
         mixture = run.mixture
         mixture.choices += choices
-        if on_cpu is None or layer not in on_cpu.layers:
+        if on_cpu is None or layer not in on_cpu.layers or not on_cpu.computes(len(run.input)):
             yield from self._waves(layer, weights, run, choices, guesses, into)
         else:
             if mixture.on_cpu is None:
@@ -95,7 +95,7 @@ class Experts:
             pairs: CpuPairs = mixture.on_cpu
             try:
                 pairs.add(choices)
-                yield from self._waves(layer, weights, run, choices, guesses, into)
+                yield from self._waves(layer, weights, run, choices, guesses, into, pairs)
                 pairs.finish(choices)
             except BaseException:
                 pairs.abandon()
@@ -115,10 +115,10 @@ class Experts:
         choices: list[Choice],
         guesses: tuple[Expert, ...],
         into: Tensor | None,
+        pairs: CpuPairs | None = None,
     ) -> Steps:
         """Wait for the experts that come, and compute them."""
         mixture = run.mixture
-        pairs: CpuPairs | None = mixture.on_cpu
         wanted_ones = set[int]().union(*(choice.ids.flatten().tolist() for choice in choices))
         left = sorted(n for n in wanted_ones if pairs is None or not pairs.has(n))
         others = pairs is not None and mixture.passes > 1  # may begin what the CPU is to compute
@@ -134,6 +134,7 @@ class Experts:
             left = [number for number in left if number not in wave.numbers]
             if pairs is not None:
                 pairs.take()
+                others = any(one.on_cpu is None for one in mixture.choices)  # wait for more waves
         return run.input
 
     def by_jobs(
@@ -172,7 +173,7 @@ class Experts:
         """Compute the pairs whose experts are there: into `hidden` if these are all there are."""
         alike: dict[int, list[Pairs]] = {}  # passes of other sizes may have other kernels
         for choice in choices:
-            slots = wave.table[choice.ids]
+            slots = choice.slots(wave.table)
             if len(choices) == 1 and choice.weighted is None and slots.min() >= 0:
                 rows, chosen = hidden[choice.part], on_device(slots, choice.x.device)
                 self._ops.experts(choice.x, chosen, choice.weights, mlp, residual=rows, out=rows)
