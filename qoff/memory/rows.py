@@ -49,6 +49,8 @@ class Rows:
             return embedding(ids, matrix, scale=scale, rows_each=rows_each)
         if rows_each > 1:
             ids = rows_of_each(ids, rows_each, entry.shape[0])
+        if matrix is None:
+            ids = ids.cpu()
         looked_at = ids.numel() and not ids.is_cuda
         if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < entry.shape[0]:
             raise OpError(
@@ -56,8 +58,6 @@ class Rows:
                 f"wanted {int(ids.min())} to {int(ids.max())}"
             )
         rows = torch.empty(len(ids), entry.shape[1], device=device)
-        if matrix is None:
-            ids = ids.cpu()
         for some, out in zip(ids.split(ROWS), rows.split(ROWS), strict=True):
             if matrix is not None and len(some):
                 out.copy_(rows_of(matrix, some, scale))

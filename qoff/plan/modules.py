@@ -70,12 +70,13 @@ def purposes(
         work += max(one - own for one, own in zip(each, lent, strict=True))
     work += plan.logits_bytes(decoder.vocab_size)
     head = 4 * _LOGITS * plan.batch_size * decoder.vocab_size
-    work += max(head, plan.sampling_bytes(decoder.vocab_size, on_cpu=True))
-    drawn = plan.passes(decoder.vocab_size).drawn
-    work += max(
-        sampling_scratch(decoder.vocab_size, drawn, of_torch=False),
-        *(decoder.scratch_bytes(b, t, plan.context) for b, t, _ in passes),
-    )
+    on_cpu = not decoder.caches_on_device
+    work += max(head, plan.sampling_bytes(decoder.vocab_size, on_cpu))
+    shared = [decoder.scratch_bytes(b, t, plan.context) for b, t, _ in passes]
+    if on_cpu:
+        drawn = plan.passes(decoder.vocab_size).drawn
+        shared.append(sampling_scratch(decoder.vocab_size, drawn, of_torch=False))
+    work += max(shared)
     work += sequences * states  # copies, while passes are under way
     hidden: dict[str, int] = {
         tier: plan.batches * sum(kept) if tier == DEVICE else 0 for tier in TIERS

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from qoff.errors import ArgumentError, BudgetError
+from qoff.errors import ArgumentError, BudgetError, OpError
 from qoff.hf.load import open_model
 from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import DeviceCache, KVQuant
 from qoff.memory.instrumentation import PLAIN
+from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.cache import ModuleCache
+from qoff.models.modules.configs import build
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.models.test_modules import logits_of as unpacked_logits
@@ -113,3 +117,30 @@ def test_a_bound_holds_caches_and_passes(base: Path, where: dict[str, Any]) -> N
     assert model.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 23)
     with pytest.raises(BudgetError, match="a KV cache of 1 x 100000 tokens wants"):
         model(ids.expand(1, 20).repeat(1, 5000))
+
+
+def test_what_a_class_wants_in_float32_stays_so() -> None:
+    config = AutoConfig.for_model("longcat_flash", num_layers=1, n_routed_experts=4)
+    wide = {
+        name
+        for name, one in build(config, dtype=torch.float16).named_parameters()
+        if one.dtype == torch.float32
+    }
+    assert wide
+    assert all("classifier" in name for name in wide)
+    assert {one.dtype for one in build(config).parameters()} == {torch.float32}
+
+
+def test_tokens_there_are_not_are_refused(base: Path, where: dict[str, Any]) -> None:
+    with Runtime(module_checkpoint(base, "gpt2", "split32"), **where) as runtime:
+        cache = runtime.new_cache(1)
+        run = ForwardPass(torch.tensor([VOCAB]), Ragged.of([1], [0]), cache, torch.arange(1))
+        with pytest.raises(OpError, match=f"tokens are 0 to {VOCAB - 1}, not {VOCAB}"):
+            runtime.forward(run)
+
+
+def test_buffers_that_no_checkpoint_has_are_counted(base: Path, where: dict[str, Any]) -> None:
+    with Runtime(module_checkpoint(base, "gpt2", "split32"), **where) as runtime:
+        model = runtime.decoder.model
+        tensors = [*model.parameters(), *model.buffers()]
+        assert runtime.decoder.outer_bytes == sum(x.nbytes for x in tensors if not x.is_meta)

@@ -190,7 +190,7 @@ class _Layer:
 
     def back(self, weights: Weights, gradients: Sequence[Tensor]) -> list[Tensor]:
         """See `ModuleRun.back`."""
-        self._binder.bind(weights)
+        self._binder.bind(self._binder.values(weights))
         try:
             return [
                 self._one(args, kwargs, g)

@@ -46,15 +46,17 @@ def register() -> None:
 class PackedAttention:
     """Appends the new tokens of a pass to a cache of qoff's, and attends to it.
 
-    layers: by transformers' numbers, the layer of the cache that one attends to, and how. new: bool
-    [B, T], which columns are tokens; they are the rows of `ragged`.
+    layers: by transformers' numbers, the layer of the cache that one attends to, and how. new:
+    int64, sequences and columns of what is a token among [B, T], the rows of `ragged`; None: all
+    are. dtype: of the cache.
     """
 
     ops: Ops
     layers: Mapping[int, tuple[int, HeadShape]]
     cache: CachePass
     ragged: Ragged
-    new: Tensor
+    new: tuple[Tensor, ...] | None
+    dtype: torch.dtype
 
     def mask(
         self, mask_function: Callable[..., Tensor], window: int | None, shape: tuple[int, ...]
@@ -73,12 +75,12 @@ class PackedAttention:
         q: [B, heads, T, D]; k, v: [B, KV heads, T, D].
         """
         layer: Any = module.layer_idx
-        (place, shape), new = self.layers[layer], self.new
+        place, shape = self.layers[layer]
         operands = (q, k, v) if shape.appends else (q,)
-        rows = [x.transpose(1, 2)[new].flatten(1) for x in operands]
+        rows = [self._rows(x.transpose(1, 2)).flatten(1) for x in operands]
         sinks = more.get("s_aux")
         found = self.ops.attention(
-            torch.cat(rows, 1),
+            torch.cat(rows, 1).to(self.dtype),
             shape,
             self.cache.open(place),
             self.ragged,
@@ -86,9 +88,16 @@ class PackedAttention:
         )
         self.cache.close(place)
         batch, heads, columns, dim = q.shape
+        found = found.to(q.dtype).view(-1, heads, dim)
+        if self.new is None:
+            return found.unflatten(0, (batch, columns))
         out = q.new_zeros(batch, columns, heads, dim)
-        out[new] = found.view(-1, heads, dim)
+        out[self.new] = found
         return out
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """The tokens of [B, T, heads, D]."""
+        return x.flatten(0, 1) if self.new is None else x[self.new]
 
 
 def masked(window: int | None, shape: tuple[int, ...]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class WeightBinder:
         # Where each goes, and what the store calls it; of experts, the matrices of all.
         self._places: list[tuple[dict[str, Any], str, str | list[str]]] = []
         self._dtype = multiply.dtype
+        self.float_bytes = 0  # of the layer's weights that are not quantized, as modules want them
         self._dtypes: dict[str, torch.dtype] = {}  # that modules want what is not quantized in
         linears: dict[int, QuantizedLinear] = {}  # by the module that they replace
         experts: dict[int, QuantizedExperts] = {}
@@ -41,6 +42,7 @@ class WeightBinder:
                 attributes.append((module, attribute))
                 key = self._key(place.name)
                 self._dtypes[key] = place.tensor.dtype
+                self.float_bytes += place.tensor.nbytes
                 self._places.append((module.__dict__, attribute, key))
             elif parts[0].expert is None:
                 linear = QuantizedLinear(module, multiply, is_conv1d(module))
@@ -56,15 +58,22 @@ class WeightBinder:
         for module, attribute in attributes:
             _as_attribute(module, attribute)
 
-    def bind(self, weights: Weights) -> None:
-        """Set all weights; valid as long as those are."""
-        for into, attribute, key in self._places:
+    def values(self, weights: Weights) -> list[Any]:
+        """What `bind` sets, floats as the modules want them; valid as long as those weights."""
+        found: list[Any] = []
+        for _, _, key in self._places:
             if isinstance(key, list):
-                into[attribute] = [weights[one] for one in key]
+                found.append([weights[one] for one in key])
                 continue
             value = weights[key]
             if isinstance(value, Tensor) and value.is_floating_point():
                 value = value.to(self._dtypes.get(key, self._dtype))
+            found.append(value)
+        return found
+
+    def bind(self, values: Sequence[Any]) -> None:
+        """Set all weights."""
+        for (into, attribute, _), value in zip(self._places, values, strict=True):
             into[attribute] = value
 
     def unbind(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.families import FAMILIES, SOURCES
@@ -148,7 +150,26 @@ def build(
         raise _refusal(
             config.model_type, f"but transformers cannot build it ({reason}); check the file"
         ) from error
+    _keep_wide(model, dtype)
     return model.eval().requires_grad_(False)
+
+
+def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Leave in float32 what the model's class wants in it: routers' biases, states' matrices.
+
+    As transformers does where it loads a model in `dtype`, by patterns of names.
+    """
+    for pattern, wide in model._get_dtype_plan(dtype).items():
+        named = re.compile(pattern.replace("*", ".*"))
+        for path, module in model.named_modules():
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None and named.search(f"{path}.{name}"):
+                        own[name] = _like(tensor, tensor.to(wide))
+
+
+def _like(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return nn.Parameter(after) if isinstance(before, nn.Parameter) else after
 
 
 def _says(config: Mapping[str, Any], known: type | None, switch: str) -> bool:

@@ -31,6 +31,7 @@ from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.kvcache.quant import UnpackableError
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.following import check_ids
 from qoff.models.native.linear import Steps
 from qoff.models.native.scratch import Passes, attention_bytes
 
@@ -134,11 +135,12 @@ class ModuleDecoder:
         self._ends = has_position_table(self.model, self.position_limit, tables)
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
+        self._rows: int = self.model.get_input_embeddings().num_embeddings
         self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
         matrices = (x for x in structure.layers.parameters() if x.dim() > 1)
         self._columns = max(max(x.shape[-2:]) for x in matrices)  # a matrix may be transposed
-        buffers_from_config(self.model, device)
-        self.outer_bytes = _read_outer(checkpoint, structure, device)
+        self.outer_bytes = buffers_from_config(self.model, device)
+        self.outer_bytes += _read_outer(checkpoint, structure, device)
         described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
         self.cache_shapes = (described,) * len(structure.layers)
         self._install(checkpoint, structure)
@@ -175,14 +177,16 @@ class ModuleDecoder:
         As if nothing that a layer computes were freed before its end, and all of it were float32.
         transformers' attention has scores against the `longest` tokens of a sequence in memory, and
         masked; qoff's on a CPU the tokens of a layer that are not packed, and those that it packs.
+        What is not quantized of a layer is there twice, if it is stored in another type.
         """
         each = 4 * count * (self._widths + 8 * self.text_config.hidden_size)
+        floats = self._float_bytes
         if self._kv is None:
-            return sequences * (each + 4 * count * 3 * self.heads * longest)
+            return floats + sequences * (each + 4 * count * 3 * self.heads * longest)
         largest = 0
         if not self.caches_on_device:
             largest = 4 * (sequences + PACKING) * max(self._unpacked(count))
-        return sequences * each + largest + self.lent_bytes(sequences, count)
+        return floats + sequences * each + largest + self.lent_bytes(sequences, count)
 
     def lent_bytes(self, sequences: int, count: int) -> int:
         """What such a pass keeps to its end of layers whose keys and values others attend to."""
@@ -333,6 +337,7 @@ class ModuleDecoder:
         """
         from .passes import ModulePass
 
+        check_ids(run.tokens, self._rows)
         if self._ends:
             self.check_positions(run.ragged.longest + 1)
         run.cached = cached = run.cache.begin(run.ragged)
@@ -347,7 +352,12 @@ class ModuleDecoder:
         work = ModulePass(lambda: self._forward(run.tokens, new, cached), places)
         if cached.tokens is not None:
             work.attention = PackedAttention(
-                self._ops, self._attends, cached.tokens, run.ragged, new.to(self.device)
+                self._ops,
+                self._attends,
+                cached.tokens,
+                run.ragged,
+                None if new.all() else tuple(one.to(self.device) for one in new.nonzero().T),
+                self.dtype,
             )
         logits = yield from work.steps()
         cached.end()
@@ -375,11 +385,12 @@ class ModuleDecoder:
 
     def _install(self, checkpoint: Checkpoint, structure: Structure) -> None:
         """Replace what computes with quantized weights, and let layers wait for theirs."""
-        multiply = Multiply(self._ops, self.dtype)
+        multiply, self._float_bytes = Multiply(self._ops, self.dtype), 0
         for i, file in enumerate(checkpoint.layers):
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
             binder = WeightBinder(structure, i, quantized, multiply)
             wait_for_weights(structure.layers[i], binder)
+            self._float_bytes = max(self._float_bytes, binder.float_bytes)
         head = Head(structure.outputs, Multiply(exact(self._ops), self.dtype))
         self.model.set_output_embeddings(head)
 
@@ -407,8 +418,9 @@ def wait_for_weights(layer: nn.Module, binder: WeightBinder) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = current()
         weights = run.fetch(binder.index)
-        binder.bind(weights)
-        run.resumed = lambda: binder.bind(weights)  # another pass may have given them back
+        values = binder.values(weights)
+        binder.bind(values)
+        run.resumed = lambda: binder.bind(values)  # another pass may have given them back
         try:
             return own(*args, **kwargs)
         finally:

@@ -30,14 +30,14 @@ class Multiply:
         """x: [..., K], of any float dtype. Returns [..., N] in it."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         count = matrix.shape[0]
-        out = x.new_empty(len(rows), count)
         if isinstance(matrix, Tensor):
             out = nn.functional.linear(rows, matrix.to(x.dtype), bias)
         elif isinstance(matrix, TiledMatrix):
+            out = x.new_empty(len(rows), count)
             for tile, some in by_tiles(matrix):
                 of_tile = slice(tile.first_row, tile.stop)
                 out[:, of_tile] = self(rows, some, None if bias is None else bias[of_tile])
-        elif len(rows):
+        else:
             out = self.ops.w4_linear(rows.to(self.dtype), matrix, bias=bias).to(x.dtype)
         return out.view(*x.shape[:-1], count)
 

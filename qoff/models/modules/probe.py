@@ -105,10 +105,30 @@ def _try(model: Any, call: Callable[..., object], states: Any, attention: _Shape
         with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
             call(ids, states, attention_mask=real, position_ids=positions)
 
-    with torch.device("meta"), _without_experts(model), _unvalidated():
+    with torch.device("meta"), _without_experts(model), _unvalidated(), _by_torch():
         run = ModulePass(work, torch.empty(2, 0))
         run.attention = attention
         run.switch()
+
+
+@contextmanager
+def _by_torch() -> Iterator[None]:
+    """Without kernels of packages like mamba-ssm, which know no meta device.
+
+    transformers leaves them out where it exports a model.
+    """
+    from transformers.integrations import hub_kernels
+
+    asks = "is_torchdynamo_exporting"
+    before = getattr(hub_kernels, asks, None)
+    if before is None:  # of a version that does not ask
+        yield
+        return
+    setattr(hub_kernels, asks, lambda: True)
+    try:
+        yield
+    finally:
+        setattr(hub_kernels, asks, before)
 
 
 @contextmanager

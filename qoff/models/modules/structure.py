@@ -204,10 +204,11 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
     return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
 
 
-def buffers_from_config(model: Any, device: torch.device = CPU) -> None:
+def buffers_from_config(model: Any, device: torch.device = CPU) -> int:
     """Give the buffers that no checkpoint has (of rotary embeddings, say) their values.
 
-    transformers computes them where it initializes weights; those that are meta stay so.
+    transformers computes them where it initializes weights; those that are meta stay so. Returns
+    their bytes on the device.
     """
     for name, buffer in list(model.named_non_persistent_buffers()):
         path, _, attribute = name.rpartition(".")
@@ -216,11 +217,13 @@ def buffers_from_config(model: Any, device: torch.device = CPU) -> None:
         if tensor.is_meta:
             tensor._is_hf_initialized = True
     model.initialize_weights()
-    if device != CPU:
-        for module in model.modules():
-            for name in module._non_persistent_buffers_set:
-                if (buffer := module._buffers[name]) is not None:
-                    module._buffers[name] = buffer.to(device)
+    total = 0
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = buffer.to(device)
+                total += buffer.nbytes
+    return total
 
 
 def _layer_table(model: Any) -> UnitWeight | None:
