@@ -54,7 +54,8 @@ class GpuExecutor(Executor):
         cost = CostModel(sizes, machine, Workload(), plan.kv, self.dtype.itemsize)
         if cost.mixture is None:  # which `Runtime` refuses
             return plan
-        return replace(plan, cpu_expert_tokens=cost.cpu_expert_tokens)
+        together = plan.batches if plan.schedule == "block" else 1
+        return replace(plan, cpu_expert_tokens=cost.cpu_expert_tokens(together))
 
     def _machine(self, plan: Plan, checkpoint: Checkpoint) -> MachineProfile:
         """What was measured of this one; without that, rates that most machines reach."""

@@ -143,6 +143,7 @@ class Certifier:
     def plan_of(self, c: Choices, host: float = 0.0, disk: float = 0.0) -> Plan:
         """The plan of one element of `c`, with these parts of the KV cache off the device."""
         usable, on_gpu = self.cost.machine.usable, self.cost.machine.on_gpu
+        together = int(c.batches[0]) if c.block[0] else 1
         plan = replace(
             self.template,
             device_memory=usable[DEVICE],
@@ -153,7 +154,7 @@ class Certifier:
             schedule="block" if c.block[0] else "sequential",
             cpu_attention="auto" if c.attends_on_cpu[0] else "never",
             cpu_experts=bool(c.cpu_experts[0]),
-            cpu_expert_tokens=self.cost.cpu_expert_tokens if c.cpu_experts[0] else None,
+            cpu_expert_tokens=self.cost.cpu_expert_tokens(together) if c.cpu_experts[0] else None,
             activations=_NEAREST[int(c.activations[0])],
             token_s=self.cost.workload.token_s,
         )

@@ -204,7 +204,7 @@ class CostModel:
         queries, past, kv = work.queries, work.past, self.kv_blocks
         machine, on_gpu = self.machine, self.machine.on_gpu
         times = np.where(c.block, 1.0, passes)
-        moves, pieces, on_cpu = Moves.all_of(len(c)), float(self.units), self._on_cpu(work)
+        moves, pieces, on_cpu = Moves.all_of(len(c)), float(self.units), self._on_cpu(c, work)
         if self.mixture is not None:  # experts come one by one
             moves = self.mixture.moves(work.rows * passes / times, work.last_rows * passes / times)
             pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
@@ -329,22 +329,30 @@ class CostModel:
             seconds = seconds + last
         return seconds, experts, last, passes * between
 
-    def _on_cpu(self, work: _Work) -> OnCpu | None:
+    def _on_cpu(self, c: Choices, work: _Work) -> OnCpu | None:
         """The experts of a mixture as the CPU beside a GPU would compute them."""
-        if self._host_experts is None or not self.machine.on_gpu:
+        if not self.machine.on_gpu or self._host_experts is None:
             return None
+        together, which = np.unique(np.where(c.block, c.batches, 1.0), return_inverse=True)
+        tokens = np.array([self.cpu_expert_tokens(int(passes)) for passes in together])[which]
         rows = work.rows, work.last_rows, work.passes
-        return OnCpu(self._host_experts, self.cpu_expert_tokens, *rows, work.experts)
+        return OnCpu(self._host_experts, tokens, *rows, work.experts)
 
-    @cached_property
-    def cpu_expert_tokens(self) -> int:
+    def cpu_expert_tokens(self, passes: int) -> int:
         """Of a pass whose experts the CPU beside a GPU computes, at most: as told, or as is faster.
 
-        0 without a mixture.
+        passes: as for `HostExperts.faster_on_cpu`. 0 without a mixture.
         """
         if self.cpu_tokens is not None:
             return self.cpu_tokens
-        return 0 if self._host_experts is None else self._host_experts.faster_on_cpu
+        if passes not in self._faster_on_cpu:
+            experts = self._host_experts
+            self._faster_on_cpu[passes] = 0 if experts is None else experts.faster_on_cpu(passes)
+        return self._faster_on_cpu[passes]
+
+    @cached_property
+    def _faster_on_cpu(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _host_experts(self) -> HostExperts | None:

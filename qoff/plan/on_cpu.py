@@ -41,19 +41,22 @@ class HostExperts:
     group_bytes: int
     activation_bytes: int
 
-    @property
-    def faster_on_cpu(self) -> int:
+    def faster_on_cpu(self, passes: int) -> int:
         """The most tokens of a pass whose experts the CPU computes before a link has brought them.
 
-        Alone, in all layers: the CPU with its inputs and outputs, against the link or the GPU that
-        repacks and computes meanwhile, whichever takes longer. Up to 16,384.
+        passes: that go through a layer one after another, for all of which experts come once, while
+        the CPU computes for a few of them at a time. In all layers: the CPU with its inputs and
+        outputs, against the link or the GPU that repacks and computes meanwhile, whichever takes
+        longer. Up to 16,384.
         """
         tokens = np.arange(1, _TOKENS + 1, dtype=float)
-        rows, once, machine = (tokens, tokens), np.ones_like(tokens), self.machine
-        inputs, outputs = self.crossing(tokens)
-        there = self.mixture.seconds(machine.host, self.columns, self.bits, rows, once)
+        all_rows, once, machine = passes * tokens, np.ones_like(tokens), self.machine
+        rows = all_rows, all_rows
+        inputs, outputs = self.crossing(all_rows)
+        times = min(passes, 1 + AHEAD) * once
+        there = self.mixture.seconds(machine.host, self.columns, self.bits, rows, times)
         there += inputs / machine.from_device.bytes_per_s + outputs / machine.to_device.bytes_per_s
-        nbytes = self.nbytes * self.mixture.wanted(tokens)
+        nbytes = self.nbytes * self.mixture.wanted(all_rows)
         here = self.mixture.seconds(machine.device, self.columns, self.bits, rows, once)
         link = machine.to_device
         brought = nbytes / link.bytes_per_s + nbytes / self.group_bytes * link.request_s
@@ -82,7 +85,7 @@ class OnCpu:
     """
 
     experts: HostExperts
-    tokens: int
+    tokens: Array
     rows: Array
     last_rows: Array
     passes: Array

@@ -36,16 +36,18 @@ def on(link: float = 2e10, host: float = 2e11) -> MachineProfile:
     )
 
 
-def cost(machine: MachineProfile, prompt: int = 256, tokens: int | None = None) -> CostModel:
-    work = Workload(Lengths.of(prompt), Lengths.of(64), 1)
+def cost(
+    machine: MachineProfile, prompt: int = 256, tokens: int | None = None, prompts: int = 1
+) -> CostModel:
+    work = Workload(Lengths.of(prompt), Lengths.of(64), prompts)
     return CostModel(MODEL, machine, work, Plan().kv, 2, cpu_tokens=tokens)
 
 
 def certified(
     plan: Plan, prompt: int, machine: MachineProfile, piece: int | None = None
 ) -> Certified:
-    """piece: of a prompt, that a pass reads; None: all of it."""
-    of = cost(machine, prompt, plan.cpu_expert_tokens)
+    """A prompt for each batch. piece: of a prompt, that a pass reads; None: all of it."""
+    of = cost(machine, prompt, plan.cpu_expert_tokens, plan.batches)
     template = replace(plan, context=of.workload.context, prefill_tokens=piece or prompt)
     certifier = Certifier(of, template, torch.device("cpu"), torch.float16)
     found = certifier.certify(choices_of(template), host=0, disk=0)
@@ -54,18 +56,30 @@ def certified(
 
 
 def test_a_faster_link_and_a_slower_cpu_bring_experts_for_fewer_tokens() -> None:
-    by_link = [cost(on(link=rate)).cpu_expert_tokens for rate in (1e7, 5e9, 2e10, 5e10, 1e15)]
-    by_cpu = [cost(on(host=rate)).cpu_expert_tokens for rate in (1e7, 1e11, 2e11, 4e11, 1e15)]
+    by_link = [cost(on(link=rate)).cpu_expert_tokens(1) for rate in (1e7, 5e9, 2e10, 5e10, 1e15)]
+    by_cpu = [cost(on(host=rate)).cpu_expert_tokens(1) for rate in (1e7, 1e11, 2e11, 4e11, 1e15)]
     assert by_link == sorted(by_link, reverse=True)
     assert by_cpu == sorted(by_cpu)
     assert by_cpu[0] == 0
     assert min(by_link[0], by_cpu[-1]) > 4096  # where what the CPU gives takes the link as long
     assert 0 < by_link[2] == by_cpu[2] < 1024
-    assert cost(on(), tokens=5).cpu_expert_tokens == 5
+    assert cost(on(), tokens=5).cpu_expert_tokens(1) == 5
+
+
+def test_passes_that_share_what_comes_have_it_brought_for_fewer_tokens() -> None:
+    alone, *shared = (cost(on()).cpu_expert_tokens(passes) for passes in (1, 4, 16))
+    assert alone > shared[0] > shared[1]
+    plan = Plan(batch_size=1, batches=4, cpu_experts=True)
+    for schedule, most in (("block", shared[0]), ("sequential", alone)):
+        found = certified(replace(plan, schedule=schedule), 256, on())
+        assert found.plan.cpu_expert_tokens == most
+        for tokens in (0, NEVER):
+            other = certified(replace(found.plan, cpu_expert_tokens=tokens), 256, on())
+            assert found.prefill.seconds <= 1.01 * other.prefill.seconds
 
 
 def test_who_computes_is_who_is_faster() -> None:
-    plan, most = Plan(batch_size=1, cpu_experts=True), cost(on()).cpu_expert_tokens
+    plan, most = Plan(batch_size=1, cpu_experts=True), cost(on()).cpu_expert_tokens(1)
     for prompt, brings in ((most // 2, False), (2 * most, True)):
         passes = certified(replace(plan, cpu_expert_tokens=0), prompt, on())
         leaves = certified(replace(plan, cpu_expert_tokens=NEVER), prompt, on())

@@ -22,7 +22,7 @@ _GROUP_BYTES = 64 << 20  # that come together, about
 
 def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
     shape = (24, 128) if tiny else (777, 4096)
-    scales = (torch.float16,) if tiny else (torch.float16, torch.float32)
+    scales = (torch.uint8,) if tiny else (torch.uint8, torch.float16, torch.float32)
     for bits in (4, 6) if tiny else (2, 3, 4, 5, 6, 8):
         for dtype in scales:
             for group in (64,) if tiny else (32, 64, 128):
@@ -34,16 +34,28 @@ def _error(
     shape: tuple[int, int], bits: int, group: int, scales: torch.dtype, device: torch.device
 ) -> float:
     """0 where every bit is right."""
-    some = [random_weight(*shape, device, bits, group, scales) for _ in range(_COUNT)]
+    some = [_weight(shape, device, bits, group, scales) for _ in range(_COUNT)]
     wanted = together([one.for_kernels("split32") for one in some])
     into = replace(
         wanted,
         codes=torch.zeros_like(wanted.codes),
-        scale_min=torch.full_like(wanted.scale_min, torch.nan),
+        scale_min=torch.empty_like(wanted.scale_min),
     )
+    into.scale_min.view(torch.uint8).fill_(0xFF)
     repack_experts(together([one.to_packing("rows16") for one in some]), into)
     same = torch.equal(into.codes, wanted.codes) and torch.equal(into.scale_min, wanted.scale_min)
     return 0.0 if same else float("inf")
+
+
+def _weight(
+    shape: tuple[int, int], device: torch.device, bits: int, group: int, scales: torch.dtype
+) -> QTensor:
+    """As `random_weight`; compact scales are any bytes."""
+    if scales != torch.uint8:
+        return random_weight(*shape, device, bits, group, scales)
+    one = random_weight(*shape, device, bits, group)
+    some = torch.randint(256, one.scale_min.shape, dtype=torch.uint8, device=device)
+    return replace(one, scale_min=some)
 
 
 def together(matrices: Sequence[QTensor]) -> QExperts:

@@ -201,7 +201,8 @@ class ExpertCache:
     def _note(self, chosen: ChosenExperts, wanted: Keys) -> None:
         """Count a request that is not for what is left of the last one."""
         layer, left = self.now.waiting
-        if layer == chosen.layer and left and left.issuperset(chosen.numbers):
+        asks_on = bool(left) or not chosen.numbers  # a pass may ask for none, as others compute
+        if layer == chosen.layer and asks_on and left.issuperset(chosen.numbers):
             return
         chosen_now = np.zeros(len(self.now.slots), dtype=bool)  # by key
         chosen_now[wanted] = True

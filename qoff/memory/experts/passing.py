@@ -85,7 +85,8 @@ class PassingExperts:
             for read in place.reads:
                 read.wait()
         except Exception:
-            self._drop(place)
+            with whole():
+                self._drop(place)
             raise
         count = len(place.numbers)
         here = self._on_cpu.layers[layer].experts
