@@ -119,9 +119,9 @@ def _chosen(capability: int) -> Iterator[Variant]:
 
 def _decode(capability: int) -> Iterator[Variant]:
     """Each form with groups of 4 queries; groups of other sizes, larger ones with norms of heads,
-    and bfloat16 with the default form; chosen blocks with each head size, one of them with a window;
-    the extras together, with tokens that are in the ring. But Turing's head size 256 and groups
-    over 8, which spill registers."""
+    and bfloat16 with the default form; chosen blocks with each head size, one of them with a
+    window; the extras together, with tokens that are in the ring. But Turing's head size 256 and
+    groups over 8, which spill registers."""
     for head_dim in _WHOLE:
         if capability >= 80 or head_dim <= 128:
             window = 100 * BLOCK_TOKENS if head_dim == 64 else None

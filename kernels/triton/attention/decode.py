@@ -236,8 +236,8 @@ def decode_attention(
             (split.tiles, parts, sequences),
             q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
             sinks, step.resident_from, outs, lses, *fresh, *lists,
-            shape.scale * LOG2E.value, shape.soft_cap * LOG2E.value, shape.norm_eps, abs(shape.reach), *by,
-            ring, shape.kv_heads, q.stride(0), *strides,
+            shape.scale * LOG2E.value, shape.soft_cap * LOG2E.value, shape.norm_eps,
+            abs(shape.reach), *by, ring, shape.kv_heads, q.stride(0), *strides,
             *split.recent, run, step.table.stride(0), 0 if chosen is None else most, rows,
         )  # fmt: skip
     if parts == 1 and flags[-1] == 1:
@@ -305,8 +305,8 @@ def _bound(
     """The kernel for all that does not change from step to step, how blocks are cut, and the most
     parts.
 
-    flags: sinks, resident_from, chosen blocks, new tokens (2: kept), pairs that are turned, norms of queries and
-    of keys (see `load_new`), channels of V that are rotated together.
+    flags: sinks, resident_from, chosen blocks, new tokens (2: kept), pairs that are turned, norms
+    of queries and of keys (see `load_new`), channels of V that are rotated together.
     """
     (_, windowed), group = window_constants(shape), shape.heads // shape.kv_heads
     columns = _columns(group)

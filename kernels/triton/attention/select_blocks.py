@@ -265,7 +265,7 @@ def select_bytes(sequences: int, kv_heads: int, blocks: int, top: float) -> int:
 
 
 def most_seen(shape: HeadShape) -> int:
-    """Blocks that a query sees, at most: a window that starts inside a block reaches into one more."""
+    """Blocks that a query sees, at most; a window that starts inside one reaches into one more."""
     window = abs(shape.reach)
     return window // BLOCK_TOKENS + 1 if window else 1 << 30
 
