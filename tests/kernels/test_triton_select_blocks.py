@@ -46,12 +46,15 @@ def _exact(cache: DeviceLayerCache, heads: int) -> Tensor:
 
 
 def _lists(cache: DeviceLayerCache, q: Tensor, shape: HeadShape) -> list[list[list[int]]]:
+    """Which blocks of each sequence are chosen for each KV head, in order."""
     chosen = select_blocks(q, cache, shape)
     assert chosen is not None
-    return [
-        [places[: int(n)].tolist() for places, n in zip(*row, strict=True)]
-        for row in zip(chosen.places, chosen.counts, strict=True)
-    ]
+    found = []
+    for table, blocks, counts in zip(cache.step.table, *chosen, strict=True):
+        place = {block: i for i, block in enumerate(table.tolist())}
+        lists = (some[:n].tolist() for some, n in zip(blocks, counts.tolist(), strict=True))
+        found.append([[place[block] for block in some] for some in lists])
+    return found
 
 
 def _expected(cache: DeviceLayerCache, q: Tensor, shape: HeadShape) -> list[list[list[int]]]:

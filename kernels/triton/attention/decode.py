@@ -69,7 +69,7 @@ def decode_attention_kernel(
     q,  # [rows, Hq, D]
     pool, block_table, compressed, length, recent_k, recent_v, sinks, resident_from,
     outs,  # [runs + 1, rows, Hq, D]
-    lses, row_start, key, value, cos, sin, q_norm, k_norm, places, counts,
+    lses, row_start, key, value, cos, sin, q_norm, k_norm, chosen, counts,
     scale,  # softmax scale * log2(e)
     soft_cap,  # * log2(e)
     eps,
@@ -98,7 +98,7 @@ def decode_attention_kernel(
 ):  # fmt: skip
     """A run of blocks, or (the first ones of a sequence) of its recent window, for COLUMNS queries.
 
-    With SPARSE the blocks are those at `places`, as many as `counts` says: see `select_blocks`.
+    With SPARSE the blocks are those that are `chosen`, as many as `counts` says: `ChosenBlocks`.
     With NEW the row of a sequence is at `row_start`, and unless that is 2 the program that attends
     to the new token of a KV head puts it into the ring before: see `new_token`.
     """
@@ -150,20 +150,26 @@ def decode_attention_kernel(
         if RESIDENT_FROM:
             first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
         begin = (part - recent_parts) * run
-        chosen = places
+        table = block_table + s.to(tl.int64) * max_blocks
+        hidden = first_key
         if SPARSE:
             number = (s * kv_heads + kv_head).to(tl.int64)
-            chosen = places + number * most_chosen
             stop = tl.minimum(begin + run, tl.load(counts + number))
+            blocks = chosen + number * most_chosen
+            if WINDOW:  # of those that are chosen, the first alone may begin before the window
+                oldest = tl.load(table + first_block, mask=begin < stop, other=0)
+                same = oldest == tl.load(blocks, mask=begin < stop, other=-1)
+                hidden = tl.where(same, first_key % TOKENS, 0)
+            table = blocks
         else:
             begin += first_block
             stop = tl.minimum(begin + run, in_blocks // TOKENS)
         o0, o1, o2, o3, top, total = attend_blocks(
             q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16),
-            pool + kv_head * NBYTES, kv_heads * NBYTES, block_table + s.to(tl.int64) * max_blocks,
-            chosen, begin, stop, first_key, scale, soft_cap,
+            pool + kv_head * NBYTES, kv_heads * NBYTES, table,
+            begin, stop, hidden, scale, soft_cap,
             COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE,
-            SOFT_CAP, WINDOW, SPARSE, PREFETCH, STAGES, ASM,
+            SOFT_CAP, WINDOW, PREFETCH, STAGES, ASM,
         )  # fmt: skip
     let_next_begin(OVERLAP)
     safe = tl.where(total == 0, 1.0, total)
@@ -222,7 +228,7 @@ def decode_attention(
         q.device, q.dtype, form, shape, sequences, ring, flags, config
     )
     lists = (None, None) if chosen is None else chosen
-    most = step.max_packed // BLOCK_TOKENS if chosen is None else chosen.places.shape[2]
+    most = step.max_packed // BLOCK_TOKENS if chosen is None else chosen.blocks.shape[2]
     parts, run = split.of(most)
     outs = q.new_empty(parts, rows, *outputs)
     lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)

@@ -84,26 +84,14 @@ def attend_ring(
 
 
 @triton.jit
-def _block_at(table, places, b, stop, SPARSE: tl.constexpr):
-    """The column of the b-th block that is attended, and its number; for b from `stop` on any."""
-    place = b
-    if SPARSE:
-        place = tl.load(places + b, mask=b < stop, other=0)
-    return place, tl.load(table + place, mask=b < stop, other=0)
-
-
-@triton.jit
 def attend_blocks(
-    q0, q1, q2, q3, pool, block_stride, table, places, begin, stop, first_key, scale, soft_cap,
+    q0, q1, q2, q3, pool, block_stride, table, begin, stop, first_key, scale, soft_cap,
     COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, K_BITS: tl.constexpr,
     V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
-    SPARSE: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the packed blocks begin..stop-1 of one sequence and KV head.
-
-    SPARSE: to those that `places` has there, which are columns of the table.
-    """
+    """Attend to the packed blocks begin..stop-1 of one sequence and KV head."""
     K_RAISE: tl.constexpr = 1.0 if K_BITS == 8 else 0.0625
     V_RAISE: tl.constexpr = 1.0 if V_BITS == 8 else 0.0625
     r2 = (q2 * K_RAISE).to(tl.float16)
@@ -121,13 +109,12 @@ def attend_blocks(
     sums = tl.zeros([16, COLUMNS], tl.float32)
     minima_low = tl.zeros([16, COLUMNS], tl.float32)
     minima_high = tl.zeros([16, COLUMNS], tl.float32)
-    place, block = _block_at(table, places, begin, stop, SPARSE)
-    next_place, next_block = _block_at(table, places, begin + 1, stop, SPARSE)
+    block = tl.load(table + begin, mask=begin < stop, other=0)
+    next_block = tl.load(table + begin + 1, mask=begin + 1 < stop, other=0)
     for b in tl.range(begin, stop, num_stages=STAGES):
         record = pool + block.to(tl.int64) * block_stride
-        seen_from = place * TOKENS
-        place, block = next_place, next_block
-        next_place, next_block = _block_at(table, places, b + 2, stop, SPARSE)
+        block = next_block
+        next_block = tl.load(table + b + 2, mask=b + 2 < stop, other=0)
         if PREFETCH:
             prefetch(pool + block.to(tl.int64) * block_stride, V_SCALE + 4 * PARTS * TOKENS)
         k_first, k_second = load_code_pairs(record, HEAD_DIM, PAIRS, K_BITS)
@@ -157,7 +144,7 @@ def attend_blocks(
             factor = 1.0
             shift = tl.zeros([COLUMNS], tl.float32)
         if WINDOW:
-            seen = seen_from + tl.arange(0, TOKENS) >= first_key
+            seen = b * TOKENS + tl.arange(0, TOKENS) >= first_key
             s = tl.where(seen[:, None], s, -float("inf"))
         new_top = tl.maximum(top, tl.max(s, 0) * factor + shift)
         fade = tl.exp2(top - new_top)[None, :]

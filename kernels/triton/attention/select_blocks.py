@@ -43,13 +43,13 @@ _PROGRAMS = 8  # for a processor, at most
 
 
 class ChosenBlocks(NamedTuple):
-    """Blocks that the new token of each sequence attends to, in ascending order.
+    """Blocks that the new token of each sequence attends to, the oldest first.
 
-    places: int32 [S, kv_heads, most], columns of the block table; counts: int32 [S, kv_heads], how
+    blocks: int32 [S, kv_heads, most], their numbers in the pool; counts: int32 [S, kv_heads], how
     many of them there are.
     """
 
-    places: Tensor
+    blocks: Tensor
     counts: Tensor
 
 
@@ -159,14 +159,15 @@ def _load_keys(source, at, count, sink):
     return tl.where((at == 0) & sink, _HIGHEST, key)
 
 
-@triton.jit(do_not_specialize=["most", "most_chosen"])
+@triton.jit(do_not_specialize=["max_blocks", "most", "most_chosen"])
 def select_blocks_kernel(
     keys,  # int32 [S, kv_heads, most]
-    compressed, length,
-    places,  # int32 [S, kv_heads, most_chosen]
+    block_table, compressed, length,
+    chosen,  # int32 [S, kv_heads, most_chosen]
     counts,  # int32 [S, kv_heads]
     window,
     kv_heads,
+    max_blocks,
     most,
     most_chosen,
     TOP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -195,6 +196,7 @@ def select_blocks_kernel(
     found = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, count, CHUNK):
         found += (_load_keys(source, begin + lane, count, sink) > least).to(tl.int32)
+    table = block_table + s.to(tl.int64) * max_blocks + first
     equal = kept - tl.sum(found)  # how many of those with the least key
     taken = tl.zeros([], tl.int32)
     for begin in range(0, count, CHUNK):
@@ -203,7 +205,8 @@ def select_blocks_kernel(
         same = ((key == least) & (at < count)).to(tl.int32)
         take = ((key > least) | ((same > 0) & (tl.cumsum(same) <= equal))).to(tl.int32)
         to = taken + tl.cumsum(take) - 1
-        tl.store(places + number * most_chosen + to, first + at, mask=take > 0)
+        block = tl.load(table + at, mask=take > 0, other=0)
+        tl.store(chosen + number * most_chosen + to, block, mask=take > 0)
         taken += tl.sum(take)
         equal -= tl.sum(same)
     tl.store(counts + number, kept)
@@ -222,8 +225,8 @@ def select_blocks(
     """
     step, form, top = cache.step, cache.form, cache.top
     blocks = min(step.max_packed // BLOCK_TOKENS, most_seen(shape))
-    chosen = kept_blocks(top, blocks)
-    if chosen >= blocks:
+    kept = kept_blocks(top, blocks)
+    if kept >= blocks:
         return None
     if step.resident_from is not None:
         raise OpError("attention to a part of the blocks needs all of them on the device")
@@ -233,10 +236,10 @@ def select_blocks(
     flags = (new is not None, turned, 0 if q_norm is None else 1 + shape.norm_last)
     bound, select = _bound(device, q.dtype, form, shape, top, flags)
     keys = q.new_empty(sequences, shape.kv_heads, blocks, dtype=torch.int32)
-    places = q.new_empty(sequences, shape.kv_heads, chosen, dtype=torch.int32)
+    chosen = q.new_empty(sequences, shape.kv_heads, kept, dtype=torch.int32)
     counts = q.new_empty(sequences, shape.kv_heads, dtype=torch.int32)
     if not sequences:
-        return ChosenBlocks(places, counts)
+        return ChosenBlocks(chosen, counts)
     fresh = (None, None, None)
     if new is not None:
         fresh = (step.row_start, *(new.tables or (None, None)))
@@ -252,9 +255,10 @@ def select_blocks(
     )  # fmt: skip
     select(
         (shape.kv_heads, sequences, 1),
-        keys, step.packed, step.length, places, counts, window, shape.kv_heads, blocks, chosen,
+        keys, step.table, step.packed, step.length, chosen, counts, window, shape.kv_heads,
+        step.table.stride(0), blocks, kept,
     )  # fmt: skip
-    return ChosenBlocks(places, counts)
+    return ChosenBlocks(chosen, counts)
 
 
 def select_bytes(sequences: int, kv_heads: int, blocks: int, top: float) -> int:
