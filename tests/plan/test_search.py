@@ -177,7 +177,7 @@ def test_on_a_gpu_the_blocks_stay_of_which_a_part_is_attended_to() -> None:
     assert best.decode.seconds < dense.decode.seconds
     found = simulated(best, model, on, work)
     assert found.decode.seconds == pytest.approx(best.decode.seconds, rel=0.1)
-    with pytest.raises(BudgetError, match="device memory: one sequence of 3,032 tokens"):
+    with pytest.raises(BudgetError, match="device memory: one sequence of 3,072 tokens"):
         find_plan(model, machine(True, device=139 * MIB), work, sparse)
 
 
