@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
@@ -17,7 +19,7 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import kept_blocks
 from qoff.kernels.reference import attention as reference_attention
 from qoff.kernels.reference import elementwise
-from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention
+from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention, decode_bytes
 from qoff.kernels.triton.attention.new_token import NewTokens
 from qoff.kernels.triton.attention.select_blocks import select_blocks, select_bytes
 from tests.kernels.attention_operands import ints, random_cache
@@ -170,6 +172,28 @@ def test_new_tokens_are_normed_turned_and_scaled_before_the_choice(scaled: bool)
     every[[0, 2]] = queries
     expected, _ = reference_attention.decode_attention(every.double(), cache, shape)
     assert_close(out, expected[[0, 2]], dtype=out.dtype)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of new tensors that are not initialized."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if "empty" in str(func):
+            self.nbytes += found.nbytes
+        return found
+
+
+def test_no_more_is_allocated_than_is_counted() -> None:
+    cache, shape = _cache(KVFormat(64), 2, [(12, 5), (3, 20)], 0.25), HeadShape(4, 2, 64, 0.125)
+    q = torch.randn(2, 4, 64).half()
+    with Allocated() as taken:
+        decode_attention(q, cache, shape)
+    counted = decode_bytes(2, 4, 2, 12, cache.form, q.dtype, q.device, cache.top)
+    assert select_bytes(2, 2, 12, cache.top) == 4 * 2 * 2 * (12 + 3 + 1)
+    assert select_bytes(2, 2, 12, cache.top) < taken.nbytes <= counted
 
 
 def test_what_there_is_not_is_refused() -> None:
