@@ -63,7 +63,7 @@ def plan_of(
             "tier, here and in FlexGen; use 100 0, 0 100 or 0 0"
         )
     on_gpu = torch.device(device).type != "cpu"
-    top = 1.0 if on_gpu else flags.attn_sparsity
+    top = 1.0 if on_gpu and cache[0] < 100 else flags.attn_sparsity
     plan = Plan(
         batch_size=flags.gpu_batch_size,
         batches=flags.num_gpu_batches,
@@ -134,7 +134,7 @@ def _inexact(flags: argparse.Namespace, top: float) -> Iterator[str]:
     if not flags.pin_weight:
         yield "--pin-weight False: host memory beside a GPU is pinned"
     if top != flags.attn_sparsity:
-        yield "--attn-sparsity: a GPU attends to all blocks"
+        yield "--attn-sparsity: beside a GPU, offloaded blocks are all attended to"
     if flags.gpu_batch_size * flags.prompt_len > PASS_TOKENS:
         yield f"a GPU batch of prompts in one pass: pieces of {PASS_TOKENS} tokens"
 

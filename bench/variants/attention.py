@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,15 +17,15 @@ from bench.variants.variant import (
     float_types,
 )
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import WIDEST, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, HEAD_DIMS, KVFormat
 from qoff.kernels.layout.rotation import value_run
 from qoff.kernels.triton.attention.append import kv_append
 from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.merge import join
 from qoff.kernels.triton.attention.new_token import NewTokens
-from qoff.kernels.triton.attention.op import WIDEST
 from qoff.kernels.triton.attention.prefill import prefill_attention
+from qoff.kernels.triton.attention.select_blocks import select_blocks
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
 _SEQUENCES, _KV_HEADS, _BLOCKS = 3, 8, 100  # numbers of blocks are no multiples of 16
@@ -50,6 +51,7 @@ def variants(capability: int) -> Iterator[Variant]:
     """Appending, merging, decode and prefill."""
     yield from _appended(capability)
     yield from _merged(capability)
+    yield from _chosen(capability)
     yield from _decode(capability)
     yield from _scratch()
     yield from _prefill(capability)
@@ -96,10 +98,34 @@ def _merged(capability: int) -> Iterator[Variant]:
         yield Variant("merge", name, "merge_kernel", launch)
 
 
+def _chosen(capability: int) -> Iterator[Variant]:
+    """The choice of blocks: bounds for each head size with the default form, types and groups in
+    turn, and other codes; with windows and without."""
+    types, groups = float_types(capability), (4, 1, 8, 16)
+    forms = (*map(KVFormat, _WHOLE), KVFormat(128, 3, 2), KVFormat(128, k_bits=8))
+    for i, form in enumerate(forms):
+        dtype, group = types[i % len(types)], groups[i % len(groups)]
+        shape = _shape(form, group, window=100 * BLOCK_TOKENS if i % 3 == 1 else None)
+        cache = replace(cache_of(form, dtype, _SEQUENCES), top=0.6)
+        q = empty(DTYPES[dtype], _SEQUENCES, shape.heads, form.head_dim)
+        k = empty(DTYPES[dtype], _SEQUENCES, _KV_HEADS, form.head_dim)
+        new = _new_tokens(k, form, normed=i % 2 == 0)
+        launch = partial(select_blocks, q, cache, shape, new)
+        name = f"{dtype}-{_kind(form)}-group{group}{'-window' * (i % 3 == 1)}"
+        yield Variant("decode_attention", f"bounds-{name}", "block_bounds_kernel", launch)
+        if i < 2:
+            yield Variant("decode_attention", f"select-{name}", "select_blocks_kernel", launch)
+
+
 def _decode(capability: int) -> Iterator[Variant]:
     """Each form with groups of 4 queries; groups of other sizes, larger ones with norms of heads,
-    and bfloat16 with the default form; the extras together, with tokens that are in the ring. But
-    Turing's head size 256 and groups over 8, which spill registers."""
+    and bfloat16 with the default form; chosen blocks with each head size, one of them with a
+    window; the extras together, with tokens that are in the ring. But Turing's head size 256 and
+    groups over 8, which spill registers."""
+    for head_dim in _WHOLE:
+        if capability >= 80 or head_dim <= 128:
+            window = 100 * BLOCK_TOKENS if head_dim == 64 else None
+            yield _attention("decode", capability, "fp16", KVFormat(head_dim), top=0.6, seen=window)
     for form in (
         *map(KVFormat, _WHOLE),
         KVFormat(64, 2, 3),
@@ -151,20 +177,16 @@ def _attention(
     group: int = 4,
     rows: int = _FEW,
     extras: bool = False,
+    top: float = 1.0,
+    seen: int | None = None,
 ) -> Variant:
-    """extras: soft cap, window (of prefill a chunk), sinks and a first block."""
-    shape = HeadShape(
-        heads=_KV_HEADS * group,
-        kv_heads=_KV_HEADS,
-        head_dim=form.head_dim,
-        scale=0.125,
-        window=100 if extras else None,
-        chunked=kind == "prefill",
-        soft_cap=30.0 if extras else 0.0,
-    )
+    """extras: soft cap, window (of prefill a chunk), sinks and a first block. top: see
+    `DeviceLayerCache`. seen: a window."""
+    window = 100 if extras else seen
+    shape = _shape(form, group, window, 30.0 if extras else 0.0, chunked=kind == "prefill")
     decode = kind == "decode"
     tokens = _SEQUENCES if decode else rows
-    cache = cache_of(form, dtype, tokens, older=extras)
+    cache = replace(cache_of(form, dtype, tokens, older=extras), top=top)
     q = empty(DTYPES[dtype], tokens, shape.heads, form.head_dim)
     k = empty(DTYPES[dtype], tokens, _KV_HEADS, form.head_dim)
     sinks = empty(torch.float32, shape.heads) if extras else None
@@ -174,10 +196,25 @@ def _attention(
     else:
         launch = partial(prefill_attention, q, k, k, cache, shape, sinks)
     name = f"{kind}-{dtype}-{_kind(form)}-group{group}{'-extras' * extras}"
+    name += f"{'-sparse' * (top < 1)}{'-window' * (seen is not None)}"
     name += "-from-scratch" if kind == "prefill" and rows == _MANY else ""
     kernel = "scratch_kernel" if kind == "scratch" else f"{kind}_attention_kernel"
     op = "decode_attention" if decode else "prefill_attention"
     return Variant(op, name, kernel, launch, _traits(kind, capability, form, rows))
+
+
+def _shape(
+    form: KVFormat, group: int, window: int | None, soft_cap: float = 0.0, chunked: bool = False
+) -> HeadShape:
+    return HeadShape(
+        heads=_KV_HEADS * group,
+        kv_heads=_KV_HEADS,
+        head_dim=form.head_dim,
+        scale=0.125,
+        window=window,
+        chunked=chunked,
+        soft_cap=soft_cap,
+    )
 
 
 def _new_tokens(k: torch.Tensor, form: KVFormat, normed: bool) -> NewTokens:

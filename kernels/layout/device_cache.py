@@ -15,7 +15,7 @@ from qoff.kernels.operands import FLOATS, INT32, INTS, require
 
 from .heads import HeadShape
 from .kv_format import BLOCK_TOKENS, KVFormat
-from .layer_cache import PackedTokens
+from .layer_cache import PackedTokens, check_top
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,10 @@ class DeviceLayerCache:
 
     Tokens up to `packed` are in blocks, the others in the rings: position p of a sequence in slot
     p % W; W is 64 or more. A pass attends to blocks as they were before it, and packs those that it
-    completes. With `lent` it leaves the new tokens there, and blocks and ring as they were. Raises
-    OpError for tensors that do not fit each other, the form or the pass.
+    completes. With `lent` it leaves the new tokens there, and blocks and ring as they were. In a
+    pass of at most one new token a sequence, each KV head attends to `kept_blocks(top, n)` of the n
+    blocks that are in its window, as in `LayerCache`. Raises OpError for `top` outside (0, 1], and
+    for tensors that do not fit each other, the form or the pass.
     """
 
     form: KVFormat
@@ -103,8 +105,10 @@ class DeviceLayerCache:
     write_back: Tensor | None = None  # like pool: where new blocks go that will be in host memory
     values_rotated: bool = False  # V of its own in blocks and ring: `rotation.rotate_values`
     lent: LentTokens | None = None  # never where each sequence has one new token at most
+    top: float = 1.0  # fraction of a sequence's blocks that a single new token attends to
 
     def __post_init__(self) -> None:
+        check_top(self.top)
         recent, device = self.recent_k, self.step.start.device
         ring = (len(self.step.start), "W", "kv_heads", self.form.head_dim)
         require("recent_k", recent, FLOATS, ring, device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 KEYS_PER_VECTOR = 16
+WIDEST = 256  # channels of heads whose keys and values a GPU has in registers whole
 _Position = TypeVar("_Position", int, Tensor)
 
 

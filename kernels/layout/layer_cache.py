@@ -150,8 +150,13 @@ class LayerCache:
     values_rotated: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.top <= 1:
-            raise OpError(f"top, a fraction of the packed blocks, is in (0, 1], not {self.top}")
+        check_top(self.top)
+
+
+def check_top(top: float) -> None:
+    """Raise OpError unless `top` is a fraction of the packed blocks above 0."""
+    if not 0 < top <= 1:
+        raise OpError(f"top, a fraction of the packed blocks, is in (0, 1], not {top}")
 
 
 def kept_blocks(top: float, blocks: int) -> int:

@@ -8,8 +8,11 @@ from torch import Tensor
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape, first_seen, latent_values
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
+from qoff.kernels.layout.ragged import Ragged, Span
 
 from .kv_blocks import dequantize_blocks
+from .select_blocks import select_blocks
 
 
 def attend(
@@ -56,14 +59,34 @@ def decode_attention(
 
     q: [S, Hq, D]; float64 is computed in float64, all else in float32. Of the pass of the cache,
     `length` counts, with each query's own token, whose key is in the ring already; blocks are those
-    up to `packed`. Tokens before `resident_from` are not attended. The log-sum-exp is float32; the
-    rest is as in `attend`.
+    up to `packed`, or with a `top` of the cache below 1 those that `chosen_blocks` says. Tokens
+    before `resident_from` are not attended. The log-sum-exp is float32; the rest is as in `attend`.
     """
     found = []
     for s, end in enumerate(cache.step.length.tolist()):
-        found.append(_attend(q[s : s + 1], end - 1, *_cached(s, end, cache), shape, sinks))
+        first, k, v = _cached(s, end, cache)
+        chosen = None
+        if cache.top < 1 and end:
+            chosen = chosen_blocks(q[s], s, cache, shape.reach).repeat_interleave(BLOCK_TOKENS, 1)
+            unpacked = chosen.new_ones(len(chosen), k.shape[1] - chosen.shape[1])
+            chosen = torch.cat((chosen, unpacked), 1)
+        found.append(_attend(q[s : s + 1], end - 1, first, k, v, shape, sinks, chosen))
     outs, lses = zip(*found, strict=True)
     return torch.cat(outs), torch.cat(lses)
+
+
+def chosen_blocks(query: Tensor, s: int, cache: DeviceLayerCache, reach: int) -> Tensor:
+    """`select_blocks` for the new token of a sequence: bool [kv_heads, blocks].
+
+    query: [heads, D], in at least whose dtype and float32 bounds are computed.
+    """
+    step = cache.step
+    past, packed = int(step.length[s]) - 1, int(step.packed[s])
+    blocks = step.table[s : s + 1, : packed // BLOCK_TOKENS].contiguous()
+    table = BlockTable(blocks, [packed], Ragged.of([1], [past]))
+    part = PackedTokens(cache.form, cache.pool, table)
+    wide = query.to(torch.promote_types(query.dtype, torch.float32))
+    return select_blocks(wide, (part,), Span(0, 0, 1, past), cache.top, reach)[0]
 
 
 def prefill_attention(
@@ -121,8 +144,9 @@ def _attend(
     v: Tensor,
     shape: HeadShape,
     sinks: Tensor | None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` in at least float32, its log-sum-exp float32 [T, Hq]."""
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
-    out, lse = attend(wide, k, v, first, first_key, shape, sinks)
+    out, lse = attend(wide, k, v, first, first_key, shape, sinks, chosen)
     return out.to(q.dtype), lse.T.float()

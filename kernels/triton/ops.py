@@ -216,14 +216,15 @@ def attention_bytes(
     *,
     offloaded: bool = False,
     values_rotated: bool = False,
+    top: float = 1.0,
 ) -> int:
     """The most bytes `attention` allocates, its result included, as if it freed nothing.
 
     For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
-    offloaded: some are attended on the CPU. values_rotated: the cache's V are.
+    offloaded: some are attended on the CPU. values_rotated: the cache's V are. top: of the cache.
     """
     joined = joined_bytes(tokens, shape, dtype) if offloaded else 0
     if shape.latent:
         return joined + latents_bytes(tokens, blocks, shape, form, dtype, device, offloaded)
     several = tokens, sequences, blocks
-    return joined + heads_bytes(*several, shape, form, dtype, device, values_rotated)
+    return joined + heads_bytes(*several, shape, form, dtype, device, values_rotated, top)

@@ -316,8 +316,6 @@ def _check_places(places: Mapping[str, Path | None]) -> None:
 
 def _check_bits(template: Plan, on_gpu: bool) -> None:
     """Raise ArgumentError for what the device does not do."""
-    if on_gpu and template.kv.attention_top < 1:
-        raise ArgumentError("on a GPU all blocks are attended to; leave out --attention-top")
     allowed = (16,) if on_gpu else (8, 16)
     if template.activation_bits not in allowed:
         raise ArgumentError(

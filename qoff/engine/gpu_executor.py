@@ -72,6 +72,7 @@ class GpuExecutor(Executor):
             window=self.plan.kv.window,
             steady=self.instrumentation.records(self.device),
             values_rotated=self.plan.kv.values_rotated,
+            attention_top=self.plan.kv.attention_top,
             device=self.device,
             dtype=self.dtype,
             lent=self.spec.lent_layers,

@@ -42,6 +42,7 @@ class GpuModuleExecutor(OfModules, GpuExecutor):
             self.plan.batch_size,
             window=self.plan.kv.window,
             values_rotated=self.plan.kv.values_rotated,
+            attention_top=self.plan.kv.attention_top,
             device=self.device,
             dtype=self.dtype,
             lent=self._decoder.lent,

@@ -120,6 +120,11 @@ class Certifier:
         """Of weights on the device."""
         return "split32" if self.cost.machine.on_gpu else "rows16"
 
+    @property
+    def kv_stays(self) -> bool:
+        """Whether all of the KV cache is on the device, as `check_gpu_plan` asks for."""
+        return self.cost.machine.on_gpu and self.template.kv.attention_top < 1
+
     def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
         """What a plan takes beside the weights."""
         fields = (value for name, value in vars(plan).items() if name not in _NOT_COUNTED)
@@ -141,7 +146,10 @@ class Certifier:
         )
 
     def plan_of(self, c: Choices, host: float = 0.0, disk: float = 0.0) -> Plan:
-        """The plan of one element of `c`, with these parts of the KV cache off the device."""
+        """The plan of one element of `c`, with these parts of the KV cache off the device.
+
+        With none where it stays.
+        """
         usable, on_gpu = self.cost.machine.usable, self.cost.machine.on_gpu
         together = int(c.batches[0]) if c.block[0] else 1
         plan = replace(
@@ -158,7 +166,7 @@ class Certifier:
             activations=_NEAREST[int(c.activations[0])],
             token_s=self.cost.workload.token_s,
         )
-        return _placed(plan, host, disk)
+        return _placed(plan, 0.0, 0.0) if self.kv_stays else _placed(plan, host, disk)
 
     def certify(self, c: Choices, host: float, disk: float) -> Certified | None:
         """The plan of one element of `c`, its KV cache moved off the device as far as it must be.
@@ -174,6 +182,8 @@ class Certifier:
             split = plan.kv_placement.split(blocks)
             on_host, off = split[HOST], blocks - split[DEVICE]
             step = max(1, (split[DEVICE] if found == DEVICE else on_host) // 8)
+            if self.kv_stays:
+                return None
             if found == DEVICE and split[DEVICE]:
                 off = min(blocks, off + step)  # they go where the others are
                 on_host = off if machine.on_gpu and not split[DISK] else on_host

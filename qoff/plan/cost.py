@@ -118,6 +118,8 @@ class CostModel:
         each = device.unpacked_s(queries, np.asarray(recent))
         seconds = seconds + active * unpacked * self.activation_bytes * each
         seconds = seconds + self._states(active, active)
+        if self.kv.attention_top < 1 and self.machine.on_gpu:
+            seconds = seconds + self._choosing(active * kv.mean, passes)
         new = active * gained / BLOCK_TOKENS  # blocks of a round
         hidden = active * each_has * spec.hidden_width * self.activation_bytes
         made = np.ones_like(active)
@@ -397,6 +399,22 @@ class CostModel:
             ]
         seconds: Array = np.sum(each, axis=0)
         return seconds
+
+    def _choosing(self, blocks: Array, passes: Array) -> Array:
+        """Seconds in which a GPU chooses from so many blocks: it reads bounds of K, an op a layer.
+
+        blocks: of all layers, those that they see. A CPU does it within attention.
+        """
+        kv, sizes = self.kv_blocks, self.sizes
+        nbytes = np.zeros_like(blocks)
+        seen = kv.seen(np.asarray(kv.mean * BLOCK_TOKENS))
+        for group, part in zip(kv.groups, seen, strict=True):
+            for i in group.layers:
+                heads = sizes.readers[i] * sizes.shapes[i].kv_heads
+                nbytes = nbytes + part * blocks * heads * kv.forms[i].bound_bytes
+        calls = sum(sizes.readers) * call_s(self.machine)
+        found: Array = nbytes / self.machine.device.bytes_per_s + passes * calls
+        return found
 
     @cached_property
     def layer_bits(self) -> int:

@@ -24,6 +24,7 @@ from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
 from qoff.models.native.cpu_pairs import cpu_pairs_bytes
+from qoff.models.native.decoder import check_top_on_gpu
 from qoff.models.native.graph_steps import MOST
 from qoff.models.native.pass_bytes import embedded_bytes, held_bytes, layer_bytes, logits_bytes
 from qoff.models.native.rope import table_bytes
@@ -36,12 +37,16 @@ from .manual import Memory, Plan, by_purpose
 
 def check_gpu_plan(plan: Plan) -> None:
     """Raise ArgumentError, naming all of them, for options that a GPU does not support."""
-    kv = plan.kv
+    kv, offloads = plan.kv, plan.kv_placement.device_fraction < 1
     wrong = [
         text
         for text, there in (
             ("sink tokens (use sinks=0)", kv.sinks > 0),
-            ("attention to a part of the blocks (use attention_top=1)", kv.attention_top < 1),
+            (
+                "attention to a part of the blocks where some of them are offloaded (use "
+                "kv_placement=KVPlacement(), or attention_top=1)",
+                kv.attention_top < 1 and offloads,
+            ),
         )
         if there
     ]
@@ -64,6 +69,7 @@ def memory_on_gpu(
     are recorded, 0 for none; recordings have working space of their own. Working space is the sum
     of what each module says that it allocates at most, in the step of a pass that takes most.
     """
+    check_top_on_gpu(shapes, plan.kv)
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
@@ -179,6 +185,7 @@ def _pass_bytes(
             device,
             offloaded=attends_on_host(plan),
             values_rotated=plan.kv.values_rotated,
+            top=plan.kv.attention_top,
         )
         for shape, form in kinds
     )

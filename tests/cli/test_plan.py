@@ -378,7 +378,6 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--peak", "1T"], "--memory is missing"),
         (["--memory", "--gpu", "1GiB"], "leave out --gpu"),
         (["--activation-bits", "5"], "8 or 16"),
-        (["--gpu", "1GiB", "--attention-top", "0.5"], "leave out --attention-top"),
         (["--max-kl", "1", "--activation-bits", "8"], "leave out --activation-bits"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

@@ -50,6 +50,7 @@ PROMPTS = [[LETTERS.randrange(3, 32) for _ in range(length)] for length in (126,
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 KV = KVQuant(8, 8, window=0, layers={1: (4, 8)})  # records of two sizes
 PLAN = Plan(batch_size=2, batches=2, context=208, prefill_tokens=210, kv=KV)
+SPARSE = replace(KV, attention_top=0.3)
 THIRDS = KVPlacement(0.34, 0.33)
 PIECES = replace(PLAN, prefill_tokens=100)  # with blocks behind them
 
@@ -206,6 +207,34 @@ def test_steps_are_replayed_with_the_same_answers(
         assert not replays.failed
 
 
+def test_attention_to_a_part_of_the_blocks(
+    checkpoint: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same answers alone, in batches, and by steps that are replayed."""
+    chosen: list[int] = []
+    decode = triton_module("attention.decode")
+    select = decode.select_blocks
+
+    def watched(*arguments: Any) -> Any:
+        found = select(*arguments)
+        chosen.append(0 if found is None else int(found.counts.max()))
+        return found
+
+    if not ON_GPU:  # nothing waits for a GPU within a recording
+        monkeypatch.setattr(decode, "select_blocks", watched)
+    alone = replace(PLAN, kv=SPARSE, batch_size=1, batches=1)
+    hooks = where["_instrumentation"]
+    if not ON_GPU:
+        hooks = replace(hooks, record=importlib.import_module("tests.tape").record)
+    with LLM(checkpoint, alone, **where) as llm:
+        expected = [r.token_ids for r in answers(llm)]
+    together = replace(PLAN, kv=SPARSE)
+    with LLM(checkpoint, together, **{**where, "_instrumentation": hooks}) as llm:
+        assert [r.token_ids for r in answers(llm)] == expected
+    if not ON_GPU:
+        assert max(chosen) == 1  # of at most 3 blocks
+
+
 def test_where_attention_to_far_blocks_is(
     checkpoint: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,8 +299,11 @@ def test_the_memory_of_a_plan_is_what_is_allocated(
 
 
 @pytest.mark.gpu
-def test_no_more_of_the_gpu_is_taken_than_the_plan_says(checkpoint: Path) -> None:
-    plan = replace(PIECES, kv_placement=THIRDS)
+@pytest.mark.parametrize("changes", [{"kv_placement": THIRDS}, {"kv": SPARSE}], ids=str)
+def test_no_more_of_the_gpu_is_taken_than_the_plan_says(
+    changes: dict[str, Any], checkpoint: Path
+) -> None:
+    plan = replace(PIECES, **changes)
     before = torch.cuda.memory_allocated()
     with LLM(checkpoint, plan, device="cuda") as llm:
         torch.cuda.reset_peak_memory_stats()
@@ -354,9 +386,12 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     ("changes", "message"),
     [
         ({"kv": KVQuant(sinks=16)}, "on a GPU: sink tokens"),
-        ({"kv": KVQuant(attention_top=0.5)}, "attention_top=1"),
+        ({"kv": SPARSE, "kv_placement": THIRDS}, r"offloaded \(use kv_placement=.*attention_top=1"),
         ({"activation_bits": 8}, "no 8-bit activations"),
-        ({"kv": KVQuant(sinks=16, attention_top=0.5)}, "sink tokens.*; attention to a part"),
+        (
+            {"kv": KVQuant(sinks=16, attention_top=0.5), "kv_placement": THIRDS},
+            "sink tokens.*; attention to a part",
+        ),
     ],
 )
 def test_options_that_a_gpu_does_not_have_are_refused(

@@ -97,13 +97,20 @@ def test_streaming_changes_no_bit(base: Path, where: dict[str, Any]) -> None:
         assert runtime.stats().slot_bytes > 0
 
 
-@pytest.mark.parametrize("kv", [KVQuant(8, 8, attention_top=0.5), KVQuant(8, 8, sinks=16)])
-def test_caches_that_a_gpu_does_not_have_are_refused(
-    base: Path, kv: KVQuant, where: dict[str, Any]
-) -> None:
+def test_blocks_are_chosen_as_on_a_cpu(base: Path, where: dict[str, Any]) -> None:
+    kv, name = replace(PACKED, attention_top=0.5), "stablelm-head64"
+    with Runtime(module_checkpoint(base, name), kv=kv) as runtime:
+        wanted = logits_of(runtime)
+    with Runtime(module_checkpoint(base, name, "split32"), kv=kv, **where) as runtime:
+        assert worst(logits_of(runtime), wanted) < 2 * HALF
+    with Runtime(module_checkpoint(base, name), kv=PACKED) as runtime:
+        assert worst(logits_of(runtime), wanted) > 5 * HALF
+
+
+def test_sink_tokens_are_refused(base: Path, where: dict[str, Any]) -> None:
     path = module_checkpoint(base, "stablelm-head64", "split32")
-    with pytest.raises(ArgumentError, match="use attention_top=1 and sinks=0"):
-        Runtime(path, kv=kv, **where)
+    with pytest.raises(ArgumentError, match="on a GPU no token is a sink; use sinks=0"):
+        Runtime(path, kv=KVQuant(8, 8, sinks=16), **where)
 
 
 def test_a_bound_holds_caches_and_passes(base: Path, where: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference import ops as reference_ops
-from qoff.kvcache import DeviceCache
+from qoff.kvcache import DeviceCache, KVQuant
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.graphs import Replays, can_draw_again
 from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
@@ -65,10 +66,16 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """A model with a cache, which is told the same tokens again and again."""
 
-    def __init__(self, path: Path, replays: Replays | None = None, resident: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        replays: Replays | None = None,
+        resident: bool = False,
+        kv: KVQuant = KV8,
+    ) -> None:
         self.run = PlainRun(path, triton_ops, dtype=torch.float16, replays=replays)
         self.run.decoder.resident = resident
-        self.cache: Any = self.run.decoder.new_cache(SLOTS, kv=KV8)
+        self.cache: Any = self.run.decoder.new_cache(SLOTS, kv=kv)
 
     def generate(self) -> list[Tensor]:
         """The logits of each step, behind prompts that all runs have the same K and V of."""
@@ -89,14 +96,20 @@ class Run:
 
 
 @interpreted
-@pytest.mark.parametrize(("family", "resident"), [("opt", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("family", "resident", "top"),
+    [("opt", True, 1.0), ("llama", False, 1.0), ("llama", True, 0.3)],
+)
 def test_every_step_is_replayed_and_computes_the_same(
-    family: str, resident: bool, tmp_path: Path
+    family: str, resident: bool, top: float, tmp_path: Path
 ) -> None:
-    """Steps that pack blocks, with slots that are empty, of sequences that end and begin."""
-    path = checkpoint(tmp_path, family)
+    """Steps that pack blocks, with slots that are empty, of sequences that end and begin.
+
+    Those that attend to a part of the blocks choose again in each step.
+    """
+    path, kv = checkpoint(tmp_path, family), replace(KV8, attention_top=top)
     replays = Replays(CPU, tape.record if resident else again)
-    expected, replaying = Run(path).generate(), Run(path, replays, resident)
+    expected, replaying = Run(path, kv=kv).generate(), Run(path, replays, resident, kv)
     for replayed in (0, len(STEPS)):  # of one layer; all that kernels are told, they are told first
         before = replays.replayed
         for found, wanted in zip(replaying.generate(), expected, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_four_bits_and_no_window(tmp_path: Path) -> None:
     runs = Runs(checkpoint(tmp_path), 1, KVQuant(4, 4, window=0))
     runs.forward([64])
     runs.forward([1])
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma4-moe"])
+def test_attention_to_a_part_of_the_blocks_that_no_kernel_does_is_refused(
+    tmp_path: Path, family: str
+) -> None:
+    run = PlainRun(checkpoint(tmp_path, family), triton_ops, dtype=torch.float16)
+    with pytest.raises(ArgumentError, match=r"latents, or with heads of over 256 .*device='cpu'"):
+        run.decoder.new_cache(1, kv=replace(KV8, attention_top=0.5))
 
 
 def test_a_cache_without_bits_is_refused(tmp_path: Path) -> None:

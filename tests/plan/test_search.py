@@ -166,6 +166,21 @@ def of_whole_units(lp: Program, units: int, blocks: int) -> float:
     return found.fun + lp.fixed if found.status == 0 else np.inf
 
 
+def test_on_a_gpu_the_blocks_stay_of_which_a_part_is_attended_to() -> None:
+    """Also where dense attention has some elsewhere. The forecast is as fast in virtual time."""
+    on, work = machine(True, device=145 * MIB), Workload(Lengths.of(3000), Lengths.of(32), 2)
+    model, sparse = sizes(True), Plan(kv=KVQuant(attention_top=0.3))
+    dense = find_plan(model, on, work)
+    best = find_plan(model, on, work, sparse)
+    assert dense.plan.kv_placement.device_fraction < 1
+    assert best.plan.kv_placement.device_fraction == 1
+    assert best.decode.seconds < dense.decode.seconds
+    found = simulated(best, model, on, work)
+    assert found.decode.seconds == pytest.approx(best.decode.seconds, rel=0.1)
+    with pytest.raises(BudgetError, match="device memory: one sequence of 3,072 tokens"):
+        find_plan(model, machine(True, device=139 * MIB), work, sparse)
+
+
 @pytest.mark.parametrize(
     ("on_gpu", "device"), [(False, 7 * MIB), (False, 11 * MIB), (True, 138 * MIB)]
 )

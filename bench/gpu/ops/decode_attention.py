@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,12 +48,21 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
                 error = partial(_error, form, dtype, group, lengths, device)
                 # Queries and probabilities are rounded once more than in the reference.
                 yield Check(OP, f"{short(dtype)} {kind}, group {group}", error, 2 * BOUNDS[dtype])
+    for dtype in dtypes(device)[:1] if tiny else dtypes(device):
+        dim, lengths = (64, [150, 0]) if tiny else (128, [70, 0, 5000, 80_000])
+        error = partial(_error, KVFormat(dim), dtype, 4, lengths, device, 0.3)
+        yield Check(OP, f"{short(dtype)} chosen blocks", error, 2 * BOUNDS[dtype])
 
 
 def _error(
-    form: KVFormat, dtype: torch.dtype, group: int, lengths: list[int], device: torch.device
+    form: KVFormat,
+    dtype: torch.dtype,
+    group: int,
+    lengths: list[int],
+    device: torch.device,
+    top: float = 1.0,
 ) -> float:
-    cache = random_cache(form, 2, lengths, dtype, device)
+    cache = replace(random_cache(form, 2, lengths, dtype, device), top=top)
     q = torch.randn(len(lengths), 2 * group, form.head_dim, device=device).to(dtype)
     shape = HeadShape(2 * group, 2, form.head_dim, form.head_dim**-0.5)
     out, lse = decode_attention(q, cache, shape)

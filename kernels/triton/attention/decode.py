@@ -42,10 +42,11 @@ from qoff.kernels.triton.launch.overlap import (
 )
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
-from .decode_tiles import RING_TOKENS, attend_blocks, attend_ring, load_queries
+from .decode_tiles import RING_TOKENS, attend_blocks, attend_ring
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .merge import join, merge_bytes
-from .new_token import NewTokens, keep_new, load_new
+from .new_token import NewTokens, keep_new, load_step
+from .select_blocks import most_seen, select_blocks, select_bytes
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,16 @@ class DecodeConfig:
     min_blocks: int = 4  # in a run
 
 
-@triton.jit(do_not_specialize=["recent_parts", "recent_run", "run", "max_blocks", "rows"])
+@triton.jit(
+    do_not_specialize=[
+        "recent_parts", "recent_run", "run", "max_blocks", "most_chosen", "rows",
+    ]
+)  # fmt: skip
 def decode_attention_kernel(
     q,  # [rows, Hq, D]
     pool, block_table, compressed, length, recent_k, recent_v, sinks, resident_from,
     outs,  # [runs + 1, rows, Hq, D]
-    lses, row_start, key, value, cos, sin, q_norm, k_norm,
+    lses, row_start, key, value, cos, sin, q_norm, k_norm, chosen, counts,
     scale,  # softmax scale * log2(e)
     soft_cap,  # * log2(e)
     eps,
@@ -81,17 +86,19 @@ def decode_attention_kernel(
     recent_run,  # tokens in each
     run,  # blocks in a run
     max_blocks,
+    most_chosen,
     rows,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, NBYTES: tl.constexpr, SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
-    NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    V_RUN: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    SPARSE: tl.constexpr, NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr, V_RUN: tl.constexpr, QUERY_SCALE: tl.constexpr,
     PREFETCH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A run of blocks, or (the first ones of a sequence) of its recent window, for COLUMNS queries.
 
+    With SPARSE the blocks are those that are `chosen`, as many as `counts` says: `ChosenBlocks`.
     With NEW the row of a sequence is at `row_start`, and unless that is 2 the program that attends
     to the new token of a KV head puts it into the ring before: see `new_token`.
     """
@@ -104,37 +111,22 @@ def decode_attention_kernel(
     in_group = (tl.program_id(0) % TILES) * COLUMNS + tl.arange(0, COLUMNS)
     head = kv_head * GROUP + in_group
     channel = 2 * tl.arange(0, PAIRS)
-    mask = (in_group < GROUP)[None, :] & (channel < HALF)[:, None]
     at = head[None, :] * HEAD_DIM + channel[:, None]
     end = tl.load(length + s)
     in_blocks = tl.load(compressed + s)
     first_key = tl.maximum(first_seen(end - 1, window, WINDOW), 0) if WINDOW else 0
-    there = in_group < GROUP
-    at_row = s
-    if NEW:
-        at_row = tl.load(row_start + s)
-        there = in_group < tl.minimum(end, 1) * GROUP
-        mask = there[None, :] & (channel < HALF)[:, None]
-        position = tl.maximum(end - 1, 0)
-        source = q + at_row.to(tl.int64) * q_stride + (head * HEAD_DIM)[None, :]
-        q0, q1, q2, q3 = load_new(
-            source, there, position, cos, sin, q_norm, eps, HEAD_DIM, PAIRS, TURNED, Q_NORM
-        )
-        if QUERY_SCALE:
-            steps = (position + query_ahead) // query_every
-            factor = 1.0 + query_beta * tl.log(1.0 + steps.to(tl.float32))
-            q0 = (q0.to(tl.float32) * factor).to(q0.dtype)
-            q1 = (q1.to(tl.float32) * factor).to(q1.dtype)
-            q2 = (q2.to(tl.float32) * factor).to(q2.dtype)
-            q3 = (q3.to(tl.float32) * factor).to(q3.dtype)
-    else:
-        q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
+    q0, q1, q2, q3, at_row, there, mask = load_step(
+        q, q_stride, row_start, cos, sin, q_norm, eps, query_beta, query_every, query_ahead,
+        s, end, head, in_group,
+        GROUP, HEAD_DIM, PAIRS, NEW, TURNED, Q_NORM, QUERY_SCALE,
+    )  # fmt: skip
     if part < recent_parts:
         row = kv_heads * HEAD_DIM
         ring_base = s.to(tl.int64) * ring * row + kv_head * HEAD_DIM
         first = tl.maximum(in_blocks, first_key) + part * recent_run
         stop = tl.minimum(first + recent_run, end)
         if NEW == 1 and first < end and stop == end:
+            position = tl.maximum(end - 1, 0)
             slot = ring_base + (position % ring) * row
             keep_new(
                 key + at_row.to(tl.int64) * key_stride + kv_head * HEAD_DIM,
@@ -157,12 +149,25 @@ def decode_attention_kernel(
         first_block = first_key // TOKENS
         if RESIDENT_FROM:
             first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
-        begin = (part - recent_parts) * run + first_block
-        stop = tl.minimum(begin + run, in_blocks // TOKENS)
+        begin = (part - recent_parts) * run
+        table = block_table + s.to(tl.int64) * max_blocks
+        hidden = first_key
+        if SPARSE:
+            number = (s * kv_heads + kv_head).to(tl.int64)
+            stop = tl.minimum(begin + run, tl.load(counts + number))
+            blocks = chosen + number * most_chosen
+            if WINDOW:  # of those that are chosen, the first alone may begin before the window
+                oldest = tl.load(table + first_block, mask=begin < stop, other=0)
+                same = oldest == tl.load(blocks, mask=begin < stop, other=-1)
+                hidden = tl.where(same, first_key % TOKENS, 0)
+            table = blocks
+        else:
+            begin += first_block
+            stop = tl.minimum(begin + run, in_blocks // TOKENS)
         o0, o1, o2, o3, top, total = attend_blocks(
             q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16),
-            pool + kv_head * NBYTES, kv_heads * NBYTES, block_table + s.to(tl.int64) * max_blocks,
-            begin, stop, first_key, scale, soft_cap,
+            pool + kv_head * NBYTES, kv_heads * NBYTES, table,
+            begin, stop, hidden, scale, soft_cap,
             COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE,
             SOFT_CAP, WINDOW, PREFETCH, STAGES, ASM,
         )  # fmt: skip
@@ -194,7 +199,8 @@ def decode_attention(
     the ring; its rows may lie apart. new: the ring gets these keys and values first, and q are
     queries as they come out of the projection; their rows, and those of the results, are those of
     the pass, one for each sequence that has a new token; only they get the shape's `query_scale`.
-    Raises OpError.
+    With a `top` of the cache below 1 blocks are those of `select_blocks`, and of the others scales
+    and minima of K alone are read. Raises OpError.
     """
     cache.check_queries(q, shape, sinks)
     if new is not None:
@@ -205,11 +211,13 @@ def decode_attention(
     if q.shape[0] != rows:
         raise OpError(f"q has a row for each of {rows} sequences, not {len(q)}")
     outputs = (shape.heads, form.head_dim)
+    chosen = select_blocks(q, cache, shape, new) if cache.top < 1 else None
     turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
     norms = (None, None) if new is None else (new.q_norm, new.k_norm)
     flags = (
         sinks is not None,
         step.resident_from is not None,
+        chosen is not None,
         0 if new is None else 1 + new.kept,
         turned,
         *(0 if by is None else 1 + shape.norm_last for by in norms),
@@ -219,7 +227,9 @@ def decode_attention(
     kernel, split, most_parts = _bound(
         q.device, q.dtype, form, shape, sequences, ring, flags, config
     )
-    parts, run = split.of(step.max_packed // BLOCK_TOKENS)
+    lists = (None, None) if chosen is None else chosen
+    most = step.max_packed // BLOCK_TOKENS if chosen is None else chosen.blocks.shape[2]
+    parts, run = split.of(most)
     outs = q.new_empty(parts, rows, *outputs)
     lses = q.new_empty(parts, rows, shape.heads, dtype=torch.float32)
     if rows:
@@ -231,10 +241,10 @@ def decode_attention(
         kernel(
             (split.tiles, parts, sequences),
             q, cache.pool, step.table, step.packed, step.length, cache.recent_k, cache.recent_v,
-            sinks, step.resident_from, outs, lses, *fresh, shape.scale * LOG2E.value,
-            shape.soft_cap * LOG2E.value, shape.norm_eps, abs(shape.reach), *by,
-            ring, shape.kv_heads, q.stride(0), *strides,
-            *split.recent, run, step.table.stride(0), rows,
+            sinks, step.resident_from, outs, lses, *fresh, *lists,
+            shape.scale * LOG2E.value, shape.soft_cap * LOG2E.value, shape.norm_eps,
+            abs(shape.reach), *by, ring, shape.kv_heads, q.stride(0), *strides,
+            *split.recent, run, step.table.stride(0), 0 if chosen is None else most, rows,
         )  # fmt: skip
     if parts == 1 and flags[-1] == 1:
         return outs[0], lses[0]
@@ -301,17 +311,15 @@ def _bound(
     """The kernel for all that does not change from step to step, how blocks are cut, and the most
     parts.
 
-    flags: sinks, resident_from, new tokens (2: kept), pairs that are turned, norms of queries and
-    of keys (see `load_new`), channels of V that are rotated together.
+    flags: sinks, resident_from, chosen blocks, new tokens (2: kept), pairs that are turned, norms
+    of queries and of keys (see `load_new`), channels of V that are rotated together.
     """
-    (window, windowed), group = window_constants(shape), shape.heads // shape.kv_heads
+    (_, windowed), group = window_constants(shape), shape.heads // shape.kv_heads
     columns = _columns(group)
     config = config or _configured(device, dtype, form, columns)
     tiles, processors = shape.kv_heads * cdiv(group, columns), Gpu.of(device).processors
-    # A window that starts inside a block reaches into one more.
-    most_blocks = window // BLOCK_TOKENS + 1 if window else 1 << 30
-    split = Split(tiles, sequences, processors, config, most_blocks, ring)
-    names = ("SINKS", "RESIDENT_FROM", "NEW", "TURNED", "Q_NORM", "K_NORM", "V_RUN")
+    split = Split(tiles, sequences, processors, config, most_seen(shape), ring)
+    names = ("SINKS", "RESIDENT_FROM", "SPARSE", "NEW", "TURNED", "Q_NORM", "K_NORM", "V_RUN")
     kernel = BoundKernel(
         decode_attention_kernel,
         **form_constants(form),
@@ -359,10 +367,12 @@ def decode_bytes(
     form: KVFormat,
     dtype: torch.dtype,
     device: torch.device,
+    top: float = 1.0,
 ) -> int:
     """The most bytes `decode_attention` allocates for up to `blocks` blocks of each sequence.
 
-    Partial results of each run of blocks and of the ring, and their merge.
+    Partial results of each run of blocks and of the ring, and their merge; and what chooses blocks.
+    top: see `DeviceLayerCache`.
     """
     group = heads // kv_heads
     columns = _columns(group)
@@ -371,7 +381,8 @@ def decode_bytes(
     processors = Gpu.of(device).processors
     runs = min(cdiv(blocks, config.min_blocks), _most_runs(tiles, processors, config))
     parts = most_recent_parts(tiles, processors) + runs
-    return (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
+    merged = (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
+    return merged + select_bytes(sequences, kv_heads, blocks, top)
 
 
 def most_recent_parts(tiles: int, processors: int) -> int:

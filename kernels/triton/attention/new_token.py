@@ -136,6 +136,46 @@ def load_new(
 
 
 @triton.jit
+def load_step(
+    q, q_stride, row_start, cos, sin, q_norm, eps, query_beta, query_every, query_ahead,
+    s, end, head, in_group,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Queries of sequence s at position end - 1, four planes [PAIRS, COLUMNS].
+
+    head: [COLUMNS], in_group: which of its KV head each is. Returned beside: the row of q, which
+    heads there are, and which of the channels. NEW: queries as they come out of the projection, in
+    the row at `row_start`; else as they attend, in row s.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    channel = 2 * tl.arange(0, PAIRS)
+    if NEW:
+        at_row = tl.load(row_start + s)
+        there = in_group < tl.minimum(end, 1) * GROUP
+        mask = there[None, :] & (channel < HALF)[:, None]
+        position = tl.maximum(end - 1, 0)
+        source = q + at_row.to(tl.int64) * q_stride + (head * HEAD_DIM)[None, :]
+        q0, q1, q2, q3 = load_new(
+            source, there, position, cos, sin, q_norm, eps, HEAD_DIM, PAIRS, TURNED, Q_NORM
+        )
+        if QUERY_SCALE:
+            steps = (position + query_ahead) // query_every
+            factor = 1.0 + query_beta * tl.log(1.0 + steps.to(tl.float32))
+            q0 = (q0.to(tl.float32) * factor).to(q0.dtype)
+            q1 = (q1.to(tl.float32) * factor).to(q1.dtype)
+            q2 = (q2.to(tl.float32) * factor).to(q2.dtype)
+            q3 = (q3.to(tl.float32) * factor).to(q3.dtype)
+    else:
+        at_row = s
+        there = in_group < GROUP
+        mask = there[None, :] & (channel < HALF)[:, None]
+        at = head[None, :] * HEAD_DIM + channel[:, None]
+        q0, q1, q2, q3 = load_queries(q + s.to(tl.int64) * q_stride + at, mask, HALF)
+    return q0, q1, q2, q3, at_row, there, mask
+
+
+@triton.jit
 def keep_new(
     key, value, recent_k, recent_v, count, position, cos, sin, weight, eps,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import WIDEST, HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
@@ -21,8 +21,6 @@ from .decode import decode_attention, decode_bytes
 from .new_token import NewTokens
 from .offloaded import OffloadedAttention
 from .prefill import prefill_attention, prefill_bytes
-
-WIDEST = 256  # channels of heads whose keys and values are in registers whole
 
 
 def attend_to_heads(
@@ -69,11 +67,12 @@ def heads_bytes(
     dtype: torch.dtype,
     device: torch.device,
     values_rotated: bool,
+    top: float = 1.0,
 ) -> int:
     """The most bytes `attend_to_heads` allocates, with what rows in another order take.
 
     For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
-    values_rotated: the cache's V are.
+    values_rotated: the cache's V are. top: see `DeviceLayerCache`.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
@@ -89,7 +88,7 @@ def heads_bytes(
         work = latent_attention_bytes(tokens, shape.heads, blocks, form, dtype, device)
     else:
         work = max(
-            decode_bytes(sequences, *both, blocks, form, dtype, device),
+            decode_bytes(sequences, *both, blocks, form, dtype, device, top),
             prefill_bytes(tokens, *both, sequences, blocks, form, dtype, device),
         )
     return values * dtype.itemsize + work
@@ -150,6 +149,8 @@ def _attend_wide(
         raise OpError(f"attention with heads of over {WIDEST} channels has no sinks on a GPU")
     step = cache.step
     decodes = step.max_rows <= 1
+    if decodes and cache.top < 1:
+        raise OpError(f"attention with heads of over {WIDEST} channels is to all blocks on a GPU")
     if decodes and not new.kept:
         write_recent(new.key, new.value, cache, step.packed)
     attended, lse = latent_attention(query, new.key, cache, shape, value=new.value)

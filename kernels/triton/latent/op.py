@@ -30,6 +30,8 @@ def attend_to_latents(
     if sinks is not None:
         raise OpError("attention to latents has no sinks on a GPU")
     step = cache.step
+    if step.max_rows <= 1 and cache.top < 1:
+        raise OpError("attention to latents is to all blocks on a GPU")
     vectors = rows.view(len(rows), -1, shape.head_dim)
     query, key = vectors.split([shape.heads, 1], dim=1)
     if shape.query_scale is not None:

@@ -259,9 +259,15 @@ class SimulatedOps:
         there = step.packed if step.resident_from is None else step.packed - step.resident_from
         packed, before = there.tolist(), step.packed.tolist()
         seconds = self.call_s
+        chooses = cache.top < 1 and step.max_rows <= 1
+        seconds += self.call_s * chooses
         for span in ragged.spans:
             tokens = packed[span.slot]
             tokens -= BLOCK_TOKENS * _unseen(shape, span.past, before[span.slot] - tokens, tokens)
+            if tokens and chooses:
+                bounds = tokens // BLOCK_TOKENS * shape.kv_heads * cache.form.bound_bytes
+                seconds += bounds / self._device.bytes_per_s
+                tokens = BLOCK_TOKENS * kept_blocks(cache.top, tokens // BLOCK_TOKENS)
             if tokens:
                 each = self._block_s(cache.form, group * span.count, tokens)
                 seconds += tokens // BLOCK_TOKENS * shape.kv_heads * each

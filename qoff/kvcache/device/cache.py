@@ -36,7 +36,8 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told at decode takes few values, so that it can be recorded and
-    replayed. values_rotated: see `DeviceLayerCache`. lent: layers that are opened again when others
+    replayed. values_rotated, attention_top: see `DeviceLayerCache`; where that is below 1, all
+    blocks are on the device and kept. lent: layers that are opened again when others
     have been. stores: blocks of each group of layers, shared with other caches; some of the first
     one's may be offloaded. By default it has its own, which grow, of groups by the layers' windows,
     and `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
@@ -52,6 +53,7 @@ class DeviceCache(SlotCache):
         capacity: int = 0,
         steady: bool = False,
         values_rotated: bool = False,
+        attention_top: float = 1.0,
         device: torch.device,
         dtype: torch.dtype = torch.float16,
         frees: bool = True,
@@ -60,12 +62,13 @@ class DeviceCache(SlotCache):
     ) -> None:
         super().__init__(sequences, window, expected=self.blocks_of(capacity, window, 0))
         self.steady, self.values_rotated, self.lent = steady, values_rotated, frozenset(lent)
+        self.attention_top = attention_top
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
         self.forms = tuple(forms)
         if stores is None:
             stores = {
                 group: _growing(group, shapes, forms, self._most_each(group, capacity), device)
-                for group in groups_of(shapes, frees)
+                for group in groups_of(shapes, frees and attention_top == 1)
             }
         self.stores = list(stores.values())
         self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]
@@ -79,7 +82,7 @@ class DeviceCache(SlotCache):
             for ring, form in zip(rings, self.forms, strict=True)
         ]
         # What kernels are told of every cache like this one.
-        self.kind = repr((rings, self.forms, [*stores], dtype, values_rotated))
+        self.kind = repr((rings, self.forms, [*stores], dtype, values_rotated, attention_top))
 
     @property
     def store(self) -> DeviceBlocks:
@@ -337,6 +340,7 @@ class DeviceCachePass(SlotPass):
             written,
             cache.values_rotated and not form.latent,
             lent,
+            cache.attention_top,
         )
 
     def close(self, layer: int) -> None:

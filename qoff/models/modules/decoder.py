@@ -31,6 +31,7 @@ from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.kvcache.quant import UnpackableError
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import check_top_on_gpu
 from qoff.models.native.following import check_ids
 from qoff.models.native.linear import Steps
 from qoff.models.native.scratch import Passes, attention_bytes
@@ -103,11 +104,8 @@ class ModuleDecoder:
     ) -> None:
         self.device, self.dtype, self._device_memory = device, dtype, device_memory
         self.caches_on_device = ops.CACHE == "device"
-        if self.caches_on_device and kv is not None and (kv.attention_top < 1 or kv.sinks):
-            raise ArgumentError(
-                "on a GPU the attention of transformers' modules is to all blocks, and no token is "
-                "a sink; use attention_top=1 and sinks=0"
-            )
+        if self.caches_on_device and kv is not None and kv.sinks:
+            raise ArgumentError("on a GPU no token is a sink; use sinks=0")
         config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
         tensors = len(checkpoint.weight_map)
         self.config = read_config(config, checkpoint.path, trust_remote_code, tensors=tensors)
@@ -125,7 +123,10 @@ class ModuleDecoder:
         if kv is not None:
             call = partial(self._call, self.model)
             self.packed_shapes, lenders = probe.head_shapes(self.model, call, states)
-            kv.forms(list(self.packed_shapes.values()))
+            shapes = list(self.packed_shapes.values())
+            kv.forms(shapes)
+            if self.caches_on_device:
+                check_top_on_gpu(shapes, kv)
         self._attends = {n: (i, shape) for i, (n, shape) in enumerate(self.packed_shapes.items())}
         self.lent = frozenset(self._attends[lender][0] for lender in lenders.values())
         for layer, lender in lenders.items():
@@ -243,6 +244,7 @@ class ModuleDecoder:
                     dtype,
                     device,
                     values_rotated=kv.values_rotated,
+                    top=kv.attention_top,
                 )
                 for shape, form in zip(shapes, kv.packed_forms(shapes), strict=True)
             ]
@@ -313,6 +315,7 @@ class ModuleDecoder:
                     window=kv.window,
                     capacity=capacity,
                     values_rotated=kv.values_rotated,
+                    attention_top=kv.attention_top,
                     frees=not kv.keeps,
                     device=self.device,
                     dtype=self.dtype,

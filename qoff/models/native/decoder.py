@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import WIDEST, HeadShape
 from qoff.kernels.ops import Ops
 from qoff.kernels.reference.linear import ended
 from qoff.kvcache import KVCache, KVQuant
@@ -67,6 +67,19 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
     )
 
 
+def check_top_on_gpu(shapes: Sequence[HeadShape], kv: KVQuant) -> None:
+    """Raise ArgumentError for attention to a part of the blocks where no kernel for a GPU does it.
+
+    That is with latents and with heads of more than `WIDEST` channels.
+    """
+    wide = any(shape.latent or shape.head_dim > WIDEST for shape in shapes)
+    if kv.attention_top < 1 and wide:
+        raise ArgumentError(
+            f"on a GPU attention to latents, or with heads of over {WIDEST} channels, is to all "
+            "blocks: use attention_top=1 (leave out --attention-top), or device='cpu'"
+        )
+
+
 def new_states(
     spec: DecoderSpec, sequences: int, device: torch.device = CPU
 ) -> tuple[StateCache | None, Sequence[bool]]:
@@ -80,8 +93,8 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
     """Refuse caches that cannot be made.
 
     on_device: in the memory of a GPU. Raises OpError for a head size that cannot be packed,
-    ArgumentError for bits of a layer there is not, and on a GPU for no `kv` and attention to some
-    of the tokens.
+    ArgumentError for bits of a layer there is not, and on a GPU what `check_top_on_gpu` does, and
+    for no `kv` and sink tokens.
     """
     if kv is not None:
         try:
@@ -98,8 +111,9 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
             "to none, or kv=KVQuant(4, 4) (--kv 4), the smallest; a float32 one is on the CPU, "
             "with device='cpu' (--device cpu)"
         )
-    if kv.attention_top < 1 or kv.sinks:
-        raise ArgumentError("on a GPU attention is to all blocks, and no token is a sink")
+    if kv.sinks:
+        raise ArgumentError("on a GPU no token is a sink; use sinks=0")
+    check_top_on_gpu(head_shapes(spec), kv)
 
 
 class Decoder:
@@ -178,6 +192,7 @@ class Decoder:
             capacity=capacity,
             steady=self.replays is not None,
             values_rotated=kv.values_rotated,
+            attention_top=kv.attention_top,
             frees=not kv.keeps,
             device=self.device,
             dtype=self.dtype,
