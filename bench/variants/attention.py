@@ -29,6 +29,7 @@ from qoff.kernels.triton.attention.select_blocks import select_blocks
 from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 
 _SEQUENCES, _KV_HEADS, _BLOCKS = 3, 8, 100  # numbers of blocks are no multiples of 16
+_LONG = 2000  # blocks
 _FEW, _MANY = 16, 4096  # queries of a prefill: from packed blocks, and from a scratch
 _APPENDED = (  # forms, and pairs of channels that are turned
     (KVFormat(64), 0),
@@ -107,6 +108,10 @@ def _chosen(capability: int) -> Iterator[Variant]:
         dtype, group = types[i % len(types)], groups[i % len(groups)]
         shape = _shape(form, group, window=100 * BLOCK_TOKENS if i % 3 == 1 else None)
         cache = replace(cache_of(form, dtype, _SEQUENCES), top=0.6)
+        if i == 0:  # of which a program has not all keys at a time
+            table = empty(torch.int32, _SEQUENCES, _LONG)
+            step = replace(cache.step, max_packed=_LONG * BLOCK_TOKENS, table=table)
+            cache = replace(cache, step=step)
         q = empty(DTYPES[dtype], _SEQUENCES, shape.heads, form.head_dim)
         k = empty(DTYPES[dtype], _SEQUENCES, _KV_HEADS, form.head_dim)
         new = _new_tokens(k, form, normed=i % 2 == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape, first_seen, latent_values
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
@@ -62,6 +63,8 @@ def decode_attention(
     up to `packed`, or with a `top` of the cache below 1 those that `chosen_blocks` says. Tokens
     before `resident_from` are not attended. The log-sum-exp is float32; the rest is as in `attend`.
     """
+    if cache.top < 1 and cache.step.resident_from is not None:
+        raise OpError("attention to a part of the blocks needs all of them on the device")
     found = []
     for s, end in enumerate(cache.step.length.tolist()):
         first, k, v = _cached(s, end, cache)

@@ -18,7 +18,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
 from qoff.kernels.layout.distribution import Choice
-from qoff.kernels.ops import Scratch, new_scratch, ops_for, with_scratch
+from qoff.kernels.ops import Ops, Scratch, new_scratch, ops_for, with_scratch
 from qoff.kvcache import KVCache, KVQuant
 from qoff.memory import ThreadTransfers, Transfers, WeightStore, plan_residency
 from qoff.memory.experts import ExpertStats
@@ -114,13 +114,10 @@ class Runtime:
         self.decoder: AnyDecoder
         self.scratch: Scratch | None = None
         workspace = 0
-        if ops.CACHE == "device":
-            self.scratch = scratch or new_scratch(where, hidden, device_memory)
-            ops = with_scratch(ops, self.scratch)
         if is_modules(self.checkpoint):
             self.decoder = ModuleDecoder(
                 self.checkpoint,
-                ops,
+                self._scratched(ops, scratch, where, hidden, device_memory),
                 self._embed,
                 trust_remote_code,
                 kv,
@@ -134,6 +131,7 @@ class Runtime:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_checkpoint(spec, self.checkpoint)
             check_kv(spec, kv, ops.CACHE == "device")
+            ops = self._scratched(ops, scratch, where, hidden, device_memory)
             replays = None
             if instrumentation.records(where):
                 replays = Replays(where, instrumentation.record, scratch=self.scratch)
@@ -280,6 +278,13 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _scratched(self, ops: Ops, scratch: Scratch | None, *of: Any) -> Ops:
+        """The ops of a GPU with a scratch; None: one by `of`, of `new_scratch`."""
+        if ops.CACHE != "device":
+            return ops
+        self.scratch = scratch or new_scratch(*of)
+        return with_scratch(ops, self.scratch)
 
     def _embed(self, ids: Tensor, scale: float = 1.0) -> Tensor:
         return self.store.gather_rows(EMBEDDING, ids, scale)

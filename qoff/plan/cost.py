@@ -401,7 +401,7 @@ class CostModel:
         return seconds
 
     def _choosing(self, blocks: Array, passes: Array) -> Array:
-        """Seconds in which a GPU chooses from so many blocks: it reads bounds of K, an op a layer.
+        """Seconds in which a GPU chooses from so many blocks: bounds of K, and two calls a layer.
 
         blocks: of all layers, those that they see. A CPU does it within attention.
         """
@@ -412,7 +412,7 @@ class CostModel:
             for i in group.layers:
                 heads = sizes.readers[i] * sizes.shapes[i].kv_heads
                 nbytes = nbytes + part * blocks * heads * kv.forms[i].bound_bytes
-        calls = sum(sizes.readers) * call_s(self.machine)
+        calls = 2 * sum(sizes.readers) * call_s(self.machine)
         found: Array = nbytes / self.machine.device.bytes_per_s + passes * calls
         return found
 

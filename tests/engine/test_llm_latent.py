@@ -74,7 +74,7 @@ def test_what_there_is_not_is_refused_in_a_line(checkpoint: Path) -> None:
         qoff.load(checkpoint, kv="8,4")
     assert "\n" not in str(refusal.value)
     spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
-    with pytest.raises(ArgumentError, match="on a GPU attention is to all blocks"):
+    with pytest.raises(ArgumentError, match="on a GPU no token is a sink; use sinks=0"):
         check_kv(spec, replace(QUANT, sinks=2), on_device=True)
     refused = pytest.raises(UnsupportedModelError, match="values of this model are channels")
     with Runtime(checkpoint, kv=QUANT) as runtime, refused:

@@ -170,9 +170,13 @@ def select_blocks_kernel(
     max_blocks,
     most,
     most_chosen,
-    TOP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    TOP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """List the best blocks of one sequence and KV head: of equal ones the first, in their order."""
+    """List the best blocks of one sequence and KV head: of equal ones the first, in their order.
+
+    ONE_CHUNK: there are no more than CHUNK, so keys stay in registers while the least is searched.
+    """
     wait_for_earlier(OVERLAP)
     s = tl.program_id(1)
     number = (s * kv_heads + tl.program_id(0)).to(tl.int64)
@@ -181,17 +185,22 @@ def select_blocks_kernel(
     wanted = count.to(tl.float64) * TOP - 1e-9
     kept = wanted.to(tl.int32)
     kept += (wanted > kept.to(tl.float64)).to(tl.int32)
-    kept = tl.minimum(tl.maximum(kept, 1), count)
+    kept = tl.minimum(tl.minimum(tl.maximum(kept, 1), count), most_chosen)
     sink = (first == 0) & (kept > 1)
     source = keys + number * most
     lane = tl.arange(0, CHUNK)
     # The kept-th largest key is the largest number that so many keys are not below.
     least = tl.full([], _LOWEST, tl.int32)
+    if ONE_CHUNK:
+        all_keys = _load_keys(source, lane, count, sink)
     for step in range(32):
         candidate = tl.where(step == 0, 0, least | (tl.full([], 1, tl.int32) << (31 - step)))
-        found = tl.zeros([CHUNK], tl.int32)
-        for begin in range(0, count, CHUNK):
-            found += (_load_keys(source, begin + lane, count, sink) >= candidate).to(tl.int32)
+        if ONE_CHUNK:
+            found = (all_keys >= candidate).to(tl.int32)
+        else:
+            found = tl.zeros([CHUNK], tl.int32)
+            for begin in range(0, count, CHUNK):
+                found += (_load_keys(source, begin + lane, count, sink) >= candidate).to(tl.int32)
         least = tl.where(tl.sum(found) >= kept, candidate, least)
     found = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, count, CHUNK):
@@ -224,17 +233,17 @@ def select_blocks(
     with tokens in host memory.
     """
     step, form, top = cache.step, cache.form, cache.top
+    if step.resident_from is not None:
+        raise OpError("attention to a part of the blocks needs all of them on the device")
     blocks = min(step.max_packed // BLOCK_TOKENS, most_seen(shape))
     kept = kept_blocks(top, blocks)
     if kept >= blocks:
         return None
-    if step.resident_from is not None:
-        raise OpError("attention to a part of the blocks needs all of them on the device")
     sequences, device = len(step.start), q.device
     turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
     q_norm = None if new is None else new.q_norm
     flags = (new is not None, turned, 0 if q_norm is None else 1 + shape.norm_last)
-    bound, select = _bound(device, q.dtype, form, shape, top, flags)
+    bound, select = _bound(device, q.dtype, form, shape, top, flags, blocks <= _CHUNK)
     keys = q.new_empty(sequences, shape.kv_heads, blocks, dtype=torch.int32)
     chosen = q.new_empty(sequences, shape.kv_heads, kept, dtype=torch.int32)
     counts = q.new_empty(sequences, shape.kv_heads, dtype=torch.int32)
@@ -282,10 +291,12 @@ def _bound(
     shape: HeadShape,
     top: float,
     flags: tuple[int, ...],
+    one_chunk: bool,
 ) -> tuple[BoundKernel, BoundKernel]:
     """Both kernels for all that does not change from step to step.
 
     flags: new tokens, pairs that are turned, norm of queries (see `load_new`).
+    one_chunk: as in the kernel.
     """
     group, (_, windowed) = shape.heads // shape.kv_heads, window_constants(shape)
     constants = form_constants(form)
@@ -304,7 +315,7 @@ def _bound(
         **overlap_options(device),
     )
     select = BoundKernel(
-        select_blocks_kernel, TOP=top, CHUNK=_CHUNK, num_warps=4, **common,
+        select_blocks_kernel, TOP=top, CHUNK=_CHUNK, ONE_CHUNK=one_chunk, num_warps=4, **common,
         **overlap_options(device),
     )  # fmt: skip
     return bound, select

@@ -260,7 +260,7 @@ class SimulatedOps:
         packed, before = there.tolist(), step.packed.tolist()
         seconds = self.call_s
         chooses = cache.top < 1 and step.max_rows <= 1
-        seconds += self.call_s * chooses
+        seconds += 2 * self.call_s * chooses
         for span in ragged.spans:
             tokens = packed[span.slot]
             tokens -= BLOCK_TOKENS * _unseen(shape, span.past, before[span.slot] - tokens, tokens)
