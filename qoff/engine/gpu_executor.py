@@ -88,8 +88,12 @@ class GpuExecutor(Executor):
         return CudaTransfers(self.device, reader)
 
     def _options(self, transfers: Transfers) -> dict[str, Any]:
+        return {**super()._options(transfers), "scratch": self._new_scratch()}
+
+    def _new_scratch(self) -> Scratch | None:
+        """Where matrices are dequantized; None: as `Runtime` makes one, which keeps nothing."""
         sizes = scratch_sizes(self.plan, self.spec, self.device, self.dtype)
-        return {**super()._options(transfers), "scratch": Scratch(sizes.piece, sizes.held)}
+        return Scratch(sizes.piece, sizes.held)
 
     def _memory_of(self, tiled: bool) -> Memory:
         recorded = self.plan.batch_size if self.instrumentation.records(self.device) else 0

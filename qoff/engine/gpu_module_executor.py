@@ -7,7 +7,6 @@ from typing import Any
 
 from qoff.checkpoint import Checkpoint
 from qoff.kvcache.quant import UnpackableError
-from qoff.memory import Transfers
 from qoff.models.modules.slots import DeviceModuleSlots
 from qoff.models.runtime import Runtime
 from qoff.plan import Memory, Plan
@@ -50,8 +49,8 @@ class GpuModuleExecutor(OfModules, GpuExecutor):
             states=self._states(),
         )
 
-    def _options(self, transfers: Transfers) -> dict[str, Any]:
-        return super(GpuExecutor, self)._options(transfers)  # with a scratch that keeps nothing
+    def _new_scratch(self) -> None:
+        return None
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         return Runtime(checkpoint, kv=self.plan.kv, **options)

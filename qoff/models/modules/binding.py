@@ -98,7 +98,7 @@ def bind_embedding(module: nn.Embedding, rows: Callable[[Tensor], Tensor]) -> No
 
     def forward(ids: Tensor) -> Tensor:
         unique, inverse = torch.unique(ids, return_inverse=True)
-        module.__dict__["weight"] = rows(unique).to(dtype)
+        module.__dict__["weight"] = rows(unique.cpu()).to(dtype)
         try:
             return own(inverse)
         finally:

@@ -31,7 +31,8 @@ class Multiply:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         count = matrix.shape[0]
         if isinstance(matrix, Tensor):
-            out = nn.functional.linear(rows, matrix.to(x.dtype), bias)
+            added = None if bias is None else bias.to(x.dtype)
+            out = nn.functional.linear(rows, matrix.to(x.dtype), added)
         elif isinstance(matrix, TiledMatrix):
             out = x.new_empty(len(rows), count)
             for tile, some in by_tiles(matrix):
