@@ -48,6 +48,13 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
         """Whether kernels alone read and write what is in it, and torch, until it ends."""
         return False
 
+    def layers_key(self) -> Hashable | None:
+        """What tells passes apart whose layers are told alike, see `cpu.jit.alike`.
+
+        None where the jobs of a layer are no sign of those of the next.
+        """
+        return None
+
     def arrive(self, layer: int) -> Hashable:
         """Have what moves ready for the kernels of a layer, until `close`; where it is, or None."""
         return None

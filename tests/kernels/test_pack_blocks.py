@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.cpu.packed_attention.pack import move_tokens, pack_blocks
+from qoff.kernels.cpu.packed_attention.places import Moves, Origins
 from qoff.kernels.layout.heads import HeadShape, cache_shapes, read_keys
 from qoff.kernels.layout.kv_format import HEAD_DIMS, KVFormat
 from qoff.kernels.layout.rotation import rotate_values, rotation_signs, value_run
@@ -38,6 +39,11 @@ def narrowed(both: tuple[Tensor, Tensor], dim: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1][..., :dim].contiguous()
 
 
+def numbered(origins: list[tuple[int, int, int]]) -> Origins:
+    """Blocks one after another in the memory of records."""
+    return Origins(np.array([(*origin, i) for i, origin in enumerate(origins)]))
+
+
 def rotated(v: Tensor) -> Tensor:
     """As `rotate_values`, the sums in order: so are torch's up to runs of 128 channels."""
     run, signs = value_run(v.shape[-1]), rotation_signs(v.shape[-1])
@@ -57,7 +63,7 @@ def test_records_are_the_references_bit_for_bit(
 ) -> None:
     form, (keys, values) = KVFormat(dim, *bits), tokens(dim)
     found = torch.zeros(len(ORIGINS), HEADS, form.nbytes, dtype=torch.uint8)
-    pack_blocks(keys, values, form, np.array(ORIGINS), found.unbind(), rotated=turned)
+    pack_blocks(keys, values, form, numbered(ORIGINS), found, rotated=turned)
     k, v = (
         torch.stack([x[slot][:, place : place + 64] for slot, place, _ in ORIGINS])
         for x in ([read_keys(keys, slot, CAPACITY) for slot in range(SLOTS)], values)
@@ -74,7 +80,7 @@ def test_latent_records_are_the_references_and_hold_keys_alone(bits: int) -> Non
     shape = HeadShape(2, HEADS, 96, 1.0, latent=64)
     keys, values = map(torch.randn, cache_shapes(SLOTS, shape, CAPACITY))
     found = torch.zeros(len(ORIGINS), HEADS, form.nbytes, dtype=torch.uint8)
-    pack_blocks(keys, values, form, np.array(ORIGINS), found.unbind(), rotated=True)
+    pack_blocks(keys, values, form, numbered(ORIGINS), found, rotated=True)
     k = torch.stack(
         [read_keys(keys, slot, CAPACITY)[:, place : place + 64] for slot, place, _ in ORIGINS]
     )
@@ -87,7 +93,7 @@ def test_a_number_that_is_none_shows_in_its_channel_and_its_token() -> None:
     form, (keys, values) = KVFormat(64), tokens(64)
     keys[2, 0, 1, 7, 3] = values[2, 0, 9, 60] = torch.nan
     found = torch.zeros(1, HEADS, form.nbytes, dtype=torch.uint8)
-    pack_blocks(keys, values, form, np.array([(2, 0, 0)]), found.unbind())
+    pack_blocks(keys, values, form, numbered([(2, 0, 0)]), found)
     _, k_scale, _, _, v_scale, _ = form.views(found)
     for scales, there in ((k_scale, 7), (v_scale, 9)):
         assert scales.isnan().nonzero().tolist() == [[0, 0, there]]
@@ -100,7 +106,7 @@ def test_tokens_move_whole_and_in_order(value_dim: int, same: bool) -> None:
     to = (keys, values) if same else narrowed(tokens(80, 144), value_dim)
     old = [(read_keys(keys, slot, CAPACITY), values[slot].clone()) for slot in range(SLOTS)]
     moves = [(0, 64, 128, 0, 0), (1, 128, 37, 1, 96)] if same else [(2, 64, 128, 1, 16)]
-    move_tokens((keys, values), to, np.array(moves))
+    move_tokens((keys, values), to, Moves(np.array(moves)))
     for slot, place, count, to_slot, to_place in moves:
         after = slice(to_place, to_place + count)
         for found, known in zip(
@@ -112,6 +118,6 @@ def test_tokens_move_whole_and_in_order(value_dim: int, same: bool) -> None:
 @pytest.mark.parametrize("origin", [(3, 0, 0), (-1, 0, 0), (0, 144, 0), (0, 8, 0)], ids=str)
 def test_blocks_outside_of_the_cache_are_refused(origin: tuple[int, int, int]) -> None:
     form, (keys, values) = KVFormat(64), tokens(64)
-    record = torch.zeros(HEADS, form.nbytes, dtype=torch.uint8)
+    records = torch.zeros(1, HEADS, form.nbytes, dtype=torch.uint8)
     with pytest.raises(OpError, match="pack_blocks: "):
-        pack_blocks(keys, values, form, np.array([origin]), [record])
+        pack_blocks(keys, values, form, numbered([origin]), records)

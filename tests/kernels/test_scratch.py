@@ -21,6 +21,7 @@ from qoff.kernels.cpu.optim.scratch import update_bytes
 from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.kernels.cpu.packed_attention import scratch as packed
 from qoff.kernels.cpu.packed_attention.pack import pack_blocks
+from qoff.kernels.cpu.packed_attention.places import Origins
 from qoff.kernels.cpu.sampling.sampling import draw, follows_torch, multinomial
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes
 from qoff.kernels.layout.delta import DeltaShape
@@ -159,10 +160,10 @@ def test_selecting_and_packing_blocks(asked: Asked, threads: int) -> None:
     assert asked(lambda: case.select(0.5)) == [wanted]
     form, shape = KVFormat(80), HeadShape(2, 2, 80, 0.1)
     keys, values = map(torch.randn, cache_shapes(1, shape, 64))
-    record = torch.empty(2, form.nbytes, dtype=torch.uint8)
-    origins = np.zeros((1, 3), np.int64)
+    records = torch.empty(1, 2, form.nbytes, dtype=torch.uint8)
+    origins = Origins(np.zeros((1, 4), np.int64))
     wanted = packed.pack_bytes(threads, form)
-    assert asked(lambda: pack_blocks(keys, values, form, origins, [record])) == [wanted]
+    assert asked(lambda: pack_blocks(keys, values, form, origins, records)) == [wanted]
 
 
 def test_experts(asked: Asked, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,9 +142,7 @@ def test_a_store_may_pack_blocks_in_any_order(monkeypatch: pytest.MonkeyPatch) -
 
     def backwards(layer: int, blocks: Sequence[int], fill: Callable[..., None]) -> None:
         last = len(blocks) - 1
-        packed(
-            layer, blocks[::-1], lambda places, records: fill([last - i for i in places], records)
-        )
+        packed(layer, blocks[::-1], lambda places, *to: fill([last - i for i in places], *to))
 
     monkeypatch.setattr(store, "fill", backwards)
     for counts in ([300, 90], [1, 1]):

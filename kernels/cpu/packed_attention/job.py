@@ -54,6 +54,7 @@ class PackedArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
     )  # fmt: skip
+    OF_LAYER = ("pool",)
 
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,

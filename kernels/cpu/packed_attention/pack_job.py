@@ -29,8 +29,6 @@ from .pack_emit import (
     upper,
 )
 
-ORIGIN_FIELDS = ("slot", "place of the first token", "opens a sequence", "address of the record")
-MOVE_FIELDS = ("slot", "place of the first token", "tokens", "slot to", "place to")
 _VECTORS = BLOCK_TOKENS // 16  # of keys, in a block
 _CLIPPED_2, _CLIPPED_3 = CLIPPED[2], CLIPPED[3]
 
@@ -40,12 +38,16 @@ class PackArguments(ctypes.Structure):
 
     _fields_ = int64s(
         "keys", "values", "capacity", "kv_heads", "dim", "k_bits", "v_bits", "parts", "signs",
-        "run", "k_scale", "v_codes", "v_scale", "record", "origins", "count", "scratch", "latent",
+        "run", "k_scale", "v_codes", "v_scale", "pool", "block_bytes", "record", "origins", "count",
+        "scratch", "latent",
     )  # fmt: skip
+    OF_LAYER = ("keys", "values", "pool")
 
 
 (KEYS, VALUES, CAPACITY, KV_HEADS, DIM, K_BITS, V_BITS, PARTS, SIGNS, RUN, K_SCALE, V_CODES,
- V_SCALE, RECORD, ORIGINS, COUNT, SCRATCH, LATENT) = offsets(PackArguments)  # fmt: skip
+ V_SCALE, POOL, BLOCK_BYTES, RECORD, ORIGINS, COUNT, SCRATCH, LATENT) = (
+    offsets(PackArguments)
+)  # fmt: skip
 
 
 class MoveArguments(ctypes.Structure):
@@ -55,6 +57,7 @@ class MoveArguments(ctypes.Structure):
         "from_keys", "from_values", "from_capacity", "to_keys", "to_values", "to_capacity",
         "heads", "channels", "value_channels", "moves", "move_count",
     )  # fmt: skip
+    OF_LAYER = ("from_keys", "from_values", "to_keys", "to_values")
 
 
 (FROM_KEYS, FROM_VALUES, FROM_CAPACITY, TO_KEYS, TO_VALUES, TO_CAPACITY, HEADS, CHANNELS,
@@ -203,7 +206,8 @@ def pack_job(pool, thread, threads, args):
         row = simd.peek_i64(origin) * heads + head
         first = 4 * dim * (row * simd.peek_i64(args + CAPACITY) + simd.peek_i64(origin + 8))
         latent = simd.peek_i64(args + LATENT)
-        record = simd.peek_i64(origin + 24) + head * simd.peek_i64(args + RECORD)
+        record = simd.peek_i64(args + POOL) + head * simd.peek_i64(args + RECORD)
+        record += simd.peek_i64(origin + 24) * simd.peek_i64(args + BLOCK_BYTES)
         _pack_keys(
             simd.peek_i64(args + KEYS) + first, dim, simd.peek_i64(args + K_BITS),
             simd.peek_i64(origin + 16), record, record + simd.peek_i64(args + K_SCALE), nibbles,

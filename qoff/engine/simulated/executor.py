@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.engine.executor import CpuExecutor, Executor
 from qoff.engine.gpu_executor import GpuExecutor
+from qoff.kernels.cpu.packed_attention.places import Moves, Origins
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.write_back import WriteBackQueue
@@ -227,18 +227,14 @@ class _SimulatedPass(PackedPass):
     in_place = False  # there are no jobs
 
     def _pack_blocks(
-        self,
-        layer: int,
-        tokens: tuple[Tensor, Tensor],
-        origins: NDArray[np.int64],
-        records: Sequence[Tensor],
+        self, layer: int, tokens: tuple[Tensor, Tensor], origins: Origins, records: Tensor
     ) -> None:
         shape, machine = self._cache.shapes[layer], self._cache.machine
-        nbytes = len(records) * 64 * shape.kv_heads * shape.cached_width * tokens[0].itemsize
+        nbytes = len(origins.rows) * 64 * shape.kv_heads * shape.cached_width * tokens[0].itemsize
         machine.compute(nbytes / machine.profile.device.bytes_per_s)
 
     def _move_tokens(
-        self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], moves: NDArray[np.int64]
+        self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], moves: Moves
     ) -> None:
         """There are no tokens."""
 

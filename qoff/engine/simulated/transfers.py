@@ -241,6 +241,6 @@ class SimulatedWriteBack(WriteBackQueue):
     def deliver(self, write_backs: Sequence[WriteBack]) -> None:
         for write_back in [one for one in self._sent if one in write_backs]:
             write_back.wait()
-            self._store.fill(write_back.layer, write_back.blocks, lambda places, memory: None)
+            self._store.fill(write_back.layer, write_back.blocks, lambda *_: None)
             self._sent.remove(write_back)
             self._recycle(write_back.buffer)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.errors import ArgumentError
+from qoff.kernels.cpu.packed_attention.places import Moves, Origins
 from qoff.kernels.layout.heads import KEYS_PER_VECTOR, HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import RUN_TOKENS, LayerCache
@@ -155,6 +156,7 @@ class PackedPass(SlotPass):
             for store, group in zip(cache.stores, cache.groups, strict=True)
         ]
         self._completed = dict[int, int]()  # blocks of a slot
+        self._of_blocks = dict[tuple[int, ...], Origins]()  # see `_origins`
         try:
             for span in ragged.spans:
                 tokens = self._unpacked[span.slot]
@@ -190,6 +192,10 @@ class PackedPass(SlotPass):
     @property
     def in_place(self) -> bool:
         return all(store.in_place for store in self._cache.stores)
+
+    def layers_key(self) -> Hashable | None:
+        alike = self.in_place and not self._cache.lent
+        return (id(self._cache.recent), self._apart) if alike else None
 
     def arrive(self, layer: int) -> Hashable:
         view, inner = self._of(layer)
@@ -290,11 +296,10 @@ class PackedPass(SlotPass):
         """Pack new blocks of a layer, and put what is left unpacked at its place in the cache."""
         cache, tokens = self._cache, self._tokens(layer)
         number, inner = cache.place[layer]
-        origins = self._origins[number]
 
-        def fill(places: Sequence[int], records: Sequence[Tensor]) -> None:
+        def fill(places: Sequence[int], records: Tensor, numbers: Sequence[int]) -> None:
             # A store writes them in an order of its own.
-            self._pack_blocks(layer, tokens, origins[list(places)], records)
+            self._pack_blocks(layer, tokens, self._origins(number, places, numbers), records)
 
         kept = [block for new in self._new[number].values() for block in new.kept]
         if kept:
@@ -305,11 +310,7 @@ class PackedPass(SlotPass):
             self._move_tokens(tokens, here, self._moves)
 
     def _pack_blocks(
-        self,
-        layer: int,
-        tokens: tuple[Tensor, Tensor],
-        origins: NDArray[np.int64],
-        records: Sequence[Tensor],
+        self, layer: int, tokens: tuple[Tensor, Tensor], origins: Origins, records: Tensor
     ) -> None:
         from qoff.kernels.cpu.packed_attention.pack import pack_blocks
 
@@ -318,15 +319,23 @@ class PackedPass(SlotPass):
         pack_blocks(*tokens, form, origins, records, rotated=cache.values_rotated)
 
     def _move_tokens(
-        self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], moves: NDArray[np.int64]
+        self, tokens: tuple[Tensor, Tensor], to: tuple[Tensor, Tensor], moves: Moves
     ) -> None:
         from qoff.kernels.cpu.packed_attention.pack import move_tokens
 
         move_tokens(tokens, to, moves)
 
+    def _origins(self, group: int, places: Sequence[int], numbers: Sequence[int]) -> Origins:
+        """Where the tokens of some of a group's new blocks are, and these; one for all layers."""
+        key = group, *places, *numbers
+        if key not in self._of_blocks:
+            rows = self._first_tokens[group][list(places)]
+            self._of_blocks[key] = Origins(np.column_stack((rows, np.array(numbers, np.int64))))
+        return self._of_blocks[key]
+
     @cached_property
-    def _origins(self) -> list[NDArray[np.int64]]:
-        """Where the tokens of each group's new blocks are, as `pack_blocks` is told."""
+    def _first_tokens(self) -> list[NDArray[np.int64]]:
+        """Of each group's new blocks, slot and place of the first token, and whether it opens."""
         first, found = self._cache.sinks, list[NDArray[np.int64]]()
         for new in self._new:
             rows = [
@@ -346,19 +355,19 @@ class PackedPass(SlotPass):
         return max((RecentWorkspace.floats_for(shape, *room) for shape in widths), default=0)
 
     @cached_property
-    def _unmoved(self) -> NDArray[np.int64]:
+    def _unmoved(self) -> Moves:
         """Unpacked tokens that were there before, which come into the workspace."""
         rows = [
             (self._slots[span.slot], 0, span.past - self._packed[span.slot], span.slot, 0)
             for span in self.ragged.spans
             if span.past > self._packed[span.slot]
         ]
-        return np.array(rows, np.int64).reshape(-1, 5)
+        return _moves(rows)
 
     @cached_property
-    def _moves(self) -> NDArray[np.int64]:
+    def _moves(self) -> Moves:
         """Unpacked tokens that go from where this pass has them to their places: `move_tokens`."""
-        first, rows = self._cache.sinks, []
+        first, rows = self._cache.sinks, list[tuple[int, int, int, int, int]]()
         for slot, tokens in self._unpacked.items():
             to = self._slots[slot]
             blocks = self._completed.get(to, 0)
@@ -367,7 +376,11 @@ class PackedPass(SlotPass):
                 rows.append((slot, 0, min(first, tokens), to, 0))
             if tokens > done and (blocks or self._apart):
                 rows.append((slot, done, tokens - done, to, first))
-        return np.array(rows, np.int64).reshape(-1, 5)
+        return _moves(rows)
+
+
+def _moves(rows: list[tuple[int, int, int, int, int]]) -> Moves:
+    return Moves(np.array(rows, np.int64).reshape(-1, 5))
 
 
 def _deferring() -> AbstractContextManager[None]:

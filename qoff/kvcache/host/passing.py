@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from qoff.kernels.cpu.packed_attention.places import Moves
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
@@ -55,7 +56,8 @@ class PassingCache:
             there = self._before._opened
             assert there is not None
             moves = [(self._begins[s.slot], 0, s.past, s.slot, 0) for s in ragged.spans]
-            move_tokens((there.keys, there.values), (keys, values), np.array(moves, np.int64))
+            rows = np.array(moves, np.int64)
+            move_tokens((there.keys, there.values), (keys, values), Moves(rows))
         self._opened = LayerCache(keys, values, ragged.positions, ragged.longest)
         return self._opened
 

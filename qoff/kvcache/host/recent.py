@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class RecentWorkspace:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
+        self._last: _Taken | None = None
 
     @staticmethod
     def floats_for(shape: HeadShape, sequences: int, tokens: int) -> int:
@@ -69,10 +71,20 @@ class RecentWorkspace:
         """
         wanted = self.floats_for(shape, sequences, tokens)
         if max(wanted, least) > self._memory.numel():
-            self._memory = torch.empty(max(wanted, least))
-        keys, values = cache_shapes(sequences, shape, _whole_vectors(tokens))
-        own = self._memory[:wanted].split([math.prod(keys), math.prod(values)])
-        return own[0].view(keys), own[1].view(values)
+            self._memory, self._last = torch.empty(max(wanted, least)), None
+        both = cache_shapes(sequences, shape, _whole_vectors(tokens))
+        if self._last is None or self._last.shapes != both:  # most layers are alike
+            keys, values = both
+            own = self._memory[:wanted].split([math.prod(keys), math.prod(values)])
+            self._last = _Taken(both, (own[0].view(keys), own[1].view(values)))
+        return self._last.tensors
+
+
+class _Taken(NamedTuple):
+    """Keys and values as a layer has taken them."""
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    tensors: tuple[Tensor, Tensor]
 
 
 def _whole_vectors(tokens: int) -> int:

@@ -19,8 +19,9 @@ from .placement import HOST
 from .pool import BlockPool
 from .sweep import BlockSweep
 
-# Makes the records of the blocks at some places of a list, each uint8 [kv_heads, form.nbytes].
-Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor]], None]
+# Makes the records of the blocks at some places of a list: those of some numbers in memory, uint8
+# [blocks, kv_heads, form.nbytes].
+Fill: TypeAlias = Callable[[Sequence[int], Tensor, Sequence[int]], None]
 
 
 class BlockView(LayerView[tuple[PackedTokens, ...]]):
@@ -127,9 +128,9 @@ class BlockStore(Blocks):
     def write(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
         """Keep uint8 [blocks, kv_heads, form.nbytes] of a layer."""
 
-        def copy(places: Sequence[int], memory: Sequence[Tensor]) -> None:
-            for i, to in zip(places, memory, strict=True):
-                to.copy_(records[i])
+        def copy(places: Sequence[int], memory: Tensor, numbers: Sequence[int]) -> None:
+            for i, number in zip(places, numbers, strict=True):
+                memory[number].copy_(records[i])
 
         self.fill(layer, blocks, copy)
 
@@ -180,8 +181,7 @@ class GrowingBlocks(BlockStore):
         return self.pool.allocate(len(indices))
 
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
-        memory = self.pool.layers[layer]
-        fill(range(len(blocks)), [memory[block] for block in blocks])
+        fill(range(len(blocks)), self.pool.layers[layer], blocks)
 
     def read(self, layer: int, block: int) -> Tensor:
         return self.pool.layers[layer][block]

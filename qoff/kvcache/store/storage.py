@@ -125,17 +125,15 @@ class BlockStorage(BlockStore):
         return self.spill is None and self.bounds is None
 
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
-        near: list[tuple[int, Tensor]] = []
-        on_disk: list[tuple[int, int]] = []
+        by_tier: dict[str, list[tuple[int, int]]] = {}
         for i, (pool, local) in enumerate(map(self.place, blocks)):
-            if pool.tier == DISK:
-                on_disk.append((local, i))
-            else:
-                near.append((i, pool.layers[layer][local]))
-        if near:
-            places, records = [i for i, _ in near], [memory for _, memory in near]
-            fill(places, records)
-            self._keep_bounds(layer, [blocks[i] for i in places], records)
+            by_tier.setdefault(pool.tier, []).append((local, i))
+        on_disk = by_tier.pop(DISK, [])
+        for tier, near in by_tier.items():
+            numbers, places = [local for local, _ in near], [i for _, i in near]
+            memory = self.pools[tier].layers[layer]
+            fill(places, memory, numbers)
+            self._keep_bounds(layer, [blocks[i] for i in places], memory, numbers)
         on_disk.sort()
         for run in runs(enumerate(local for local, _ in on_disk)):
             neighbours = on_disk[run.at : run.at + run.count]
@@ -264,11 +262,13 @@ class BlockStorage(BlockStore):
             futures.append(self._copies.call(move, moved, "host to device", name))
         return futures
 
-    def _keep_bounds(self, layer: int, blocks: Sequence[int], records: Sequence[Tensor]) -> None:
-        """Of those new blocks that will be brought to the device."""
+    def _keep_bounds(
+        self, layer: int, blocks: Sequence[int], memory: Tensor, numbers: Sequence[int]
+    ) -> None:
+        """Of those new blocks that will be brought to the device; numbers: in the memory."""
         if self.bounds is not None:
             far = [i for i, block in enumerate(blocks) if block < self.plan.bounded]
-            self.bounds.keep(layer, [blocks[i] for i in far], [records[i] for i in far])
+            self.bounds.keep(layer, [blocks[i] for i in far], [memory[numbers[i]] for i in far])
 
     def _memory(self, arena: Arena, blocks: int) -> list[Tensor]:
         return [
@@ -289,11 +289,10 @@ class BlockStorage(BlockStore):
         earlier = [self._writes.get((layer, local), before) for local, _ in run]
         self._clock.wait([before, *earlier])  # what failed is the blocks' own: see `_settle`
         memory = stage[: len(run) * self.plan.stride]
-        shape = self.kv_heads[layer], self.forms[layer].nbytes
-        records = memory.view(len(run), -1)[:, : self.plan.record_bytes[layer]]
-        made = [record.view(shape) for record in records]
-        fill([i for _, i in run], made)
-        self._keep_bounds(layer, [self._bases[DISK] + local for local, _ in run], made)
+        shape, numbers = (self.kv_heads[layer], self.forms[layer].nbytes), range(len(run))
+        records = memory.view(len(run), -1)[:, : self.plan.record_bytes[layer]].unflatten(1, shape)
+        fill([i for _, i in run], records, numbers)
+        self._keep_bounds(layer, [self._bases[DISK] + local for local, _ in run], records, numbers)
         write = self.spill.write(self._offset(layer, run[0][0]), memory)
         buffers.popleft()
         buffers.append((stage, write))
