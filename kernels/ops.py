@@ -59,6 +59,9 @@ class RecordWhileDone(Protocol):
     def deferring(self) -> AbstractContextManager[None]:
         """Within, ops may return before they have computed; see `cpu.jit.recorder.deferring`."""
 
+    def alike_layers(self, count: int) -> Any:
+        """`cpu.jit.alike.AlikeLayers` of passes within `deferring`."""
+
 
 class Scratch(Protocol):
     """Where ops on a GPU dequantize weights; see `triton.linear.scratch`."""

@@ -125,7 +125,6 @@ class Executor(ABC):
             self._spill = own.enter_context(closing(self._new_spill(folder, sizes[DISK])))
         self.stores = self._open_blocks()
         self.activations = None
-        tokens = plan.pass_tokens
         if parked:
             # Their moves wait for the disk, those of KV blocks do not.
             moves = own.enter_context(closing(self._new_copies()))
@@ -140,7 +139,9 @@ class Executor(ABC):
                 dtype,
             )
         decoder = self.runtime.decoder
-        self.workspace = decoder.new_workspace(tokens) if isinstance(decoder, Decoder) else None
+        self.workspace = None
+        if isinstance(decoder, Decoder):
+            self.workspace = decoder.new_workspace(plan.round_tokens)
 
     def _decided(self, plan: Plan, checkpoint: Checkpoint) -> Plan:
         """The plan, with what it leaves to the rates of the machine."""
@@ -214,7 +215,8 @@ class Executor(ABC):
     def _adapter_bytes(self, plan: Plan, tiled: bool, near: Collection[Place]) -> tuple[int, int]:
         """The same with factors added to `near` there; and what the others take on the host."""
         assert self.adapters is not None
-        on_gpu, tokens = self._moves_adapters, (plan.pass_tokens, plan.decode_tokens)
+        on_gpu = self._moves_adapters
+        tokens = plan.pass_tokens if on_gpu else plan.round_tokens, plan.decode_tokens
         on_device, on_host = self.adapters.layers.nbytes(near, self._moves_adapters)
         return on_device + self.adapters.work_bytes(*tokens, tiled, on_gpu), on_host
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import groupby
 
 from torch import Tensor
 
 from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.ops import Scratch
+from qoff.kvcache.slots import SlotSubset
 from qoff.memory import ChosenExperts, Unit, WeightStore
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import unit_label
@@ -16,7 +18,7 @@ from qoff.memory.turn import Turn
 from qoff.models.forward_pass import ForwardPass, RoundMixture
 from qoff.models.native.following import Noise
 from qoff.models.native.linear import Steps
-from qoff.models.runtime import AnyDecoder, followed, followed_tokens, swept
+from qoff.models.runtime import AnyDecoder, followed, followed_tokens, joined, swept
 
 _AHEAD = 2  # turns whose KV cache is brought meanwhile
 
@@ -58,7 +60,7 @@ class Schedule:
             if found is not None:
                 return found
             if together:
-                return self._together(passes)
+                return self._joined(passes)
             return [self._together([one])[0] for one in passes]
         except BaseException:
             with ExitStack() as all_of_them:
@@ -73,6 +75,16 @@ class Schedule:
         if not self._follows:
             return []
         return followed_tokens(self._decoder, self._store, run, choice, most, noise)
+
+    def _joined(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
+        """As `_together`, those of a batch as one pass where that can be."""
+        ones = list[ForwardPass]()
+        for _, batch in groupby(passes, _cache):
+            runs = list(batch)
+            one = joined(self._decoder, runs)
+            ones += runs if one is None else [one]
+        found = zip(ones, self._together(ones), strict=True)
+        return [each for one, logits in found for each in one.parted(logits)]
 
     def _together(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
         mixture = RoundMixture(passes=len(passes))
@@ -133,6 +145,11 @@ class Schedule:
                     passes[following].prefetch(together)
                 with self._span("compute", f"{passes[i].name}, {unit_label(together)}"):
                     units[i] = steps[i].send(weights)
+
+
+def _cache(run: ForwardPass) -> object:
+    """Of the batch that a pass is of."""
+    return run.cache.cache if isinstance(run.cache, SlotSubset) else run.cache
 
 
 def _together(asked: Sequence[ChosenExperts]) -> ChosenExperts:

@@ -120,6 +120,11 @@ class LayerWorkspace:
         return itemsize * (attention + mlp + extra) + experts
 
     @property
+    def tokens(self) -> int:
+        """How many there is room for."""
+        return 0 if self.qkv is None else len(self.qkv)
+
+    @property
     def memory(self) -> list[Tensor]:
         """All there is of it."""
         parts = (self.qkv, self.attended, self.gated, self.projected)
@@ -127,9 +132,9 @@ class LayerWorkspace:
 
     def upto(self, tokens: int) -> LayerWorkspace:
         """The part for this many tokens."""
-        parts = (self.qkv, self.attended, self.projected)
-        qkv, attended, projected = (first_rows(part, tokens) for part in parts)
-        return LayerWorkspace(qkv, attended, self.gated, self.tiled, projected)
+        parts = (self.qkv, self.attended, self.gated, self.projected)
+        qkv, attended, gated, projected = (first_rows(part, tokens) for part in parts)
+        return LayerWorkspace(qkv, attended, gated, self.tiled, projected)
 
 
 class Begun(NamedTuple):
@@ -181,8 +186,10 @@ class ForwardPass:
     adapters: AdaptedRows | None = None
     mixture: RoundMixture = field(default_factory=RoundMixture)
     expert_jobs: Any = None  # `memory.experts.jobs.ExpertJobs`, where experts come by jobs
+    joined: Sequence[ForwardPass] = ()  # passes whose rows these are, one after another
     # What the decoder sets on the way.
     begun: Begun | None = None
+    layers: Any = None  # `kernels.cpu.jit.alike.PassLayers`, where some may follow from others
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them
@@ -192,6 +199,26 @@ class ForwardPass:
     active: Tensor | None = None  # [M, hidden_size], of several streams the one that it computes
     base: Tensor | None = None  # like active: what attention's output is added to in its place
     added: Mapping[str, LowRanks] = field(default_factory=dict)  # by adapters to that layer's
+    _split: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)  # see `of_parts`
+
+    @property
+    def parts(self) -> Sequence[ForwardPass]:
+        """Passes that attend, each to its cache: those that are joined, or this one."""
+        return self.joined or (self,)
+
+    def of_parts(self, x: Tensor) -> Sequence[Tensor]:
+        """The rows of x that each part has; x is in memory that stays from layer to layer."""
+        if not self.joined:
+            return (x,)
+        key = x.data_ptr(), x.shape, x.stride()
+        if key not in self._split:
+            self._split[key] = x.split([len(part.tokens) for part in self.joined])
+        return self._split[key]
+
+    def parted(self, logits: Tensor) -> Sequence[Tensor]:
+        """The logits of each part."""
+        rows = [part.logit_rows for part in self.joined]
+        return logits.split([len(each) for each in rows if each is not None]) if rows else [logits]
 
     @property
     def input(self) -> Tensor:
@@ -243,8 +270,8 @@ def moved_up(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
-    """The first rows of memory, if there is any."""
-    return None if memory is None else memory[:rows]
+    """The first rows of memory, if there is any, or all of it."""
+    return memory if memory is None or len(memory) <= rows else memory[:rows]
 
 
 def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:

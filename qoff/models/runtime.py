@@ -314,6 +314,11 @@ def swept(
     return sweep_passes(decoder, runs, store.sweep, together)
 
 
+def joined(decoder: AnyDecoder, runs: Sequence[ForwardPass]) -> ForwardPass | None:
+    """As `Decoder.join`."""
+    return decoder.join(runs) if isinstance(decoder, Decoder) else None
+
+
 def followed_tokens(
     decoder: AnyDecoder, store: WeightStore, run: ForwardPass, *choosing: Any
 ) -> list[list[int]]:

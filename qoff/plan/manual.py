@@ -209,6 +209,11 @@ class Plan:
         return self.batch_size * (1 + self.draft_tokens)
 
     @property
+    def round_tokens(self) -> int:
+        """The most tokens of a batch in a round: its newest ones, and some of its prompts."""
+        return self.decode_tokens + self.prefill_tokens
+
+    @property
     def tokens_of_passes(self) -> list[int]:
         """The most tokens of each pass of a round: each batch may decode, and read prompts."""
         return [self.decode_tokens, self.prefill_tokens] * self.batches
@@ -253,7 +258,7 @@ class Plan:
         """The largest passes, of which all but a prompt's are rows of a batch."""
         drawn = min(self.batches * self.decode_tokens, rows_together(vocab_size))
         return Passes(
-            self.pass_tokens,
+            self.round_tokens,
             self.batch_size,
             PackedCache.recent_tokens(self.kv.window, self.kv.sinks) - 1,
             self.decode_tokens,
@@ -330,7 +335,7 @@ class Memory:
         unpacked = PADDING * plan.prefill_tokens + plan.batch_size * (window + 16)
         unpacked = min(unpacked, plan.batch_size * (plan.context + 16))
         prefill = max(RecentWorkspace.floats_for(shape, 1, unpacked) for shape in set(shapes))
-        work = LayerWorkspace.nbytes(spec, plan.pass_tokens) + 4 * prefill
+        work = LayerWorkspace.nbytes(spec, plan.round_tokens) + 4 * prefill
         # What each pass of a round has of its own until its end.
         lent = sum(RecentWorkspace.floats_for(shapes[i], 1, unpacked) for i in spec.lent_layers)
         work += 4 * plan.batches * (1 + (plan.draft_tokens > 0)) * lent

@@ -21,6 +21,7 @@ class AttentionArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
     )  # fmt: skip
+    OF_LAYER = ("q_norm", "k_norm", "sinks", "keys", "values")
 
 
 (QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, WHOLE_NORMS, SINKS, COS, SIN, PAIRS,

@@ -18,7 +18,7 @@ from copy import copy
 from functools import cache
 from itertools import accumulate
 from time import perf_counter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from qoff.interrupts import HEARD_S
 from qoff.kernels.processor import usable_threads
@@ -39,6 +39,14 @@ Job: TypeAlias = tuple[int, bytes, object]
 Call: TypeAlias = tuple[int, Arguments]  # of a job, whose arguments it may change
 
 
+class Told(NamedTuple):
+    """A job that was deferred, with its own copy of the arguments."""
+
+    function: int
+    args: Arguments
+    keep: object
+
+
 class Pool:
     """`threads` threads, the calling one among them, that run one compiled job at a time."""
 
@@ -51,7 +59,8 @@ class Pool:
         self._workspace: ctypes.Array[ctypes.c_char] = (ctypes.c_char * 0)()
         self.moves = 0  # how often the workspace came to lie elsewhere
         self._recorded: list[Job] | None = None  # what is run is noted here
-        self._ahead: list[object] | None = None  # what jobs of the open list need, while deferring
+        self._ahead: list[Told] | None = None  # jobs of the open list, while deferring
+        self._noted: list[Told] | None = None  # those deferred since `noting`
         self._outgrown: list[object] = []  # workspaces that these know the address of
         self._step, self._list = (ctypes.c_int64 * 2)(), (ctypes.c_int64 * 3)()
         self._open_steps, self._left = (ctypes.c_int64 * (2 * _OPEN_JOBS))(), ctypes.c_int64()
@@ -127,17 +136,32 @@ class Pool:
         if not self._ahead:
             steps = ctypes.addressof(self._open_steps)
             _Native(pool_threads.open_list.address)(self._state, steps, _OPEN_JOBS, 0)
-        args = type(args).from_buffer_copy(args)
-        self._ahead.append((args, keep))
-        self._native_append(self._state, function, ctypes.addressof(args), 0)
+        told = Told(function, type(args).from_buffer_copy(args), keep)
+        self._ahead.append(told)
+        if self._noted is not None:
+            self._noted.append(told)
+        self._native_append(self._state, function, ctypes.addressof(told.args), 0)
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Told]]:
+        """Note the jobs that are deferred meanwhile; none, if somebody has to `catch_up`."""
+        found: list[Told] = []
+        self._noted = found
+        try:
+            yield found
+        finally:
+            self._noted = None
 
     def catch_up(self) -> None:
         """Have the jobs done that are deferred; Python hears signals every `HEARD_S` or so."""
+        if self._noted is not None:
+            self._noted.clear()
+            self._noted = None
         count, join = _FIRST_JOBS, _Native(pool_threads.join.address)
         while self._ahead:
             start = perf_counter()
             join(self._state, self.threads, count, ctypes.addressof(self._left))
-            count = max(1, min(4 * count, int(count * HEARD_S / (perf_counter() - start))))
+            count = _following(count, perf_counter() - start)
             if self._left.value == 0:
                 self._ahead.clear()
 
@@ -149,6 +173,17 @@ class Pool:
         with self.lock:
             self.catch_up()
             self._launch(jobs.address + STEP_BYTES * first, len(jobs) - first, times)
+
+    def run_list(self, steps: int, count: int) -> None:
+        """Run jobs that lie in memory behind those that are deferred, heard as in `catch_up`."""
+        with self.lock:
+            self.catch_up()
+            done, some = 0, min(count, _FIRST_JOBS)
+            while done < count:
+                start = perf_counter()
+                self._launch(steps + STEP_BYTES * done, some, 1)
+                done += some
+                some = min(count - done, _following(some, perf_counter() - start))
 
     def workspace(self, nbytes: int) -> int:
         """Address of at least `nbytes` bytes of scratch, valid while `lock` is held."""
@@ -178,6 +213,11 @@ class Pool:
             for thread in self._workers:
                 thread.join()
             self._workers = []
+
+
+def _following(count: int, seconds: float) -> int:
+    """How many jobs to run before Python looks again, if so many took so long."""
+    return max(1, min(4 * count, int(count * HEARD_S / seconds)))
 
 
 class JobList:

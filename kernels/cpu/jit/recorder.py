@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .alike import AlikeLayers
 from .pool import Job, JobList, Pool, default_pool
 
 _UNUSED_BYTES = 16 << 20  # of memory that a deferral keeps for what is still to be computed
@@ -68,6 +69,10 @@ class JobRecorder:
     def deferring(self) -> AbstractContextManager[None]:
         """See `deferring`."""
         return deferring(self.pool)
+
+    def alike_layers(self, count: int) -> AlikeLayers:
+        """Of passes that are deferred, which all have so many layers."""
+        return AlikeLayers(self.pool, count)
 
     def _take(self, nbytes: int, used: Sequence[Tensor]) -> Tensor:
         """Memory that is free now. used: by the recording under way, whose jobs know it."""

@@ -35,6 +35,7 @@ class LinearArguments(ctypes.Structure):
         ("norm", NormArguments),
         ("rows", RowsArguments),  # what follows when whole rows are there, with row_norms
     )  # fmt: skip
+    OF_LAYER = ("codes", "scale_min", "width", "group", "bits", "bias", "norm", "rows.norm")
 
 
 (X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDTH, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,

@@ -27,6 +27,7 @@ class RowsArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("sum_scale", ctypes.c_float),
     )
+    OF_LAYER = ("norm",)
 
 
 WEIGHT, BIAS, CENTERED, EPS = offsets(NormArguments)

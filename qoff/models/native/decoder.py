@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from qoff.models.spec import DecoderSpec
 from .choices import Chosen
 from .following import check_ids
 from .graphs import Replays
+from .joining import join
 from .layer import Layer
 from .linear import Linear, Rows, Steps, norm_of, tiled
 from .per_layer import table_scale
@@ -233,8 +235,9 @@ class Decoder:
         else:
             rows = self.embedded(ids, run) if rows is None else rows
             logits = yield from self.units(run, rows, run.logit_rows, key)
-        assert run.cached is not None
-        run.cached.end()
+        for part in run.parts:
+            assert part.cached is not None
+            part.cached.end()
         run.hidden = None
         if isinstance(run.activations, ResidentActivations):
             run.activations.forget()
@@ -278,6 +281,28 @@ class Decoder:
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         stays = isinstance(run.activations, ResidentActivations) and not cached.moves
         return Begun(ids, key, stays)
+
+    def join(self, runs: Sequence[ForwardPass]) -> ForwardPass | None:
+        """Passes of a round, which have begun, as one whose rows go through matrices together.
+
+        Each attends by itself, so that a row has the bits that it would have alone. None where that
+        is no gain, as something moves, or where the workspace has no room.
+        """
+        first, whole = runs[0], self._whole
+        room = 0 if first.workspace is None else first.workspace.tokens
+        rows = sum(len(run.tokens) for run in runs)
+        if len(runs) < 2 or rows > room or whole is None or not self.resident:
+            return None
+        if not all(run.begun and run.begun.stays and whole.can_defer(run) for run in runs):
+            return None
+        joined = join(runs)
+        longest = max(run.ragged.longest for run in runs)
+        tables = [table.upto(longest + 1) for table in self._rotary]
+        joined.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
+        joined.begun = Begun(joined.tokens, None, stays=True)
+        for run in runs:
+            run.begun = None
+        return joined
 
     def follow(self, run: ForwardPass) -> Tensor | None:
         """What `steps` returns, without a unit, of a step like the cache's last one.
@@ -372,6 +397,8 @@ class Decoder:
         last = self.spec.num_layers - 1
         for layer in range(self.spec.num_layers):
             weights = yield layer
+            if run.layers is not None and layer < run.layers.until:
+                continue
             in_tiles = tiled(weights)
             if in_tiles and of_tiles is None:
                 of_tiles = self.new_workspace(count, tiled=True)
@@ -379,7 +406,8 @@ class Decoder:
             run.hidden = activations.load()
             if key is None or in_tiles or run.per_layer is not None:  # which lies anywhere
                 going_on = keep if layer == last else None
-                yield from self.layer.steps(layer, weights, run, going_on)
+                with nullcontext() if run.layers is None else run.layers.telling(layer):
+                    yield from self.layer.steps(layer, weights, run, going_on)
             elif EXPERTS in weights:
                 chosen = self._until_experts(layer, weights, run, key)
                 yield from self.layer.from_experts(layer, weights, run, chosen)

@@ -158,12 +158,10 @@ class Layer:
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
     ) -> Steps:
         """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
-        cached, workspace = run.cached, run.workspace
-        assert cached is not None
+        workspace = run.workspace
         assert workspace is not None
         norm = self._norm_before(weights, "self_attn")
         shape, gated = self._shapes[layer], self._spec.gated_attention
-        kv_layer = self._spec.kv_layers[layer]
         widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
         memory = columns(workspace.attended, shape.out_width)
         if self._latent is None:
@@ -174,19 +172,7 @@ class Layer:
         gates = None
         if gated:
             qkv, gates = qkv.split(widths, 1)
-        q_norm, k_norm = self._head_norms(layer, weights)
-        attended = self._ops.attention(
-            qkv,
-            shape,
-            cached.open(kv_layer),
-            run.ragged,
-            rotary=run.rotary[layer],
-            q_norm=q_norm,
-            k_norm=k_norm,
-            sinks=vector(weights, "self_attn.sinks"),
-            out=memory,
-        )
-        cached.close(kv_layer)
+        attended = self._attend(layer, weights, run, qkv, memory)
         if gates is not None:
             attended = self._ops.gate(attended, gates, out=memory)
         attended = run.keep(keep, attended)
@@ -200,6 +186,29 @@ class Layer:
                 run, weights, name, attended, residual=residual, out=into, end=end
             )
         )
+
+    def _attend(
+        self, layer: int, weights: Weights, run: ForwardPass, qkv: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """Append to the caches and attend to them, each part of a pass to its own."""
+        q_norm, k_norm = self._head_norms(layer, weights)
+        kv_layer = self._spec.kv_layers[layer]
+        outs = [out] if out is None else run.of_parts(out)
+        for part, mine, into in zip(run.parts, run.of_parts(qkv), outs, strict=True):
+            assert part.cached is not None
+            attended = self._ops.attention(
+                mine,
+                self._shapes[layer],
+                part.cached.open(kv_layer),
+                part.ragged,
+                rotary=run.rotary[layer],
+                q_norm=q_norm,
+                k_norm=k_norm,
+                sinks=vector(weights, "self_attn.sinks"),
+                out=into,
+            )
+            part.cached.close(kv_layer)
+        return attended if out is None or not run.joined else out
 
     def _linearly(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None

@@ -27,9 +27,8 @@ class LinearAttention:
 
     def steps(self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None) -> Steps:
         """Outputs of all heads, [M, values]; the states are those after the new tokens."""
-        shape, workspace, cached = self._shape, run.workspace, run.cached
+        shape, workspace = self._shape, run.workspace
         assert workspace is not None
-        assert cached is not None
         heads = 2 * shape.value_heads
         qkvz = ba = out = None
         if workspace.qkv is not None:
@@ -41,7 +40,11 @@ class LinearAttention:
         ba = yield from self._exact_linear(run, weights, names.BA, out=ba, norm=norm)
         small = (names.CONV, names.DECAY, names.DT_BIAS, names.DELTA_NORM)
         vectors = DeltaWeights(*(cast(Tensor, weights[name]) for name in small))
-        states = cast(LayerStates, cached.open(layer))
-        found = self._ops.delta(qkvz, ba, vectors, shape, states, run.ragged, out=out)
-        cached.close(layer)
-        return found
+        outs = [out] if out is None else run.of_parts(out)
+        each = zip(run.parts, run.of_parts(qkvz), run.of_parts(ba), outs, strict=True)
+        for part, mine, gates, into in each:
+            assert part.cached is not None
+            states = cast(LayerStates, part.cached.open(layer))
+            found = self._ops.delta(mine, gates, vectors, shape, states, part.ragged, out=into)
+            part.cached.close(layer)
+        return found if out is None or not run.joined else out

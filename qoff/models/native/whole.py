@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class WholePasses:
     ) -> None:
         self._units: list[Unit] = [*range(spec.num_layers), HEAD]
         self._replays, self._compute = replays, compute
+        self._alike: Any = None  # `kernels.cpu.jit.alike.AlikeLayers`
         self.following = Following(spec, replays, ending)
 
     def recorded(self, run: ForwardPass, key: Hashable) -> Steps:
@@ -49,15 +50,20 @@ class WholePasses:
 
     def can_defer(self, run: ForwardPass) -> bool:
         """Whether ops may compute later, as nothing but ops has to do with what they do."""
-        assert run.cached is not None
-        by_jobs = self._replays.while_done is not None
-        return by_jobs and run.cached.in_place and run.states is None
+        by_jobs = self._replays.while_done is not None and run.states is None
+        return by_jobs and all(part.cached and part.cached.in_place for part in run.parts)
 
     def deferred(self, run: ForwardPass, ids: Tensor) -> Steps:
         """Compute a pass, of prompts for example, that no other will be like."""
         weights = yield from self._weights()
-        assert self._replays.while_done is not None
-        with self._replays.while_done.deferring():
+        by_jobs = self._replays.while_done
+        assert by_jobs is not None
+        kind = tuple(part.cached.layers_key() for part in run.parts if part.cached is not None)
+        if None not in kind:
+            if self._alike is None or self._alike.stale:
+                self._alike = by_jobs.alike_layers(len(self._units) - 1)
+            run.layers = self._alike.of_pass(kind)
+        with by_jobs.deferring():
             return given(self._compute(run, ids, run.logit_rows), weights)
 
     def _weights(self) -> Generator[Unit, Weights, list[Weights]]:

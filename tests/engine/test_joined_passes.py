@@ -1,0 +1,193 @@
+"""New tokens and prompts as one pass, whose layers follow from the first: bits as they were."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qoff.engine import LLM, SamplingParams
+from qoff.engine.request import Completion
+from qoff.kernels.cpu.jit.alike import AlikeLayers, KnownJobs
+from qoff.kernels.cpu.jit.pool import Told
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kvcache import KVQuant
+from qoff.models.convert.convert import convert
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.decoder import Decoder
+from qoff.models.runtime import Runtime
+from qoff.plan import Plan
+from tests.adapters import save_adapter
+from tests.tiny_models import QUANT, save_model
+
+LETTERS = random.Random(7)
+# Pieces end within prompts, so rounds have both; answers complete blocks.
+PROMPTS = [[LETTERS.randrange(4, 128) for _ in range(n)] for n in (150, 20, 333, 97, 64, 210, 40)]
+PLAN = Plan(batch_size=3, context=500, prefill_tokens=70, kv=KVQuant(window=16))
+PARAMS = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
+HEAD64 = {"head_dim": 64, "max_position_embeddings": 1024}
+DEEP = {**HEAD64, "num_hidden_layers": 8}
+WIDE = {"hidden_size": 256, "max_position_embeddings": 1024, "num_hidden_layers": 8}
+TURNS = ["sliding_attention", "full_attention"] * 4
+# Their changes, and whether layers follow from others: experts and states are told each time.
+FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
+    "llama-biased": (DEEP, True),
+    "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
+    "gpt-neox": (WIDE, True),  # attention and MLP side by side
+    "opt": (WIDE, True),  # learned positions
+    "qwen3-moe": (DEEP, False),
+    "qwen3-next-head64": ({"max_position_embeddings": 1024}, False),
+}
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many passes of so many parts were computed as one."""
+    found, join = Counter[int](), Decoder.join
+
+    def noted(self: Decoder, runs: Sequence[Any]) -> Any:
+        one = join(self, runs)
+        found[len(runs) if one is not None else 0] += 1
+        return one
+
+    monkeypatch.setattr(Decoder, "join", noted)
+    return found
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """Each pass by itself, with all of its layers told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "join", lambda self, runs: None)
+        patch.setattr(KnownJobs, "of", staticmethod(lambda layers: None))
+        yield
+
+
+def followed(runtime: Runtime) -> int:
+    """Layers that were not told."""
+    decoder = runtime.decoder
+    assert isinstance(decoder, Decoder)
+    assert decoder._whole is not None
+    layers: AlikeLayers | None = decoder._whole._alike
+    return 0 if layers is None else layers.followed
+
+
+def values(answers: Sequence[Completion]) -> list[object]:
+    return [(one.token_ids, one.logprobs, one.error) for one in answers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_passes_apart(
+    family: str, joined: Counter[int], tmp_path: Path
+) -> None:
+    changes, follows = FAMILIES[family]
+    save_model(tmp_path / "model", family, **changes)
+    convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
+    with LLM(tmp_path / "checkpoint", PLAN, device="cpu") as llm:
+        found = values(llm.generate(PROMPTS, PARAMS))
+        assert joined[2] > 10
+        assert (followed(llm.runtime) > 0) == follows
+    with told_apart(), LLM(tmp_path / "checkpoint", PLAN, device="cpu") as llm:
+        assert values(llm.generate(PROMPTS, PARAMS)) == found
+        assert not followed(llm.runtime)
+
+
+def test_adapters_of_new_tokens_and_of_prompts(checkpoint: Path, tmp_path: Path) -> None:
+    save_adapter(checkpoint, tmp_path / "adapter")
+
+    def answers() -> list[object]:
+        options: dict[str, Any] = {"adapters": {"one": tmp_path / "adapter"}, "device": "cpu"}
+        with LLM(checkpoint, PLAN, **options) as llm:
+            calls = [llm.generate(PROMPTS[:3], PARAMS, adapter=name) for name in ("one", None)]
+            return [value for call in calls for value in values(call)]
+
+    found = answers()
+    with told_apart():
+        assert answers() == found
+
+
+def test_layers_follow_in_caches_that_grow_and_take_turns(checkpoint: Path) -> None:
+    """What a layer has of its own lies elsewhere then, and is told again."""
+    counts = [70, 70, 130, 40, 70, 300, 70, 70]
+
+    def logits() -> Iterator[Tensor]:
+        with Runtime(checkpoint, kv=KVQuant(window=16)) as runtime:
+            caches = [runtime.new_cache(size) for size in (1, 3)]
+            for turn, count in enumerate(counts):
+                cache = caches[turn % 2]
+                ragged = Ragged.of([count] * cache.sequences, cache.lengths)
+                tokens = torch.arange(ragged.tokens) % 120 + turn
+                last = torch.tensor([span.start + span.count - 1 for span in ragged.spans])
+                yield runtime.forward(ForwardPass(tokens, ragged, cache, last))
+            followed_layers.append(followed(runtime))
+
+    followed_layers = list[int]()
+    found = list(logits())
+    with told_apart():
+        expected = list(logits())
+    assert followed_layers[0] > 0 == followed_layers[1]
+    for mine, known in zip(found, expected, strict=True):
+        assert torch.equal(mine, known)
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_int64), ("tokens", ctypes.c_int64), ("x", ctypes.c_int64))
+    OF_LAYER = ("weight",)
+
+
+class Undeclared(ctypes.Structure):
+    _fields_ = Arguments._fields_
+
+
+def jobs(weight: int, tokens: int, x: int, kind: type = Arguments) -> list[Told]:
+    """A layer of two jobs, of which the second has no weight of its own."""
+    return [Told(1, kind(weight, tokens, x), None), Told(2, kind(7, tokens, x), None)]
+
+
+def memory(known: KnownJobs) -> list[tuple[int, int, int, int]]:
+    """What threads would find: function, weight, tokens and x of each job."""
+    steps = (ctypes.c_int64 * (2 * known.count)).from_address(known.address)
+    found = []
+    for function, at in zip(steps[::2], steps[1::2], strict=True):
+        args = Arguments.from_address(at)
+        found.append((function, args.weight, args.tokens, args.x))
+    return found
+
+
+def test_layers_that_follow_have_their_own_and_what_the_first_is_told() -> None:
+    known = KnownJobs.of([jobs(100 + i, 5, 50) for i in range(4)])
+    assert known is not None
+    assert (known.leading, known.layers) == (1, 3)
+    assert known.tell([jobs(100, 6, 60)])
+    expected = [((1, 101 + i, 6, 60), (2, 7, 6, 60)) for i in range(3)]
+    assert memory(known) == [job for layer in expected for job in layer]
+
+
+def test_layers_of_two_kinds_follow_each_its_own() -> None:
+    known = KnownJobs.of([jobs(100 + i, 5, 50 + i % 2) for i in range(6)])
+    assert known is not None
+    assert (known.leading, known.layers) == (2, 4)
+    assert known.tell([jobs(100, 6, 60), jobs(101, 6, 70)])
+    assert memory(known)[::2] == [(1, 102 + i, 6, 60 + 10 * (i % 2)) for i in range(4)]
+
+
+def test_nothing_follows_where_the_first_layer_is_another() -> None:
+    known = KnownJobs.of([jobs(100 + i, 5, 50) for i in range(4)])
+    assert known is not None
+    before = memory(known)
+    assert not known.tell([jobs(200, 6, 60)])  # its weights lie elsewhere
+    assert not known.tell([jobs(100, 6, 60)[::-1]])
+    assert memory(known) == before
+
+
+def test_layers_without_anything_in_common_are_all_told() -> None:
+    assert KnownJobs.of([jobs(100 + i, 5, 50 + i) for i in range(4)]) is None
+    assert KnownJobs.of([jobs(100, 5, 50, Undeclared) for _ in range(4)]) is None
