@@ -6,7 +6,7 @@ that come without drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,24 +22,30 @@ from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import is_modules
-from qoff.models.native.decoder import head_shapes
 from qoff.models.spec import DecoderSpec
-from qoff.plan import Memory, Plan
+from qoff.plan import Plan
 from qoff.units import format_size
 
-from .executor import CpuExecutor, Executor
+from .executor import Executor
 from .request import Sequence
 
 
 class DraftModel:
     """A resident model with KV caches like those of the model that it drafts for.
 
-    plan: the large model's. Raises ArgumentError for one with another tokenizer or that runs
-    through transformers' modules, BudgetError where it does not fit, and what `Executor` does.
+    plan: the large model's; kind: of the executor of both. Raises ArgumentError for one with
+    another tokenizer or that runs through transformers' modules, BudgetError where it does not fit,
+    and what `Executor` does.
     """
 
     def __init__(
-        self, path: Path, plan: Plan, own: ExitStack, tokenizer: Any, **options: Any
+        self,
+        path: Path,
+        plan: Plan,
+        own: ExitStack,
+        tokenizer: Any,
+        kind: Callable[..., Executor],
+        **options: Any,
     ) -> None:
         checkpoint = Checkpoint.open(path)
         if is_modules(checkpoint):
@@ -52,7 +58,10 @@ class DraftModel:
                 "that are rejected; use a model whose layers all attend"
             )
         _check_tokenizer(path, tokenizer)
-        self.executor: Executor = CpuExecutor(checkpoint, _small(plan), own, **options)
+        try:
+            self.executor = kind(checkpoint, _small(plan), own, **options)
+        except BudgetError as error:
+            raise BudgetError(f"draft_model {path}: {error}") from error
         residency = self.executor.runtime.residency
         self._weights = residency.device_weight_bytes
         self.nbytes = self._weights + self.executor.memory.total(DEVICE)
@@ -64,8 +73,7 @@ class DraftModel:
 
     def bytes_for(self, plan: Plan) -> int:
         """What it takes beside the large model with a plan of that."""
-        spec = DecoderSpec.from_config(self.executor.runtime.checkpoint.config)
-        return self._weights + Memory.of(_small(plan), spec, head_shapes(spec)).total(DEVICE)
+        return self._weights + self.executor.memory_of(_small(plan)).total(DEVICE)
 
     def new_batch(self, vocab_size: int) -> DraftBatch:
         """For a batch of the large model, whose tokens are so many."""

@@ -277,8 +277,8 @@ class Executor(ABC):
         """What moves weights."""
 
     @abstractmethod
-    def _memory_of(self, tiled: bool) -> Memory:
-        """What the plan takes beside the weights; tiled: whose layers stream in tiles."""
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        """What a plan takes beside the weights; tiled: whose layers stream in tiles."""
 
     @property
     def blocks(self) -> TieredBlocks | DeviceBlocks:
@@ -318,7 +318,7 @@ class Executor(ABC):
     ) -> tuple[Memory, Residency]:
         """The same with factors of adapters to these matrices on the device; and the weights."""
         plan = self.plan
-        memory = self._beside(self._memory_of(tiled=False), False, near)
+        memory = self._beside(self.memory_of(plan), False, near)
         left = memory.left(DEVICE, plan.device_memory)
         residency = plan_residency(
             layouts.checkpoint,
@@ -331,7 +331,7 @@ class Executor(ABC):
             passing_from=plan.passing_from,
         )
         if residency.in_parts:
-            memory = self._beside(self._memory_of(tiled=True), True, near)
+            memory = self._beside(self.memory_of(plan, tiled=True), True, near)
         return memory, residency
 
     def _beside(self, memory: Memory, tiled: bool, near: Collection[Place]) -> Memory:
@@ -382,8 +382,8 @@ class CpuExecutor(Executor):
     def _transfers(self) -> Transfers:
         return ThreadTransfers(self._new_reader())
 
-    def _memory_of(self, tiled: bool) -> Memory:
-        return Memory.of(self.plan, self.spec, self.shapes, tiled)
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        return Memory.of(plan, self.spec, self.shapes, tiled)
 
     def _open_blocks(self) -> Sequence[TieredBlocks]:
         self._recent_workspace = RecentWorkspace()

@@ -95,11 +95,9 @@ class GpuExecutor(Executor):
         sizes = scratch_sizes(self.plan, self.spec, self.device, self.dtype)
         return Scratch(sizes.piece, sizes.held)
 
-    def _memory_of(self, tiled: bool) -> Memory:
-        recorded = self.plan.batch_size if self.instrumentation.records(self.device) else 0
-        return memory_on_gpu(
-            self.plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded
-        )
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        recorded = plan.batch_size if self.instrumentation.records(self.device) else 0
+        return memory_on_gpu(plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded)
 
     def _open_blocks(self) -> Sequence[DeviceBlocks]:
         assert self.memory.on_gpu is not None

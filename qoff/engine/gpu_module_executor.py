@@ -55,5 +55,5 @@ class GpuModuleExecutor(OfModules, GpuExecutor):
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         return Runtime(checkpoint, kv=self.plan.kv, **options)
 
-    def _memory_of(self, tiled: bool) -> Memory:
-        return memory_of_modules_on_gpu(self.plan, self._decoder, self._layers, tiled)
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        return memory_of_modules_on_gpu(plan, self._decoder, self._layers, tiled)

@@ -14,7 +14,7 @@ from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.modules.slots import ModuleSlots, SlotStates
 from qoff.models.runtime import AnyDecoder, Runtime
-from qoff.plan import Memory
+from qoff.plan import Memory, Plan
 from qoff.plan.modules import memory_of_modules
 
 from .executor import CpuExecutor, Executor
@@ -88,7 +88,7 @@ class OfModules(Executor):
                 f"share_prefixes needs a KV cache that is packed, and {decoder.cache_shapes[0]} "
                 "has one that is not, or recurrent states; leave share_prefixes out"
             )
-        self._memories = [self._memory_of(tiled) for tiled in (False, True)]
+        self._memories = [self.memory_of(self.plan, tiled) for tiled in (False, True)]
         self._memories[0].left(DEVICE, self.plan.device_memory)  # refuses by purpose
 
 
@@ -128,5 +128,5 @@ class ModuleExecutor(OfModules, CpuExecutor):
             return super()._transfers()
         return CudaTransfers(self.device, self._new_reader())
 
-    def _memory_of(self, tiled: bool) -> Memory:
-        return memory_of_modules(self.plan, self._decoder, self._layers, tiled)
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        return memory_of_modules(plan, self._decoder, self._layers, tiled)

@@ -18,6 +18,7 @@ from qoff.errors import ArgumentError, ClosedError, QoffError
 from qoff.hf.load import find_checkpoint
 from qoff.kvcache.saved_states import SavedStates
 from qoff.memory.instrumentation import Instrumentation
+from qoff.models.modules.decoder import is_modules
 from qoff.plan import Plan
 from qoff.plan.drafting import PassSeconds, pass_seconds
 from qoff.system_memory import refusals
@@ -145,16 +146,17 @@ class Source:
         self._own.close()
 
     def _drafts(self, plan: Plan, **how: Any) -> DraftModel:
-        if self.kind is not CpuExecutor:
+        if is_modules(self.checkpoint):
             raise ArgumentError(
-                "draft_model needs a CPU so far, and an architecture that qoff computes "
-                "itself; leave it out"
+                "draft_model needs an architecture that qoff computes itself; leave it out"
             )
         assert plan.draft_model is not None
         if self._draft is None:
-            where = self.draft_cache
-            self._draft = find_checkpoint(plan.draft_model, cache_dir=where, for_cpu=True)
-        return DraftModel(self._draft, plan, self._own, self.tokenizer, **how)
+            where, on_cpu = self.draft_cache, self.kind is CpuExecutor
+            self._draft = find_checkpoint(
+                plan.draft_model, cache_dir=where, device=self.device, for_cpu=on_cpu
+            )
+        return DraftModel(self._draft, plan, self._own, self.tokenizer, self.kind, **how)
 
 
 class Current:

@@ -402,7 +402,7 @@ def test_batches_of_an_llm(
     where: dict[str, Any] = {"device": model.device, "_instrumentation": HOOKS}
     with LLM(model.path, plan, **where) as llm:
         assert llm.memory.total("host") == 0
-        memory = llm._rounds.current.opened.executor._memory_of(tiled=True)
+        memory = llm._rounds.current.opened.executor.memory_of(llm.plan, tiled=True)
         expected = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
     plan = replace(plan, cpu_experts=True, host_memory=1 << 26)
     found, most = [], []
@@ -428,7 +428,7 @@ def test_batches_of_an_llm(
 def bounded(model: Model, plan: Plan) -> Plan:
     """The plan with memory for a few experts on the device."""
     with LLM(model.path, plan, device=model.device, _instrumentation=HOOKS) as llm:
-        beside = llm._rounds.current.opened.executor._memory_of(tiled=True).total("device")
+        beside = llm._rounds.current.opened.executor.memory_of(llm.plan, tiled=True).total("device")
     return replace(plan, device_memory=beside + slots_of(model, True)[3], host_memory=1 << 26)
 
 

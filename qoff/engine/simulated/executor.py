@@ -140,9 +140,9 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
     def _transfers(self) -> Transfers:
         return _SimulatedThreads(self.machine)
 
-    def _memory_of(self, tiled: bool) -> Memory:
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
         cores = self.machine.profile.cores
-        return Memory.of(self.plan, self.spec, self.shapes, tiled, cores)
+        return Memory.of(plan, self.spec, self.shapes, tiled, cores)
 
     def _open_blocks(self) -> Sequence[TieredBlocks]:
         stores = super()._open_blocks()
@@ -159,8 +159,8 @@ class _SimulatedGpu(_Simulated, GpuExecutor):
     def _machine(self, plan: Plan, checkpoint: Checkpoint) -> MachineProfile:
         return self.machine.profile
 
-    def _memory_of(self, tiled: bool) -> Memory:
-        plan, recorded = self.plan, self.plan.batch_size  # as on a GPU that is there
+    def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
+        recorded = plan.batch_size  # as on a GPU that is there
         return memory_on_gpu(plan, self.spec, self.shapes, self.device, self.dtype, tiled, recorded)
 
     def _new_queue(self, *arguments: Any) -> WriteBackQueue:
