@@ -26,7 +26,7 @@ from qoff.cli.generate import answer
 from qoff.engine import LLM, SamplingParams
 from qoff.hf.load import Opened
 from qoff.hf.model import QoffForCausalLM
-from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVCache
 from qoff.kvcache.slots import SlotSubset
 from qoff.memory import HEAD

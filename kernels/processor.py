@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch
+from .torch_threads import torch_threads
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -28,11 +28,12 @@ def host_features() -> frozenset[str]:
 def usable_threads() -> int:
     """Return torch's number of threads, but no more than this process may run at once.
 
-    A process may be bound to some cores, and a container may have a quota of processor time
-    (cgroup v2 `cpu.max`), which torch does not look at.
+    While torch is kept on one (`one_torch_thread`), it is the number before. A process may be bound
+    to some cores, and a container may have a quota of processor time (cgroup v2 `cpu.max`), which
+    torch does not look at.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(torch.get_num_threads(), allowed or 1, _quota_threads()))
+    return max(1, min(torch_threads(), allowed or 1, _quota_threads()))
 
 
 def pool_threads() -> int:

@@ -26,7 +26,7 @@ from qoff.engine.request import SamplingParams, Sequence
 from qoff.errors import QoffError, io_errors, raised_as
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import Opened
-from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.measure.model_rates import Sequences
 from qoff.schema import shown
 from qoff.serve.text import TextStream

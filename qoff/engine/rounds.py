@@ -15,8 +15,8 @@ import torch
 
 from qoff.budgets import device_guard
 from qoff.errors import ArgumentError, ClosedError
-from qoff.hf.torch_threads import one_torch_thread
 from qoff.interrupts import check as check_interrupts
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.plan import Plan
 from qoff.plan.reopen import Remaining
 from qoff.process import Opener

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from qoff.dynamo import uncompiled
 from qoff.errors import ClosedError, OpError, QoffError
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.runtime import Runtime, RuntimeStats
 from qoff.system_memory import refusals
@@ -31,7 +32,6 @@ from .cache import QoffCache
 from .decoding import Decoding, Ends, TokenChoice, is_plain
 from .padded_batch import PaddedBatch
 from .placed import PlacedModel
-from .torch_threads import one_torch_thread
 
 
 class QoffModelConfig(PretrainedConfig):

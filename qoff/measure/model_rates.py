@@ -21,11 +21,11 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, QoffError
 from qoff.hf.budget import Budget, working_bytes
 from qoff.hf.load import Opened, open_runtime
-from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.distribution import Choice
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import ops_for
 from qoff.kernels.sampling import likeliest
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules

@@ -18,7 +18,7 @@ from qoff.engine import LLM, SamplingParams
 from qoff.engine.gpu_module_executor import GpuModuleExecutor
 from qoff.engine.module_executor import ModuleExecutor
 from qoff.errors import ArgumentError
-from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.plan import Plan

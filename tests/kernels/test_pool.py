@@ -9,11 +9,14 @@ from time import monotonic
 from typing import Any
 
 import pytest
+import torch
 
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import job
 from qoff.kernels.cpu.jit.pool import JobList, Pool, default_pool
 from qoff.kernels.cpu.jit.pool_threads import END, end_list, finish, take, wait
+from qoff.kernels.processor import usable_threads
+from qoff.kernels.torch_threads import one_torch_thread
 
 _ITEMS = 64
 _Counts = ctypes.c_int64 * (4 * _ITEMS)
@@ -221,3 +224,18 @@ def test_a_forked_child_gets_a_pool_of_its_own() -> None:
         default_pool().run(_count_items.address, counts)
         os._exit(0 if all(c == 1 for c in counts) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_pool_that_is_asked_for_while_torch_has_one_thread_has_all() -> None:
+    """As one is in a round on a GPU, where the CPU only computes what is offloaded."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        usable = usable_threads()
+        with one_torch_thread():
+            with one_torch_thread():
+                assert torch.get_num_threads() == 1
+            assert usable_threads() == usable
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

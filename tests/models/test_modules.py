@@ -21,9 +21,9 @@ from qoff.errors import (
     QuantizationError,
     UnsupportedModelError,
 )
-from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant
 from qoff.memory import residency_of
 from qoff.memory.instrumentation import Instrumentation

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from qoff.errors import ArgumentError, BudgetError, OpError
 from qoff.hf.load import open_model
-from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import DeviceCache, KVQuant
 from qoff.memory.instrumentation import PLAIN
 from qoff.models.forward_pass import ForwardPass

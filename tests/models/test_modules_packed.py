@@ -18,8 +18,8 @@ from transformers.masking_utils import (
 )
 
 from qoff.errors import OpError
-from qoff.hf.torch_threads import one_torch_thread
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass

@@ -23,7 +23,7 @@ from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
 from qoff.hf.load import is_checkpoint
 from qoff.hf.stamps import source_stamps
-from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant
 from qoff.measure.model_rates import Sequences
 from qoff.models.convert.convert import convert

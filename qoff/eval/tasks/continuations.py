@@ -16,7 +16,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 from qoff.eval.perplexity.subjects import Batch, read_together
 from qoff.hf.budget import COMPARED_ROWS, Room
-from qoff.hf.torch_threads import one_torch_thread
+from qoff.kernels.torch_threads import one_torch_thread
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.runtime import Runtime
 

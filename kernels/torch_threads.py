@@ -33,3 +33,9 @@ def one_torch_thread() -> Iterator[None]:
         with _lock:
             _users -= 1
             torch.set_num_threads(_before if _users == 0 else 1)
+
+
+def torch_threads() -> int:
+    """torch's number of threads, as it was before anybody kept it on one, and will be again."""
+    with _lock:
+        return _before if _users else torch.get_num_threads()
