@@ -20,7 +20,8 @@ from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import PAGE, round_up
 
-from .image import FileRange, Image, image_of, view
+from .image import Image, image_of, view
+from .reads import FileRange
 from .units import Expert, expert_number, is_expert
 
 MATRICES = ("gate_up_proj", "down_proj")  # of an expert
