@@ -67,6 +67,11 @@ class LayerExperts:
             if isinstance(entry, QuantEntry)
         }
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the `MATRICES` of an expert, as kernels read them; 0 for a layer without experts."""
+        return sum(entry.nbytes for entry in self.placed.values()) if self.count else 0
+
     @cached_property
     def lies(self) -> Hashable:
         """Alike for layers whose experts lie in their files alike."""
