@@ -92,6 +92,13 @@ class KVQuant:
         others = f", {len(self.layers)} layers with other bits" if self.layers else ""
         return f"packed, {bits}{others}, the newest {self.window} tokens in floats"
 
+    def frees(self, on_gpu: bool) -> bool:
+        """Whether blocks that no layer will read are free.
+
+        A CPU whose tokens attend to a part of the blocks keeps them.
+        """
+        return not self.keeps and (on_gpu or self.attention_top == 1)
+
     def bits(self, layer: int) -> tuple[int, int]:
         """K's and V's bits in a layer."""
         return self.layers.get(layer, (self.k_bits, self.v_bits))

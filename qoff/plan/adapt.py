@@ -220,7 +220,7 @@ class RunningPlan:
         """Counts and forecasts plans for a workload at the present rates."""
         size, bits = self.dtype.itemsize, self.plan.activation_bits
         plan, sizes = self.plan, self.sizes
-        how = plan.kv, size, bits, plan.frees, plan.cpu_expert_tokens
+        how = plan.kv, size, bits, plan.frees(self.machine.on_gpu), plan.cpu_expert_tokens
         cost = CostModel(sizes, self.machine, work, *how)
         return Certifier(cost, self.plan, torch.device("cpu"), self.dtype)
 

@@ -361,7 +361,9 @@ class CostModel:
         if self.mixture is None:
             return None
         sizes = self.sizes
-        layers = sizes.layouts("split32").on_cpu.experts
+        layouts = sizes.layouts("split32")
+        layers = layouts.on_cpu.experts
+        repacked = sum(one.count * one.matrix_bytes for one in (*layers, *layouts.experts))
         return HostExperts(
             self.mixture,
             self.machine,
@@ -369,6 +371,7 @@ class CostModel:
             sizes.expert_columns,
             self.layer_bits,
             self.mixture.share * self.weight_bytes,
+            repacked,
             sizes.expert_bytes * passing_together(layers),
             self.activation_bytes,
         )

@@ -130,14 +130,13 @@ class Plan:
         """Packed blocks of a sequence of `context` tokens."""
         return PackedCache.blocks_of(self.context, self.kv.window, self.kv.sinks)
 
-    @property
-    def frees(self) -> bool:
+    def frees(self, on_gpu: bool) -> bool:
         """Whether blocks that lie behind the windows of their layers are free.
 
-        They are kept where other prompts may begin with them (`share_prefixes`), and where a token
-        attends to a part of the blocks. So they are where the form of the cache says it.
+        They are kept where other prompts may begin with them (`share_prefixes`), and as the form of
+        the cache says.
         """
-        return not (self.share_prefixes or self.kv.keeps) and self.kv.attention_top == 1
+        return not self.share_prefixes and self.kv.frees(on_gpu)
 
     def layer_groups(
         self, shapes: Sequence[HeadShape], on_gpu: bool = False
@@ -147,7 +146,7 @@ class Plan:
         On a GPU those with windows have all of theirs there, wherever others are; where no layer
         sees all tokens and blocks are offloaded, all are kept.
         """
-        if not self.frees:
+        if not self.frees(on_gpu):
             return one_group(shapes)
         found = layer_groups(shapes, self.draft_tokens + self.forgets, self.context)
         if on_gpu and found[0].reach and self.kv_placement.device_fraction < 1:

@@ -28,8 +28,9 @@ _TOKENS = 1 << 14  # of a pass, at most
 class HostExperts:
     """All experts of a mixture, as if they were in host memory beside a GPU.
 
-    columns: numbers of all experts, of so many bits, nbytes together. group_bytes: of those that
-    one copy brings. activation_bytes: of a number of the inputs.
+    columns: numbers of all experts, of so many bits, nbytes together. repacked_bytes: that are read
+    and written where all of them are repacked. group_bytes: of those that one copy brings.
+    activation_bytes: of a number of the inputs.
     """
 
     mixture: Mixture
@@ -38,6 +39,7 @@ class HostExperts:
     columns: float
     bits: int
     nbytes: float
+    repacked_bytes: int
     group_bytes: int
     activation_bytes: int
 
@@ -69,8 +71,9 @@ class HostExperts:
         return numbers * self.activation_bytes, numbers * self.mixture.experts.top_k * _FLOAT
 
     def repack_s(self, nbytes: Array) -> Array:
-        """Seconds in which a GPU repacks so many bytes: it reads and writes them."""
-        found: Array = 2 * nbytes / self.machine.device.bytes_per_s
+        """Seconds in which a GPU repacks so many bytes: it reads them, and writes what it reads."""
+        moved = nbytes * (self.repacked_bytes / self.nbytes)
+        found: Array = moved / self.machine.device.bytes_per_s
         return found
 
 

@@ -129,7 +129,8 @@ def _certifier(
 ) -> Certifier:
     number = dtype or (torch.float16 if machine.on_gpu else torch.float32)
     bits = template.activation_bits
-    how = template.kv, number.itemsize, bits, template.frees, template.cpu_expert_tokens
+    frees = template.frees(machine.on_gpu)
+    how = template.kv, number.itemsize, bits, frees, template.cpu_expert_tokens
     cost = CostModel(sizes, machine, workload, *how)
     cuda = machine.on_gpu and torch.cuda.is_available()
     place = torch.device("cuda") if cuda else torch.device("cpu")

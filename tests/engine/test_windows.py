@@ -47,7 +47,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def with_all_blocks(path: Path, prefill_tokens: int) -> list[tuple[int, ...]]:
     """Answers of sequences that keep them; prompts in other parts may round otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plan, "frees", False)
+        patch.setattr(Plan, "frees", lambda *_: False)
         plan = replace(PLAN, prefill_tokens=prefill_tokens)
         with LLM(path, plan, _instrumentation=POISON, device="cpu") as llm:
             assert len(llm._executor.stores) == 1

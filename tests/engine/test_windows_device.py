@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qoff.engine import LLM
-from qoff.kvcache import KVPlacement, KVQuant
+from qoff.kvcache import KVQuant
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory.arena import PAGE
@@ -32,11 +32,18 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint"
 
 
-@pytest.mark.parametrize("placement", [KVPlacement(), THIRDS], ids=["device", "thirds"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kv_placement": THIRDS}, {"kv": replace(KV, attention_top=0.3)}],
+    ids=["device", "thirds", "a part of the blocks"],
+)
 def test_answers_are_those_with_all_blocks(
-    placement: KVPlacement, windowed: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    windowed: Path,
+    where: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = replace(PLAN, kv=KV, kv_placement=placement, prefill_tokens=100)
+    plan = replace(PLAN, **{"kv": KV, "prefill_tokens": 100, **changes})
     with LLM(windowed, plan, **where) as llm:
         found, memory = [x.token_ids for x in answers(llm)], llm.memory
         pools = list[int]()
@@ -55,7 +62,7 @@ def test_answers_are_those_with_all_blocks(
             names = ("KV blocks", "KV on the move")
             assert arena.capacity == sum(memory.purposes[tier][name] for name in names)
             assert arena.capacity - arena.used < PAGE
-    monkeypatch.setattr(Plan, "frees", False)
+    monkeypatch.setattr(Plan, "frees", lambda *_: False)
     with LLM(windowed, plan, **where) as llm:
         assert len(llm._executor.stores) == 1
         assert [x.token_ids for x in answers(llm)] == found

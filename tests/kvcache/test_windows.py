@@ -79,15 +79,27 @@ class DeviceTwins(Twins):
     dtype = torch.float16
     shapes = (
         HeadShape(1, 1, 64, 0.125),
-        HeadShape(1, 1, 64, 0.125, window=40),
+        HeadShape(1, 1, 64, 0.125, window=130),
         HeadShape(1, 1, 64, 0.125, window=64, chunked=True),
     )
+
+    def __init__(self, sequences: int, top: float) -> None:
+        self.top = top
+        super().__init__(sequences)
 
     def caches(self, sequences: int) -> tuple[SlotCache, SlotCache]:
         forms, heads, device = FORMS[:3], [1, 1, 1], torch.device("cpu")
         store = DeviceBlocks(forms, BlockPool.growing("device", forms, heads, 0, device))
         frees, keeps = (
-            DeviceCache(self.shapes, forms, sequences, window=0, device=device, stores=stores)
+            DeviceCache(
+                self.shapes,
+                forms,
+                sequences,
+                window=0,
+                attention_top=self.top,
+                device=device,
+                stores=stores,
+            )
             for stores in (None, {one_group(self.shapes)[0]: store})
         )
         return frees, keeps
@@ -200,9 +212,10 @@ def test_a_pass_that_is_given_up_takes_nothing() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without a GPU alone")
-def test_a_device_cache_frees_blocks_and_computes_the_same() -> None:
+@pytest.mark.parametrize("top", [1.0, 0.5])
+def test_a_device_cache_frees_blocks_and_computes_the_same(top: float) -> None:
     torch.manual_seed(0)
-    twins = DeviceTwins(2)
+    twins = DeviceTwins(2, top)
     twins.forward(330, 60)
     twins.decode(2)
     for cache in twins.both:

@@ -1,4 +1,4 @@
-"""Where experts lie: at multiples of 16 bytes, as a GPU reads them, whatever is before them."""
+"""Where experts lie: as a GPU reads them, at multiples of 16 bytes and at equal distances."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter, writer
+from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import place_in_host, plan_residency
 from qoff.memory.experts import ExpertWave
 from qoff.memory.plan import ChosenExperts, Residency
+from qoff.memory.plan.experts import MATRICES
 from qoff.memory.store import EXPERTS
 from tests.kernels.operands import random_weight
 from tests.memory.checkpoints import Truth, check_pass, same_bits
@@ -19,6 +21,7 @@ from tests.memory.kinds import PACKING, STAGING, opened
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 LAYERS, COUNT = 2, 3  # experts of each layer
+ORDER = (0, 1, 2)
 
 
 @pytest.fixture(params=["as written now", "earlier version"])
@@ -28,23 +31,31 @@ def mixture(
     """Layers with a single value before their experts, like Gemma 4's."""
     if request.param == "earlier version":
         monkeypatch.setattr(writer, "_keeps_aligned", lambda _: 16)  # weights in their order
+    return write_mixture(tmp_path / "model")
+
+
+def write_mixture(
+    path: Path, bits: tuple[int, int] = (4, 4), inner: int = 512, order: tuple[int, ...] = ORDER
+) -> Checkpoint:
+    """A mixture whose experts lie in the given order, with matrices of `bits`."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    with CheckpointWriter(tmp_path / "model") as writing:
+    with CheckpointWriter(path) as writing:
         for i in range(LAYERS):
             layer: dict[str, QTensor | torch.Tensor] = {
                 "input_layernorm.weight": torch.randn(64),
                 "layer_scale": torch.randn(1),
             }
-            for n in range(COUNT):
-                gate_up = random_weight(1024, 64, packing=PACKING)
+            for n in order:
+                gate_up = random_weight(2 * inner, 64, bits[0], packing=PACKING)
                 layer[f"mlp.experts.{n}.gate_up_proj"] = gate_up
-                layer[f"mlp.experts.{n}.down_proj"] = random_weight(64, 512, packing=PACKING)
-            layer["self_attn.qkv_proj"] = random_weight(192, 64, packing=PACKING)
+                down = random_weight(64, inner, bits[1], packing=PACKING)
+                layer[f"mlp.experts.{n}.down_proj"] = down
+            layer["self_attn.qkv_proj"] = random_weight(192, 64, bits[0], packing=PACKING)
             writing.write_layer(i, {f"model.layers.{i}.{name}": w for name, w in layer.items()})
         outer = {"model.embed_tokens": random_weight(32, 64, 8, packing=PACKING)}
         writing.write_outer({**outer, "model.norm.weight": torch.randn(64)})
         writing.finish({**config, "num_hidden_layers": LAYERS})
-    return Checkpoint.open(tmp_path / "model")
+    return Checkpoint.open(path)
 
 
 def planned(
@@ -62,8 +73,8 @@ def assert_aligned(matrix: object) -> None:
         assert part.storage_offset() * part.element_size() % 16 == 0
 
 
-def test_those_of_a_layer_together(kind: str, mixture: Checkpoint) -> None:
-    """Where all stay, and where layers stream."""
+def check_layers(kind: str, mixture: Checkpoint) -> None:
+    """That experts of a layer are one `QExperts`, where all stay and where layers stream."""
     everything = planned(kind, mixture, None)
     for memory in (None, everything.device_bytes - 1):
         plan = planned(kind, mixture, memory)
@@ -76,7 +87,28 @@ def test_those_of_a_layer_together(kind: str, mixture: Checkpoint) -> None:
                     assert len(experts) == 2 * COUNT
                     for matrix in experts:
                         assert_aligned(matrix)
+                    for name in MATRICES:
+                        mine = [weights[f"mlp.experts.{n}.{name}"] for n in range(COUNT)]
+                        matrices = [m for m in mine if isinstance(m, QTensor)]
+                        assert QExperts.of(matrices).count == COUNT
             assert store.stats.arena_peak == plan.device_bytes
+
+
+def test_those_of_a_layer_together(kind: str, mixture: Checkpoint) -> None:
+    check_layers(kind, mixture)
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (3, 3), (5, 5), (6, 6), (4, 3), (6, 8)])
+@pytest.mark.parametrize("inner", [512, 1024])  # of 1024, experts are whole pages of the file
+def test_codes_that_are_widened(
+    kind: str, tmp_path: Path, bits: tuple[int, int], inner: int
+) -> None:
+    check_layers(kind, write_mixture(tmp_path / "model", bits, inner))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_files_in_another_order(kind: str, tmp_path: Path, bits: int) -> None:
+    check_layers(kind, write_mixture(tmp_path / "model", (bits, bits), order=(0, 2, 1)))
 
 
 def test_one_by_one(kind: str, mixture: Checkpoint) -> None:

@@ -256,11 +256,11 @@ def test_experts_that_pass_are_computed_as_any_on_the_device(
                 assert done.bytes == fetched + done.passed * raw
 
 
-@pytest.mark.parametrize("bits", [3, 6])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
 def test_codes_that_the_device_widens_pass_as_they_stream(
     tmp_path: Path, device: str, bits: int
 ) -> None:
-    """Of experts that do not lie alike in the pages of their file."""
+    """Of experts that do not lie alike in the pages of their file; as where all of them stay."""
     save_model(tmp_path / "model", "gpt-oss", **SMALL, **FAMILIES["gpt-oss"])
     quant = replace(QUANT, bits=bits)
     path = convert(tmp_path / "model", tmp_path / "checkpoint", quant=quant)
@@ -271,6 +271,9 @@ def test_codes_that_the_device_widens_pass_as_they_stream(
             found.append(logits_of(runtime))
             assert (runtime.store.stats.experts.passed > 0) == ("passing_from" in how)
     assert torch.equal(*found)
+    with Runtime(path, kv=KV8, device=device, instrumentation=HOOKS) as runtime:
+        assert not runtime.residency.slots
+        assert_close(logits_of(runtime), found[0], tolerance=FLOAT16_LOGITS[0])
 
 
 def test_passes_of_few_tokens_leave_experts_where_they_are(

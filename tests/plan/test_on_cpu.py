@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,22 @@ def test_a_faster_link_and_a_slower_cpu_bring_experts_for_fewer_tokens() -> None
     assert min(by_link[0], by_cpu[-1]) > 4096  # where what the CPU gives takes the link as long
     assert 0 < by_link[2] == by_cpu[2] < 1024
     assert cost(on(), tokens=5).cpu_expert_tokens(1) == 5
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_repacking_reads_and_writes_what_is_allocated(bits: int) -> None:
+    sizes = ModelSizes.of(LARGE_MIXTURE, QuantConfig(bits=bits, packing="split32"))
+    here = CostModel(sizes, on(), Workload(), Plan().kv, 2)
+    layouts, moved = sizes.layouts("split32"), 0
+    for layer in (*layouts.experts, *layouts.on_cpu.experts):
+        if layer.count:
+            size = layer.count, layer.nbytes
+            for one in layer.in_slots(torch.empty(size, dtype=torch.uint8, device="meta")):
+                moved += one.count * (one.codes[0].nbytes + one.scale_min[0].nbytes)
+    experts = here._host_experts
+    assert experts is not None
+    seconds = experts.repack_s(np.array(experts.nbytes))
+    assert seconds == pytest.approx(moved / here.machine.device.bytes_per_s)
 
 
 def test_passes_that_share_what_comes_have_it_brought_for_fewer_tokens() -> None:

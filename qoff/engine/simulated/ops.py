@@ -127,8 +127,8 @@ class SimulatedOps:
 
     def repack_experts(self, packed: QExperts, into: QExperts) -> None:
         """As `kernels.repack.repack_experts`: reads and writes memory."""
-        nbytes = packed.count * (packed.codes[0].nbytes + packed.scale_min[0].nbytes)
-        self.machine.compute(2 * nbytes / self._device.bytes_per_s)
+        each = [x[0].nbytes for one in (packed, into) for x in (one.codes, one.scale_min)]
+        self.machine.compute(packed.count * sum(each) / self._device.bytes_per_s)
 
     def add_experts(self, weighted: Tensor, *, out: Tensor | None = None, **_: Any) -> Tensor:
         self.machine.compute(self.call_s)

@@ -37,7 +37,7 @@ class DeviceCache(SlotCache):
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told at decode takes few values, so that it can be recorded and
     replayed. values_rotated, attention_top: see `DeviceLayerCache`; where that is below 1, all
-    blocks are on the device and kept. lent: layers that are opened again when others
+    blocks are on the device. lent: layers that are opened again when others
     have been. stores: blocks of each group of layers, shared with other caches; some of the first
     one's may be offloaded. By default it has its own, which grow, of groups by the layers' windows,
     and `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
@@ -68,7 +68,7 @@ class DeviceCache(SlotCache):
         if stores is None:
             stores = {
                 group: _growing(group, shapes, forms, self._most_each(group, capacity), device)
-                for group in groups_of(shapes, frees and attention_top == 1)
+                for group in groups_of(shapes, frees)
             }
         self.stores = list(stores.values())
         self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]

@@ -50,7 +50,7 @@ def host_cache(
             sinks=kv.sinks,
             attention_top=kv.attention_top,
             values_rotated=kv.values_rotated,
-            frees=not kv.keeps,
+            frees=kv.frees(on_gpu=False),
             lent=[sum(is_packed[:layer]) for layer in lent if is_packed[layer]],
         )
     plain = [shape for shape, there in zip(shapes, is_packed, strict=True) if not there]

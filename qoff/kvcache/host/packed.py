@@ -36,11 +36,11 @@ class PackedCache(SlotCache):
     and for all layers in the same forward pass. Sequences that were one before (`select`) share
     their blocks. attention_top: see `LayerCache.top`. stores: where the blocks of each group of
     layers lie. By default in memory that grows, and groups are those of the layers' windows, of
-    which `FORGETTABLE` tokens can be forgotten at any time; without `frees`, and where attention is
-    to a part of the blocks, they are all kept. workspace: for passes of many tokens, shared with
-    other caches; None: each pass has its own. lent: layers that are opened again when others
-    have been closed; those passes have room of their own for each. values_rotated: see
-    `LayerCache`. Raises ArgumentError for `sinks` with layers that attend to a sliding window.
+    which `FORGETTABLE` tokens can be forgotten at any time; without `frees` they are all kept: see
+    `KVQuant.frees`. workspace: for passes of many tokens, shared with other caches; None: each pass
+    has its own. lent: layers that are opened again when others have been closed; those passes have
+    room of their own for each. values_rotated: see `LayerCache`. Raises ArgumentError for `sinks`
+    with layers that attend to a sliding window.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PackedCache(SlotCache):
                 group: GrowingBlocks(
                     [forms[i] for i in group.layers], [shapes[i].kv_heads for i in group.layers]
                 )
-                for group in groups_of(shapes, frees and attention_top == 1)
+                for group in groups_of(shapes, frees)
             }
         self.forms = tuple(forms)
         self.stores = list(stores.values())

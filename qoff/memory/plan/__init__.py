@@ -2,13 +2,14 @@
 
 `plan_residency` chooses a `Residency` for a budget; `resident_images`, `streamed_images` and
 `host_images` say how its weights lie in memory and which reads bring them there. Inside, every
-module is built on the ones before it: `units`, `image`, `tiles`, `parts`, `experts`,
-`residency`, `layouts`, `placement`.
+module is built on the ones before it: `units`, `reads`, `uneven`, `image`, `tiles`, `parts`,
+`experts`, `residency`, `layouts`, `placement`.
 """
 
-from .image import FileRange, Image, Weight, view
+from .image import Image, Weight, view
 from .layouts import Layouts
 from .placement import place_in_host, plan_residency
+from .reads import FileRange
 from .residency import (
     Residency,
     host_images,

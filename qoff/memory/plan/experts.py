@@ -20,7 +20,8 @@ from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.arena import PAGE, round_up
 
-from .image import FileRange, Image, image_of, view
+from .image import Image, image_of, view
+from .reads import FileRange
 from .units import Expert, expert_number, is_expert
 
 MATRICES = ("gate_up_proj", "down_proj")  # of an expert
@@ -65,6 +66,11 @@ class LayerExperts:
             for name, entry in self._first.placed.items()
             if isinstance(entry, QuantEntry)
         }
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of the `MATRICES` of an expert, as kernels read them; 0 for a layer without experts."""
+        return sum(entry.nbytes for entry in self.placed.values()) if self.count else 0
 
     @cached_property
     def lies(self) -> Hashable:

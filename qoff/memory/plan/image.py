@@ -6,7 +6,8 @@ a GPU's experts would not start at multiples of 16 bytes. Weights are views into
 the memory shall hold another packing than the file, the raw image is staged elsewhere and the
 weights are repacked, one after the other, into their places ("placed"). Codes that kernels read in
 more bits than the file has are widened in their places: they are read to the end of the memory that
-they take then.
+they take then. Experts are at equal distances in memory: where pages of the file do not have them
+like that, they are read one by one, exactly their bytes.
 """
 
 from __future__ import annotations
@@ -32,20 +33,13 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.widening import read_bits, spread, widen_in_place
 from qoff.memory.arena import PAGE, round_up
 
+from .reads import FileRange, aligned_ranges
+from .uneven import read_one_by_one, uneven_experts, wide_bytes
 from .units import is_expert
 
 Weight = QTensor | Tensor
 _ALIGN = 64  # bytes, of the parts of a repacked weight: a cache line
 _GPU_READ = 16  # bytes, at multiples of which a GPU wants experts to start
-
-
-@dataclass(frozen=True)
-class FileRange:
-    """One read: `nbytes` bytes at `offset` of the file go to `at` in the raw image."""
-
-    offset: int
-    nbytes: int
-    at: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +124,13 @@ def make_image(file: WeightFile, names: Iterable[str], packing: str | None) -> I
 
 def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str | None) -> Image:
     """Lay out entries that describe weights of `file`, or parts of them, as they lie there."""
-    wide = {name: e.codes for name, e in wanted.items() if _widens(e, packing)}
-    tensors = [t for e in wanted.values() for t in tensors_of(e)]
+    uneven = uneven_experts(wanted, packing)
+    others = {name: entry for name, entry in wanted.items() if name not in uneven}
+    wide = {name: e.codes for name, e in others.items() if _widens(e, packing)}
+    tensors = [t for e in others.values() for t in tensors_of(e)]
     together = [t for t in tensors if t not in wide.values()]
     ranges = aligned_ranges(together, file.nbytes)
-    lead = _lead(wanted, packing)
+    lead = _lead(others, packing)
     if lead:
         stop = max(t.offset + t.nbytes for t in together)
         ranges = tuple(
@@ -143,20 +139,24 @@ def image_of(file: WeightFile, wanted: Mapping[str, WeightEntry], packing: str |
     apart = list[FileRange]()
     for name, codes in wide.items():
         (span,) = aligned_ranges([codes], file.nbytes)
-        end = max(r.at + r.nbytes for r in (*ranges, *apart))
-        at = round_up(end, PAGE) + room_to_widen(wanted[name], packing)
+        at = _end((*ranges, *apart)) + room_to_widen(others[name], packing)
         apart.append(replace(span, at=at))
         wide[name] = replace(codes, offset=at + codes.offset - span.offset)
-    raw = {name: _shift(entry, ranges, wide.get(name)) for name, entry in wanted.items()}
-    return finish_image(file, (*ranges, *apart), raw, packing)
+    raw = {name: _shift(entry, ranges, wide.get(name)) for name, entry in others.items()}
+    exact, places = read_one_by_one(uneven, _end((*ranges, *apart)))
+    raw = {name: places.get(name) or raw[name] for name in wanted}
+    return finish_image(file, (*ranges, *apart, *exact), raw, packing)
 
 
 def room_to_widen(entry: WeightEntry, packing: str | None) -> int:
     """Bytes that are left free before codes, which take these too when they have been widened."""
     if not _widens(entry, packing):
         return 0
-    wide = entry.codes.nbytes * read_bits(entry.bits, entry.packing) // entry.bits
-    return round_up(wide - entry.codes.nbytes, PAGE)
+    return round_up(wide_bytes(entry) - entry.codes.nbytes, PAGE)
+
+
+def _end(ranges: Iterable[FileRange]) -> int:
+    return round_up(max((r.at + r.nbytes for r in ranges), default=0), PAGE)
 
 
 def _lead(wanted: Mapping[str, WeightEntry], packing: str | None) -> int:
@@ -207,23 +207,6 @@ def place_raw(
         return raw_bytes, {**raw, **wide} if wide else raw, raw_bytes
     assert packing is not None
     return (raw_bytes, *_place(raw, packing))
-
-
-def aligned_ranges(tensors: list[TensorEntry], file_bytes: int) -> tuple[FileRange, ...]:
-    """Merge what touches, widened to pages; the end of the file ends the last range."""
-    spans: list[list[int]] = []
-    for t in sorted(tensors, key=lambda t: t.offset):
-        start = t.offset // PAGE * PAGE
-        stop = round_up(t.offset + t.nbytes, PAGE)
-        if spans and start <= spans[-1][1]:
-            spans[-1][1] = max(spans[-1][1], stop)
-        else:
-            spans.append([start, stop])
-    ranges, at = [], 0
-    for start, stop in spans:
-        ranges.append(FileRange(start, min(stop, file_bytes) - start, at))
-        at += stop - start
-    return tuple(ranges)
 
 
 def _shift(

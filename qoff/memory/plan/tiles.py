@@ -15,15 +15,8 @@ from qoff.checkpoint import QuantEntry, TensorEntry, WeightFile
 from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
 from qoff.memory.arena import PAGE, round_up
 
-from .image import (
-    FileRange,
-    Image,
-    aligned_ranges,
-    finish_image,
-    image_of,
-    place_raw,
-    room_to_widen,
-)
+from .image import Image, finish_image, image_of, place_raw, room_to_widen
+from .reads import FileRange, aligned_ranges
 from .units import Tile
 
 TILE_ROWS = 32  # a tile has a multiple: two blocks of 16 rows, one of gate and one of up

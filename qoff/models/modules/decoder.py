@@ -316,7 +316,7 @@ class ModuleDecoder:
                     capacity=capacity,
                     values_rotated=kv.values_rotated,
                     attention_top=kv.attention_top,
-                    frees=not kv.keeps,
+                    frees=kv.frees(on_gpu=True),
                     device=self.device,
                     dtype=self.dtype,
                     lent=self.lent,

@@ -195,7 +195,7 @@ class Decoder:
             steady=self.replays is not None,
             values_rotated=kv.values_rotated,
             attention_top=kv.attention_top,
-            frees=not kv.keeps,
+            frees=kv.frees(on_gpu=True),
             device=self.device,
             dtype=self.dtype,
             lent=self.spec.lent_layers,
