@@ -199,7 +199,6 @@ class ForwardPass:
     active: Tensor | None = None  # [M, hidden_size], of several streams the one that it computes
     base: Tensor | None = None  # like active: what attention's output is added to in its place
     added: Mapping[str, LowRanks] = field(default_factory=dict)  # by adapters to that layer's
-    _split: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)  # see `of_parts`
 
     @property
     def parts(self) -> Sequence[ForwardPass]:
@@ -207,13 +206,8 @@ class ForwardPass:
         return self.joined or (self,)
 
     def of_parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The rows of x that each part has; x is in memory that stays from layer to layer."""
-        if not self.joined:
-            return (x,)
-        key = x.data_ptr(), x.shape, x.stride()
-        if key not in self._split:
-            self._split[key] = x.split([len(part.tokens) for part in self.joined])
-        return self._split[key]
+        """The rows of x that each part has."""
+        return x.split([len(part.tokens) for part in self.joined]) if self.joined else (x,)
 
     def parted(self, logits: Tensor) -> Sequence[Tensor]:
         """The logits of each part."""
