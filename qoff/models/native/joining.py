@@ -14,7 +14,7 @@ from qoff.models.forward_pass import AdaptedRows, ForwardPass
 def join(runs: Sequence[ForwardPass]) -> ForwardPass:
     """The rows of passes one after another; its logits are those of all of them.
 
-    Of each, the rows are named whose logits are wanted. Its cache and sequences are the first one's:
+    Of each, the rows are named whose logits are wanted. Cache and sequences are the first one's:
     whoever attends asks the parts.
     """
     starts = accumulate((len(run.tokens) for run in runs[:-1]), initial=0)
