@@ -51,7 +51,8 @@ class CachePass(LayerView[LayerCache | DeviceLayerCache | LayerStates]):
     def layers_key(self) -> Hashable | None:
         """What tells passes apart whose layers are told alike, see `cpu.jit.alike`.
 
-        None where the jobs of a layer are no sign of those of the next.
+        Where each layer has its own part of the cache, among others. None where the jobs of a layer
+        are no sign of those of the next.
         """
         return None
 

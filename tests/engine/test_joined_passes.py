@@ -19,7 +19,7 @@ from qoff.engine.request import Completion
 from qoff.kernels.cpu.jit.alike import AlikeLayers, KnownJobs
 from qoff.kernels.cpu.jit.pool import Told
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kvcache import KVQuant
+from qoff.kvcache import KVQuant, PackedCache
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
@@ -136,6 +136,25 @@ def test_layers_follow_in_caches_that_grow_and_take_turns(checkpoint: Path) -> N
     assert followed_layers[0] > 0 == followed_layers[1]
     for mine, known in zip(found, expected, strict=True):
         assert torch.equal(mine, known)
+
+
+def test_layers_of_a_cache_whose_memory_changes_are_told_again(checkpoint: Path) -> None:
+    """Memory of the first layer may be where it was once, and that of others elsewhere."""
+    with Runtime(checkpoint, kv=KVQuant(window=16)) as runtime:
+        cache, seen = runtime.new_cache(2), set[object]()
+        assert isinstance(cache, PackedCache)
+        for turn in range(4):
+            ragged = Ragged.of([3, 3], cache.lengths)
+            run = ForwardPass(torch.arange(6), ragged, cache, torch.tensor([5]))
+            runtime.forward(run)
+            assert run.cached is not None
+            key = run.cached.layers_key()
+            assert isinstance(key, tuple)
+            assert (key in seen) == (turn == 1)
+            seen.add(key)
+            if turn:
+                last = cache.recent.values
+                last[-1] = last[-1].clone()  # as `select` does with all of them
 
 
 class Arguments(ctypes.Structure):

@@ -194,8 +194,12 @@ class PackedPass(SlotPass):
         return all(store.in_place for store in self._cache.stores)
 
     def layers_key(self) -> Hashable | None:
-        alike = self.in_place and not self._cache.lent
-        return (id(self._cache.recent), self._apart) if alike else None
+        cache, recent = self._cache, self._cache.recent
+        if not self.in_place or cache.lent:
+            return None
+        blocks = (memory for store in cache.stores for memory in store.memory)
+        own = (*recent.keys, *recent.values, *blocks)
+        return (self._apart, *(part.data_ptr() for part in own))
 
     def arrive(self, layer: int) -> Hashable:
         view, inner = self._of(layer)

@@ -121,6 +121,11 @@ class BlockStore(Blocks):
         """Whether blocks are made where they stay, and nothing but kernels reads them."""
         return False
 
+    @property
+    @abstractmethod
+    def memory(self) -> Sequence[Tensor]:
+        """Of each layer, where those blocks lie that are in memory."""
+
     @abstractmethod
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
         """Have records of a layer made where they lie or are sent from, some at a time."""
@@ -163,6 +168,10 @@ class GrowingBlocks(BlockStore):
     def __init__(self, forms: Sequence[KVFormat], kv_heads: Sequence[int]) -> None:
         super().__init__(forms, kv_heads)
         self.pool = BlockPool.growing(HOST, forms, kv_heads)
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self.pool.layers
 
     @property
     def nbytes(self) -> int:

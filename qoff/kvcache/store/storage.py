@@ -124,6 +124,10 @@ class BlockStorage(BlockStore):
     def in_place(self) -> bool:
         return self.spill is None and self.bounds is None
 
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [layer for pool in self.pools.values() for layer in pool.layers]
+
     def fill(self, layer: int, blocks: Sequence[int], fill: Fill) -> None:
         by_tier: dict[str, list[tuple[int, int]]] = {}
         for i, (pool, local) in enumerate(map(self.place, blocks)):
