@@ -143,7 +143,7 @@ def test_layers_of_a_cache_whose_memory_changes_are_told_again(checkpoint: Path)
     with Runtime(checkpoint, kv=KVQuant(window=16)) as runtime:
         cache, seen = runtime.new_cache(2), set[object]()
         assert isinstance(cache, PackedCache)
-        for turn in range(4):
+        for turn in range(3):
             ragged = Ragged.of([3, 3], cache.lengths)
             run = ForwardPass(torch.arange(6), ragged, cache, torch.tensor([5]))
             runtime.forward(run)
@@ -152,9 +152,9 @@ def test_layers_of_a_cache_whose_memory_changes_are_told_again(checkpoint: Path)
             assert isinstance(key, tuple)
             assert (key in seen) == (turn == 1)
             seen.add(key)
-            if turn:
-                last = cache.recent.values
-                last[-1] = last[-1].clone()  # as `select` does with all of them
+            if turn == 1:
+                before = cache.recent.values[-1]
+                cache.recent.values[-1] = before.clone()  # as `select` does with all of them
 
 
 class Arguments(ctypes.Structure):
