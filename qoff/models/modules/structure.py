@@ -262,3 +262,19 @@ def _places(module: nn.Module, prefix: str) -> Iterator[UnitWeight]:
         for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and attribute not in part._non_persistent_buffers_set:
                 yield UnitWeight(f"{before}{attribute}", part, attribute)
+
+
+def layer_width(layer: nn.Module, config: Any) -> int:
+    """Floats of a token that a layer computes: inputs and outputs of all its matrices.
+
+    Of experts those of a token, as config says how many, or of all.
+    """
+    total = experts = most = 0
+    for name, weight in layer.named_parameters():
+        if "expert" in name and "shared" not in name and weight.dim() > 1:
+            experts += sum(weight.shape[-2:])
+            most = max(most, sum(weight.shape[-2:]))
+        elif weight.dim() > 1:
+            total += sum(weight.shape[-2:])
+    topk = getattr(config, "num_experts_per_tok", None)
+    return total + (experts if topk is None else min(experts, 3 * topk * most))
