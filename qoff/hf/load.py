@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qoff.budgets import check_host_bound, device_guard, memory_bounds, resolve_device
+from qoff.budgets import CPU, check_host_bound, device_guard, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import TOKENIZER_FILES
 from qoff.dynamo import import_configurations
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 logger = logging.getLogger(__name__)
-CPU = torch.device("cpu")
 
 
 @refusals()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import (
     ArgumentError,
@@ -39,7 +40,6 @@ from .current import current
 from .linear import Head, Multiply
 from .structure import (
     CACHE_ARGUMENTS,
-    CPU,
     Structure,
     buffers_from_config,
     has_position_table,

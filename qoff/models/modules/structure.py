@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
-CPU = torch.device("cpu")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
