@@ -7,7 +7,7 @@ from qoff.kernels.layout.qtensor import QTensor
 
 from .gguf import GGUFFile
 from .grouped import widened
-from .matrix import Format, QuantConfig, quantize
+from .matrix import Format, QuantConfig, quantize, quantize_as
 from .rows import concat_rows
 from .schemes import CONFIG_FILES, SCHEMES, comes_as_floats, read_scheme
 from .stored import Scheme, StoredTensors, TensorInfo
@@ -25,6 +25,7 @@ __all__ = [
     "comes_as_floats",
     "concat_rows",
     "quantize",
+    "quantize_as",
     "read_scheme",
     "widened",
 ]

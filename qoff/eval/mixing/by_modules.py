@@ -17,7 +17,7 @@ from qoff.models.convert.modules import ModulesJob
 from qoff.models.convert.unconverted_modules import UnconvertedModules
 from qoff.models.modules.structure import Matrix
 from qoff.models.sources import GGUFModulesSource, ModulesSource
-from qoff.quant import Format, QTensor, QuantConfig, quantize
+from qoff.quant import Format, QTensor, QuantConfig, quantize_as
 
 from .sensitivity import Products, Sensitivities, check_size, choices, drawn
 
@@ -137,16 +137,7 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         return choices([matrix.name for matrix in self._matrices(layer)])
 
     def _quantized(self, matrix: Tensor, form: Format, name: str) -> QTensor:
-        quant = self._quant
-        return quantize(
-            matrix,
-            form.bits,
-            form.group_size,
-            quant.data_free,
-            quant.packing,
-            quant.scale_dtype,
-            name=name,
-        )
+        return quantize_as(form, matrix, self._quant, name)
 
     def _drawn_gradient(self) -> list[Tensor]:
         return self._gradients
