@@ -38,7 +38,6 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         source: ModulesSource,
         ids: Tensor,
         quant: QuantConfig | None = None,
-        seed: int = 0,
         calibration: Tensor | None = None,
         trust_remote_code: bool = False,
         bits: float | None = None,
@@ -67,7 +66,7 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         self._run = self._model.run(self._texts, self._seen)
         for layer in range(self.layers):
             self._run.layer(layer, self._model.floats(layer))
-        self._predict(torch.Generator().manual_seed(seed))
+        self._predict(torch.Generator().manual_seed(0))
 
     def _predict(self, random: torch.Generator) -> None:
         """Keep what the model predicts, and the gradients of what it draws from that."""

@@ -148,7 +148,7 @@ class UnconvertedModules:
         elif structure.unit_of(place.name) is None:
             return []
         else:
-            found = matrices_of(place, 1)
+            found = matrices_of(place)
         unfit = [x for x in found if x.shape[1] % self.form(x).group_size]
         if not unfit:
             return found

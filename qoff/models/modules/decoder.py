@@ -337,7 +337,7 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
             f"asks for {len(structure.layers)}; convert the model again"
         )
     wanted = [
-        (file, {place.name, *(matrix.name for matrix in matrices_of(place, 1))})  # one of them
+        (file, {place.name, *(matrix.name for matrix in matrices_of(place))})  # one of them
         for i, file in enumerate(checkpoint.layers)
         for place in structure.layer(i)
     ]

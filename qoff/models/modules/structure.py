@@ -182,11 +182,8 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in known)
 
 
-def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
-    """The matrices that a weight of a layer is stored as; none: it stays a float tensor.
-
-    group: of the quantization, which must divide the columns of all of them.
-    """
+def matrices_of(place: UnitWeight) -> list[Matrix]:
+    """The matrices that a weight of a layer may be stored as; none: it stays a float tensor."""
     module: Any = place.module
     weight, turned = place.tensor, is_conv1d(module)
     whole = place.attribute == "weight" and (is_linear(module) or turned)
@@ -195,8 +192,6 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
             return []
         turned = bool(module.is_transposed)
     rows, columns = weight.shape[:-3:-1] if turned else weight.shape[-2:]
-    if columns % group:
-        return []
     if whole:
         routes = place.name.split(".")[-2] in ROUTERS
         return [Matrix(place.name, (rows, columns), None, turned, routes)]
