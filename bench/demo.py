@@ -68,7 +68,7 @@ def fetch_gguf(folder: Path = FOLDER) -> Path:
 def fetch_checkpoint(folder: Path = FOLDER, for_cpu: bool = True) -> Path:
     """Return the demo model as a qoff checkpoint, converted if it is not there yet."""
     from qoff.cli.output import progress_bar
-    from qoff.hf.load import is_checkpoint
+    from qoff.hf.checkpoints import is_checkpoint
     from qoff.models.convert.convert import convert
 
     target = folder / f"SmolLM2-135M-Instruct-qoff-6{'' if for_cpu else '-any'}"
@@ -112,7 +112,8 @@ def _answer(checkpoint: str, budget: str | None, tokens: int, out: Path) -> None
     """Answer the prompt in this process, so that its peak RSS is that of one run."""
     from qoff.cli.generate import answer, encode, rows
     from qoff.engine import SamplingParams
-    from qoff.hf.load import load_tokenizer, open_runtime
+    from qoff.hf.load import open_runtime
+    from qoff.hf.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(checkpoint))
     ids = encode(tokenizer, PROMPT, raw=False)

@@ -35,7 +35,7 @@ from qoff.eval.perplexity.scoring import Sample, evaluate, make_reference
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.perplexity.windows import Window
 from qoff.eval.texts import encode, first_token, read_text
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
 from qoff.models.runtime import Runtime

@@ -23,7 +23,7 @@ from bench.demo import fetch_checkpoint
 from bench.harness import Report, arguments
 from bench.sampling import interleaved, timed, torch_threads
 from qoff.eval.texts import encode, read_text
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
 from qoff.kernels.cpu.packed_attention.select import select_blocks
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat

@@ -24,7 +24,7 @@ from bench.harness import Bar, Report, arguments
 from qoff import train
 from qoff.eval.charts import new_figure, save
 from qoff.eval.texts import encode, read_text
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.train.finetune import Lora, adapted
 
 _OURS, _THEIRS = "qoff", "PEFT and transformers"

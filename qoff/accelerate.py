@@ -26,7 +26,7 @@ from accelerate.utils import OffloadedWeightsLoader, get_max_memory, infer_auto_
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qoff.budgets import memory_bounds, resolve_device
+from qoff.budgets import CPU, memory_bounds, resolve_device
 from qoff.errors import ArgumentError
 from qoff.hf.dispatch.dispatch import chosen, placed
 from qoff.hf.dispatch.files import weights_in
@@ -310,6 +310,6 @@ def _bounds(
         found = get_max_memory()
         max_memory = {place: found[place] for place in (device.index, HOST) if place in found}
     elif not any(isinstance(place, int) for place in max_memory):
-        device = torch.device("cpu")
+        device = CPU
     room, host = memory_bounds(None, None, max_memory, device)
     return device, (room, 0 if device.type == "cpu" else host)

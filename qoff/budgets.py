@@ -14,6 +14,7 @@ from qoff.log import say_once
 from qoff.units import parse_size
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 OLDEST_GPU = (7, 5)  # compute capability of a GPU that kernels are compiled for
 _GPU_DTYPES = (torch.float16, torch.bfloat16)
 

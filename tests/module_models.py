@@ -209,7 +209,7 @@ def _put(file: WeightFile, place: UnitWeight, structure: Structure) -> None:
     if isinstance(file.weights.get(name), TensorEntry) or name in (EMBEDDING, LM_HEAD, PER_LAYER):
         weight.copy_(dense(file, name))
         return
-    for matrix in matrices_of(place, 1):
+    for matrix in matrices_of(place):
         value = dense(file, matrix.name)
         part = weight if matrix.expert is None else weight[matrix.expert]
         part.copy_(value.T if matrix.transposed else value)

@@ -13,7 +13,7 @@ import pytest
 
 from bench import demo
 from qoff.errors import ChecksumError
-from qoff.hf.load import is_checkpoint
+from qoff.hf.checkpoints import is_checkpoint
 from tests.tiny_models import load_budgets, save_gguf, tiny_checkpoint
 
 RUN = subprocess.run

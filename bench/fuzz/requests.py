@@ -13,7 +13,7 @@ from qoff.engine.admission import Admission
 from qoff.engine.prompts import Chat, PromptReader, conversations, prompt_list
 from qoff.engine.request import SamplingParams, Sequence
 from qoff.engine.sampling import LogitsRow, Sampler
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 

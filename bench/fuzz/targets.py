@@ -16,7 +16,7 @@ import torch
 from qoff.budgets import resolve_dtype
 from qoff.checkpoint import Checkpoint, verify
 from qoff.engine.answers import default_params, end_tokens
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.models.convert.builder import Builder
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.families import converted

@@ -36,7 +36,7 @@ from bench.random_model import TINYLLAMA, write_random_checkpoint
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, QoffError
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.plan import Plan
 from qoff.plan.machine import assumed_profile, beside_plan
 from qoff.plan.saved import plan_text, read_plan

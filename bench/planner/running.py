@@ -13,7 +13,6 @@ from statistics import median
 
 from bench.harness import Bar, Report
 from bench.random_model import SMALL
-from qoff.engine.simulated.rounds import SimulatedRounds
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
 from qoff.plan.profile import MachineProfile
@@ -22,6 +21,7 @@ from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 from .grid import machine
+from .virtual_rounds import SimulatedRounds
 
 _MIB = 1 << 20
 _MEMORY = 9 * _MIB

@@ -14,8 +14,7 @@ from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.cpu.jit.pool_threads import take
 from qoff.kernels.cpu.linear.scales import HALF, ROW_BLOCK_BYTES, SINGLE, width_of
 from qoff.kernels.cpu.operands import address, check_rows, fail, int64s, offsets
-from qoff.kernels.layout.packing import BITS as WIDTHS
-from qoff.kernels.layout.packing import EACH_BYTE, reads
+from qoff.kernels.layout.packing import EACH_BYTE, QUADS, reads
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import EXPONENT, SHIFT, STEPS
 
@@ -42,8 +41,8 @@ def _parts():
 
     A mask of 0 has nothing.
     """
-    found = np.zeros((max(WIDTHS) + 1, 8, 3, 3), np.uint32)
-    for bits in WIDTHS:
+    found = np.zeros((max(QUADS) + 1, 8, 3, 3), np.uint32)
+    for bits in QUADS:
         for i, quad in enumerate(reads(bits)):
             for place, (word, right, mask) in enumerate(quad):
                 found[bits, i, place] = 64 * word, right, mask * EACH_BYTE

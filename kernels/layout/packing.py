@@ -179,12 +179,9 @@ def _by_quads(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, K] as bytes [N, K * bits / 8] of packing split32."""
     quads = codes.contiguous().view(torch.int32).view(-1, 8)
     words = quads.new_zeros(len(quads), bits)
-    for quad, parts in zip(quads.unbind(1), QUADS[bits], strict=True):
-        at = 0
-        for word, first, width in parts:
-            some = (quad >> at) & (((1 << width) - 1) * EACH_BYTE)
-            words[:, word] |= some << first
-            at += width
+    for quad, parts in zip(quads.unbind(1), reads(bits), strict=True):
+        for word, right, mask in parts:
+            words[:, word] |= (quad & (mask * EACH_BYTE)) << right
     return words.view(torch.uint8).view(len(codes), -1)
 
 

@@ -10,7 +10,7 @@ from .layout import (
     view_weight,
 )
 from .place import check_apart, check_place
-from .reader import Checkpoint, read_config, read_weight
+from .reader import Checkpoint, read_weight
 from .verify import FileCheck, VerifyReport, verify
 from .writer import CheckpointWriter, unwritten
 
@@ -27,7 +27,6 @@ __all__ = [
     "WeightFile",
     "check_apart",
     "check_place",
-    "read_config",
     "read_weight",
     "tensors_of",
     "unwritten",

@@ -202,7 +202,7 @@ def _record_experts(
 ) -> None:
     """Print how often caches of several sizes have the experts that a text takes."""
     from qoff.eval.texts import encode, read_text
-    from qoff.hf.load import load_tokenizer
+    from qoff.hf.tokenizer import load_tokenizer
     from qoff.measure.expert_routes import record
 
     setups, cases = grid.combinations(None)

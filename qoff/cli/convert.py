@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from qoff.checkpoint import Checkpoint, check_apart, check_place
 from qoff.errors import ArgumentError, FormatError, QoffError
 from qoff.eval.texts import CALIBRATION_TEXT, begun, encode, read_text
-from qoff.hf.load import local_source
+from qoff.hf.checkpoints import local_source
 from qoff.hf.plugin.config import IMPORTED
 from qoff.kernels.layout.packing import BITS
 from qoff.models.convert.convert import convert, modules_source

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from qoff.budgets import resolve_device, unusable_gpu
+from qoff.budgets import CPU, resolve_device, unusable_gpu
 from qoff.errors import OpError
 from qoff.kernels.processor import usable_threads
 from qoff.measure.machine import package_version, processor_features
@@ -35,7 +35,7 @@ def describe(path: Path, spill: Path) -> dict[str, Any]:
     try:
         usable = usable_memory(resolve_device("auto"), spill)
     except OpError as error:
-        usable, gpus = usable_memory(torch.device("cpu"), spill), f"{gpus} (not usable: {error})"
+        usable, gpus = usable_memory(CPU, spill), f"{gpus} (not usable: {error})"
     found: dict[str, Any] = {name: package_version(name) for name in _PACKAGES}
     found |= {
         "python": platform.python_version(),

@@ -85,7 +85,7 @@ def evaluate(
             f"--stride does nothing with --definition {texts.definition}, which has windows of "
             "its own; leave it out"
         )
-    from qoff.hf.load import QuantizedError
+    from qoff.hf.checkpoints import QuantizedError
 
     from . import evaluate as work
 

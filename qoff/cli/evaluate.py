@@ -20,7 +20,8 @@ from qoff.eval.sweep.grid import Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
 from qoff.eval.tasks.run import manager_of, markdown, run_tasks
 from qoff.eval.texts import CALIBRATION_TEXT, digest
-from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
+from qoff.hf.checkpoints import is_checkpoint, local_source
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import CALIBRATED

@@ -30,8 +30,9 @@ from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Original, Sample, Truth, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
-from qoff.hf.load import load_tokenizer, local_source
+from qoff.hf.checkpoints import local_source
 from qoff.hf.stamps import source_stamps
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kvcache import KVQuant
 from qoff.quant import QuantConfig
 from qoff.settings import cache_directory

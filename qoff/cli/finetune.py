@@ -87,7 +87,8 @@ def finetune(
     """
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
-    from qoff.hf.load import is_checkpoint, load_tokenizer, local_source
+    from qoff.hf.checkpoints import is_checkpoint, local_source
+    from qoff.hf.tokenizer import load_tokenizer
     from qoff.train import data as lines
     from qoff.train import finetune as work
     from qoff.train import offload
@@ -213,7 +214,7 @@ def _size(option: str, text: str | None) -> int | None:
 
 def _check_packed(folder: Path, output: Path, full: bool, overwrite: bool) -> None:
     """Raise ArgumentError where no model can be written, before any time is spent."""
-    from qoff.hf.load import is_checkpoint
+    from qoff.hf.checkpoints import is_checkpoint
     from qoff.train.finetune import has_run
 
     if not full:

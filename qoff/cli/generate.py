@@ -19,7 +19,8 @@ from qoff.engine.request import SamplingParams, Sequence
 from qoff.engine.sampling import LogitsRow, Sampler
 from qoff.errors import ArgumentError, QoffError
 from qoff.hf.chat import ChatRenderer
-from qoff.hf.load import Opened, load_tokenizer, open_runtime
+from qoff.hf.load import Opened, open_runtime
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kernels.torch_threads import one_torch_thread
 from qoff.measure.model_rates import Sequences
 from qoff.memory.experts import ExpertStats

@@ -187,7 +187,8 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /help lists commands."""
     from qoff.hf.chat import ChatRenderer
-    from qoff.hf.load import load_tokenizer, open_runtime
+    from qoff.hf.load import open_runtime
+    from qoff.hf.tokenizer import load_tokenizer
 
     from .chat import Conversation, params_of, talk, terminal
 

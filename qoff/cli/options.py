@@ -52,9 +52,9 @@ class ModelOptions:
         quant: of the conversion. Raises ArgumentError for a checkpoint, unless it is the default,
         and for a revision of what is not on the hub.
         """
+        from qoff.hf.checkpoints import find_checkpoint
         from qoff.hf.device import device_for
         from qoff.hf.hub import exists
-        from qoff.hf.load import find_checkpoint
         from qoff.quant import QuantConfig
 
         if self.revision is not None and exists(model):
@@ -337,7 +337,7 @@ class ReferenceOptions:
 
     def check(self) -> None:
         """Raise ArgumentError for a model that is not there, and a file that no model makes."""
-        from qoff.hf.load import local_source
+        from qoff.hf.checkpoints import local_source
 
         file = self.reference_file
         if self.reference is not None:

@@ -38,8 +38,8 @@ def sizes_of(
 
 def folder_of(model: str) -> Path | None:
     """That of a qoff checkpoint, where the model is one or the config.json of one."""
+    from qoff.hf.checkpoints import is_checkpoint
     from qoff.hf.hub import exists
-    from qoff.hf.load import is_checkpoint
 
     if not exists(model):
         return None
@@ -58,8 +58,8 @@ def checkpoint_of(model: str) -> Checkpoint | None:
 
 def config_of(model: str) -> Path:
     """The file of a model's config. Raises QoffError for what has none."""
+    from qoff.hf.checkpoints import is_checkpoint
     from qoff.hf.hub import download_config, exists
-    from qoff.hf.load import is_checkpoint
 
     if not exists(model):
         config = download_config(model, None)

@@ -16,7 +16,7 @@ import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError
-from qoff.hf.load import has_tokenizer, load_tokenizer
+from qoff.hf.tokenizer import has_tokenizer, load_tokenizer
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, KVPlacement

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from qoff.checkpoint import Checkpoint
 from qoff.kernels.triton.linear.scratch import Scratch
@@ -28,6 +28,8 @@ from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
 
 from .executor import Executor
+
+AnyCache = TypeVar("AnyCache", bound=DeviceCache)
 
 
 class GpuExecutor(Executor):
@@ -63,21 +65,28 @@ class GpuExecutor(Executor):
         return known_profile(self.device, checkpoint.path, folder)
 
     def new_cache(self) -> DeviceCache:
+        return self._new_cache(
+            device_cache,
+            steady=self.instrumentation.records(self.device),
+            lent=self.spec.lent_layers,
+            states=new_states(self.spec, self.plan.batch_size, self.device),
+        )
+
+    def _new_cache(self, kind: Callable[..., AnyCache], **more: Any) -> AnyCache:
+        """As `new_cache`, of a kind that takes `more`."""
         assert self.memory.on_gpu is not None
-        groups = (group for group, _ in self.memory.on_gpu.groups)
-        return device_cache(
+        groups, kv = (group for group, _ in self.memory.on_gpu.groups), self.plan.kv
+        return kind(
             self.shapes,
             self.forms,
             self.plan.batch_size,
-            window=self.plan.kv.window,
-            steady=self.instrumentation.records(self.device),
-            values_rotated=self.plan.kv.values_rotated,
-            attention_top=self.plan.kv.attention_top,
+            window=kv.window,
+            values_rotated=kv.values_rotated,
+            attention_top=kv.attention_top,
             device=self.device,
             dtype=self.dtype,
-            lent=self.spec.lent_layers,
             stores=dict(zip(groups, self.stores, strict=True)),
-            states=new_states(self.spec, self.plan.batch_size, self.device),
+            **more,
         )
 
     def _transfers(self) -> Transfers:

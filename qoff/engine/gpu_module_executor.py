@@ -33,21 +33,8 @@ class GpuModuleExecutor(OfModules, GpuExecutor):
     """A GPU whose attention replaces that of the modules. Raises UnpackableError where none can."""
 
     def new_cache(self) -> DeviceModuleSlots:
-        assert self.memory.on_gpu is not None
-        groups = (group for group, _ in self.memory.on_gpu.groups)
-        return DeviceModuleSlots(
-            self.shapes,
-            self.forms,
-            self.plan.batch_size,
-            window=self.plan.kv.window,
-            values_rotated=self.plan.kv.values_rotated,
-            attention_top=self.plan.kv.attention_top,
-            device=self.device,
-            dtype=self.dtype,
-            lent=self._decoder.lent,
-            stores=dict(zip(groups, self.stores, strict=True)),
-            states=self._states(),
-        )
+        lent, states = self._decoder.lent, self._states()
+        return self._new_cache(DeviceModuleSlots, lent=lent, states=states)
 
     def _new_scratch(self) -> None:
         return None

@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from qoff.budgets import check_host_bound, give_back, memory_bounds, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
+from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import device_for
-from qoff.hf.load import find_checkpoint, has_tokenizer, load_tokenizer
+from qoff.hf.tokenizer import has_tokenizer, load_tokenizer
 from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.kvcache.store.tiered import TieredBlocks

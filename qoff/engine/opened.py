@@ -15,7 +15,7 @@ import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, ClosedError, QoffError
-from qoff.hf.load import find_checkpoint
+from qoff.hf.checkpoints import find_checkpoint
 from qoff.kvcache.saved_states import SavedStates
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.modules.decoder import is_modules

@@ -13,6 +13,7 @@ from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
 from qoff.kvcache import KVCache, KVQuant, PackedCache, PassingCache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.forward_pass import MLP_TOKENS, LayerWorkspace
+from qoff.models.modules import pass_bytes
 from qoff.models.modules.cache import ModuleCache
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.native.decoder import Decoder
@@ -307,10 +308,10 @@ def working_bytes(
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size
         shared = max(
-            decoder.scratch_bytes(sequences, count, longest),
+            pass_bytes.scratch_bytes(decoder, sequences, count, longest),
             sampling_scratch(vocab, sequences, of_torch=True),
         )
-        work = decoder.working_bytes(sequences, count, longest)
+        work = pass_bytes.working_bytes(decoder, sequences, count, longest)
         return work + shared + 4 * _LOGITS * rows * vocab
     spec, tokens = decoder.spec, sequences * count
     if decoder.caches_on_device:

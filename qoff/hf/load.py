@@ -4,49 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from qoff.budgets import check_host_bound, device_guard, memory_bounds, resolve_device
+from qoff.budgets import check_host_bound, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint
-from qoff.checkpoint.layout import TOKENIZER_FILES
-from qoff.dynamo import import_configurations
-from qoff.errors import ArgumentError, ConversionError, FormatError, raised_as
+from qoff.errors import ArgumentError
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.quant import KVBits, KVQuant, UnpackableError, kv_quant
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline
-from qoff.models.convert.convert import convert
 from qoff.models.families.family import full_config
-from qoff.models.modules.configs import REMOTE_CODE, is_native
+from qoff.models.modules.configs import is_native
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
 from qoff.models.native.decoder import head_shapes, new_states
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan.default import default_bounds, host_bound, within_limit
 from qoff.quant import QuantConfig
-from qoff.schema import read_object
-from qoff.settings import cache_directory
-from qoff.system_memory import refusals, return_freed
+from qoff.system_memory import refusals
 
 from .budget import Budget, Scoring
-from .device import check_packing, device_for
+from .checkpoints import find_checkpoint
+from .device import device_for
 from .generation_config import read_generation_config
-from .hub import download, download_config, exists, is_own
-from .stamps import digest, source_stamps
+from .tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from .model import QoffForCausalLM
 
 AUTO = "auto"
 logger = logging.getLogger(__name__)
-CPU = torch.device("cpu")
 
 
 @refusals()
@@ -133,10 +126,6 @@ def load(
         instrumentation=Instrumentation(timeline=timeline),
     )
     return model, tokenizer
-
-
-class QuantizedError(ArgumentError):
-    """Weights are to be quantized that are quantized already."""
 
 
 class Opened(NamedTuple):
@@ -265,136 +254,6 @@ def open_model(checkpoint: Path, **options: Any) -> QoffForCausalLM:
     except BaseException:
         runtime.close()
         raise
-
-
-def find_checkpoint(
-    path_or_hub_id: str | PathLike[str],
-    *,
-    quant: QuantConfig | None = None,
-    cache_dir: str | PathLike[str] | None = None,
-    revision: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    device: torch.device = CPU,
-    for_cpu: bool | None = None,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Return the qoff checkpoint for a path or hub id, converting into the cache if there is none.
-
-    A conversion is found again by its source (the path, sizes and times of its files, or the hub
-    id and commit, whose weights need not be there any more), by `quant` and by `for_cpu`, whether
-    it is in the CPU's packing (None: where that is the device). A GPU that is the device converts.
-    Arguments and errors are those of `load`.
-    """
-    chosen = quant or QuantConfig()
-    folder = Path(cache_dir) if cache_dir is not None else cache_directory()
-    for_cpu = device.type == "cpu" if for_cpu is None else for_cpu
-    suffix, other = ("", "-any") if for_cpu else ("-any", "")
-    if exists(path_or_hub_id):
-        path = Path(path_or_hub_id)
-        if is_checkpoint(path):
-            _refuse_quant(path, quant)
-            check_packing(path, _read(path / "config.json"), device)
-            return path
-        name = path.stem if path.is_file() else path.resolve().name
-        target = folder / f"{name}-{digest(source_stamps(path), chosen)}"
-        source = partial(Path, path)
-    else:
-        hub_id = str(path_or_hub_id)
-        config = download_config(hub_id, revision, trust_remote_code)
-        if is_checkpoint(config.parent):
-            _refuse_quant(hub_id, quant)
-            check_packing(hub_id, _read(config), device)
-            return download(hub_id, revision, trust_remote_code)
-        commit = config.parent.name  # of the hub's own cache
-        target = folder / f"{hub_id.replace('/', '--')}-{digest([commit], chosen)}"
-        source = partial(download, hub_id, revision, trust_remote_code)
-    target, twin = (target.with_name(target.name + end) for end in (suffix, other))
-    if not is_checkpoint(target):
-        if is_checkpoint(twin):
-            logger.warning(
-                "%s: is converted for a %s in %s, and now for a %s, too",
-                path_or_hub_id,
-                *(("GPU", twin, "CPU") if for_cpu else ("CPU", twin, "GPU")),
-            )
-        try:
-            with device_guard(device):
-                convert(
-                    source(),
-                    target,
-                    quant=chosen,
-                    for_cpu=for_cpu,
-                    progress=progress,
-                    trust_remote_code=trust_remote_code,
-                )
-        except ConversionError:
-            if not is_checkpoint(target):  # it is one when another process was faster
-                raise
-    return target
-
-
-def _refuse_quant(name: object, quant: QuantConfig | None) -> None:
-    if quant is not None:
-        raise QuantizedError(
-            f"{name}: is a qoff checkpoint, whose weights are quantized already; leave quant out, "
-            "or give the model that it was converted from"
-        )
-
-
-def local_source(path_or_hub_id: str | PathLike[str], trust_remote_code: bool = False) -> Path:
-    """Return the path itself where it exists, else the files of that model on the hub, downloaded.
-
-    Raises QoffError when there is neither, UnsupportedModelError before weights are downloaded.
-    """
-    if exists(path_or_hub_id):
-        return Path(path_or_hub_id)
-    download_config(str(path_or_hub_id), None, trust_remote_code)
-    return download(str(path_or_hub_id), None, trust_remote_code)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a directory says of itself that it is a qoff checkpoint."""
-    return is_own(_read(path / "config.json").get("quantization_config"))
-
-
-def has_tokenizer(checkpoint: Path) -> bool:
-    """Whether there are files of a tokenizer."""
-    return any((checkpoint / name).exists() for name in TOKENIZER_FILES)
-
-
-def load_tokenizer(checkpoint: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the checkpoint's tokenizer, padding on the left as decoders need.
-
-    Raises FormatError when there is none, it is damaged, or it is code that is not trusted.
-    """
-    import_configurations()
-    trusted = trust_remote_code and any(checkpoint.glob("*.py"))
-    advice = "put the model's tokenizer files there"
-    if not trusted and REMOTE_CODE in _read(checkpoint / "tokenizer_config.json"):
-        advice = (
-            "the tokenizer is code of its own, which is not run unless you say so: read it, then "
-            "convert and load with trust_remote_code=True (--trust-remote-code)"
-        )
-    if not has_tokenizer(checkpoint):  # of some families transformers would make an empty one
-        raise FormatError(
-            f"{checkpoint}: no usable tokenizer (there are no files of one); {advice}"
-        )
-    with raised_as(FormatError, f"{checkpoint}: no usable tokenizer", advice):
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint, local_files_only=True, trust_remote_code=trusted
-        )
-        tokenizer.padding_side = "left"
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-    return_freed()  # what it was read through is several times as large
-    return tokenizer
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A file of JSON; nothing where it is not readable."""
-    try:
-        return read_object(path)
-    except FormatError:
-        return {}
 
 
 def _model(runtime: Runtime, checkpoint: Path, budget: Budget | None) -> QoffForCausalLM:

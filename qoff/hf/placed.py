@@ -10,6 +10,7 @@ import torch
 from torch import accelerator
 from transformers import PreTrainedModel
 
+from qoff.budgets import CPU
 from qoff.errors import OpError, QoffError
 from qoff.memory.plan import EMBEDDING, HEAD, LM_HEAD, row_tables, unit_files, unit_weights
 from qoff.models.modules.decoder import ModuleDecoder
@@ -29,7 +30,7 @@ class PlacedModel(PreTrainedModel):
     @property
     def device(self) -> torch.device:
         """Where token ids and logits are by default; weights are where `hf_device_map` says."""
-        return torch.device("cpu")
+        return CPU
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,7 +7,6 @@ from .host.packed import PackedCache
 from .host.passing import PassingCache
 from .host.plain import PlainCache
 from .quant import SPARSE_TOP, KVQuant
-from .slots import SlotCache
 from .store.placement import KVPlacement
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "PackedCache",
     "PassingCache",
     "PlainCache",
-    "SlotCache",
 ]

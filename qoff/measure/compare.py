@@ -39,7 +39,6 @@ class Change:
     name: str
     before: Samples
     after: Samples
-    more_is_faster: bool
     p: float
     verdict: Verdict
 
@@ -65,7 +64,7 @@ class Change:
             verdict = "too few samples"
         elif p < ALPHA and abs(grown) >= threshold:
             verdict = "faster" if (grown > 0) == more_is_faster else "slower"
-        return Change(name, before, after, more_is_faster, p, verdict)
+        return Change(name, before, after, p, verdict)
 
 
 def compare(a: BenchResult, b: BenchResult, threshold: float = THRESHOLD) -> list[Change]:

@@ -63,7 +63,6 @@ class StoreStats:
     disk_busy_s: float  # seconds in which at least one read was in flight
     wait_s: float  # seconds that acquire() blocked, all callers together
     arena_peak: int  # bytes of the device arena that were ever in use
-    host_arena_peak: int  # ... of the host arena
     experts: ExpertStats  # that came one by one
 
 
@@ -229,7 +228,6 @@ class WeightStore:
             disk.busy_s,
             self._ring.wait_s + (self.experts.wait_s if self.experts else 0),
             self.arena.used,
-            self.host_arena.used,
             self.experts.stats if self.experts else ExpertStats(),
         )
 

@@ -17,7 +17,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from qoff.budgets import device_guard
+from qoff.budgets import CPU, device_guard
 from qoff.errors import FormatError
 from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
 from qoff.memory.arena import map_pages, round_up
@@ -133,7 +133,7 @@ class AdapterLayers(Sequence[Mapping[str, LowRanks]]):
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
         self._planned = layers
-        self.device = torch.device("cpu")
+        self.device = CPU
         self._memory: dict[tuple[Place, int], Tensor] = {}  # of each adapter's factors
         self._there: list[dict[str, LowRanks]] = []
         self._far: dict[int, Tensor] = {}  # of layers, in host memory

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from qoff.budgets import device_guard, give_back, resolve_device, resolve_dtype
+from qoff.budgets import CPU, device_guard, give_back, resolve_device, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
 from qoff.interrupts import check as check_interrupts
@@ -141,7 +141,7 @@ class Runtime:
             self.decoder = Decoder(spec, ops, *embed)
         if cpu_experts:
             _check_cpu_experts(self.decoder, ops.CACHE == "device")
-            ops_for(torch.device("cpu"))  # compiles them, if nobody has
+            ops_for(CPU)  # compiles them, if nobody has
         transfers = transfers or transfers_to(where)
         try:
             if callable(host_memory):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qoff.budgets import CPU
 from qoff.memory.plan import Residency
 
 from .calls import copied_by_jobs
@@ -222,7 +223,7 @@ class RunningPlan:
         plan, sizes = self.plan, self.sizes
         how = plan.kv, size, bits, plan.frees(self.machine.on_gpu), plan.cpu_expert_tokens
         cost = CostModel(sizes, self.machine, work, *how)
-        return Certifier(cost, self.plan, torch.device("cpu"), self.dtype)
+        return Certifier(cost, self.plan, CPU, self.dtype)
 
 
 def _changed(name: str, before: float, now: float) -> str:

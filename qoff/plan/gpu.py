@@ -77,7 +77,8 @@ def memory_on_gpu(
     model = (spec, kinds, device, dtype)
     scratch = scratch_sizes(plan, spec, device, dtype)
     on_device = _pass_bytes(plan, *model, tiled) + scratch.nbytes
-    on_device += _kept_bytes(plan, spec, len(blocks.groups))
+    on_device += all_tables_bytes(plan, len(blocks.groups)) + table_bytes(spec, plan.context + 1)
+    on_device += plan.logits_bytes(spec.vocab_size)  # which stay from step to step
     held = plan.prefill_tokens + plan.decode_tokens  # each batch may do both in a round
     on_device += plan.batches * held_bytes(spec, held, dtype)
     if recorded:
@@ -89,10 +90,8 @@ def memory_on_gpu(
         on_device += _pass_bytes(steps, *model, piece=0 if scratch.held else scratch.piece)
         on_device += _fixed_bytes(recorded, spec, dtype) + held_bytes(spec, recorded, dtype)
     work = {DEVICE: on_device, HOST: 0}
-    if attends_on_host(plan):  # queries and results, and what the CPU works in
-        work[HOST] += max(host_bytes(plan.pass_tokens, shape, dtype) for shape, _ in kinds)
-        passes, threads = plan.passes(spec.vocab_size), pool_threads()
-        work[HOST] += max(packed_bytes(form, spec.num_heads, passes, threads) for _, form in kinds)
+    if attends_on_host(plan):
+        work[HOST] += attention_bytes_on_host(plan, kinds, dtype, spec.vocab_size)
     if plan.cpu_experts and spec.experts is not None:
         most = plan.pass_tokens if plan.passing_from is None else plan.passing_from - 1
         tokens = [min(count, most) for count in plan.tokens_of_passes]
@@ -213,20 +212,15 @@ def _pass_bytes(
     return work + (plan.tile_bytes(spec, dtype) if tiled else 0)
 
 
-def _kept_bytes(plan: Plan, spec: DecoderSpec, groups: int) -> int:
-    """Bytes of the device that stay from step to step: logits, rotary tables, tables of passes.
-
-    groups: of layers, each with tables.
-    """
+def all_tables_bytes(plan: Plan, groups: int) -> int:
+    """Bytes of the device that the tables of passes take, for each of so many groups of layers."""
     tables = tables_bytes(
         plan.batch_size,
         plan.blocks_per_sequence,
         plan.prefill_tokens + plan.decode_tokens,
         plan.kv_placement.device_fraction < 1,
     )
-    # Each batch may decode and read prompts in a round.
-    rotary = table_bytes(spec, plan.context + 1)
-    return plan.logits_bytes(spec.vocab_size) + rotary + 2 * plan.batches * groups * tables
+    return 2 * plan.batches * groups * tables  # each may decode and read prompts in a round
 
 
 def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
@@ -242,3 +236,15 @@ def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
 def attends_on_host(plan: Plan) -> bool:
     """Whether some blocks are attended on the CPU."""
     return plan.attends_on_cpu and plan.kv_placement.device_fraction < 1
+
+
+def attention_bytes_on_host(
+    plan: Plan, kinds: Collection[tuple[HeadShape, KVFormat]], dtype: torch.dtype, vocab: int
+) -> int:
+    """Queries and results of such attention, in `dtype`, and what the CPU works in.
+
+    kinds: attention and form of a block, of each kind of layer.
+    """
+    moved = max(host_bytes(plan.pass_tokens, shape, dtype) for shape, _ in kinds)
+    passes, threads = plan.passes(vocab), pool_threads()
+    return moved + max(packed_bytes(form, shape.heads, passes, threads) for shape, form in kinds)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qoff.kernels.processor import pool_threads
-from qoff.kernels.triton.attention.offloaded import host_bytes, joined_bytes
+from qoff.kernels.triton.attention.offloaded import joined_bytes
 from qoff.kvcache import DeviceCache
-from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.kvcache.store.plan import BlockPlans
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.scratch import packed_bytes
 
-from .gpu import attends_on_host, device_block_plans
+from .gpu import all_tables_bytes, attends_on_host, attention_bytes_on_host, device_block_plans
 from .manual import Memory, Plan
 from .modules import purposes
 
@@ -31,22 +28,11 @@ def memory_of_modules_on_gpu(
     blocks = device_block_plans(plan, shapes, forms)
     recent = plan.batches * DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
     found = purposes(plan, decoder, layers, tiled, blocks.tier_bytes(), recent)
-    tables = tables_bytes(
-        plan.batch_size,
-        plan.blocks_per_sequence,
-        plan.prefill_tokens + plan.decode_tokens,
-        plan.kv_placement.device_fraction < 1,
-    )
-    # Each batch may decode and read prompts in a round.
-    on_device, on_host = 2 * plan.batches * len(blocks.groups) * tables, 0
+    on_device, on_host = all_tables_bytes(plan, len(blocks.groups)), 0
     if attends_on_host(plan):
         on_device += max(joined_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
-        on_host = max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
-        passes, threads = plan.passes(decoder.vocab_size), pool_threads()
-        on_host += max(
-            packed_bytes(form, shape.heads, passes, threads)
-            for shape, form in zip(shapes, forms, strict=True)
-        )
+        kinds = set(zip(shapes, forms, strict=True))
+        on_host = attention_bytes_on_host(plan, kinds, dtype, decoder.vocab_size)
     found[DEVICE]["working space"] += on_device
     found[HOST]["working space"] += on_host
     return Memory(BlockPlans(), found, blocks)

@@ -10,6 +10,7 @@ from qoff.kvcache import PackedCache
 from qoff.kvcache.host.recent import RecentTokens
 from qoff.kvcache.store.placement import DEVICE, TIERS
 from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.modules.pass_bytes import kept_bytes, lent_bytes, scratch_bytes, working_bytes
 
 from .manual import Memory, Plan, by_purpose
 
@@ -60,19 +61,19 @@ def purposes(
         (rows, columns, plan.batch_size * padded)
         for rows, columns in ((1, plan.prefill_tokens), (plan.batch_size, 1))
     ]
-    each = [decoder.working_bytes(b, t, plan.context) + both for b, t, both in passes]
-    kept = [decoder.kept_bytes(b, t, plan.context) for b, t, _ in passes]
+    each = [working_bytes(decoder, b, t, plan.context) + both for b, t, both in passes]
+    kept = [kept_bytes(decoder, b, t, plan.context) for b, t, _ in passes]
     if tiled:
         work = plan.batches * sum(each)
     else:
-        lent = [decoder.lent_bytes(b, t) for b, t, _ in passes]
+        lent = [lent_bytes(decoder, b, t) for b, t, _ in passes]
         work = plan.batches * sum(lent)
         work += max(one - own for one, own in zip(each, lent, strict=True))
     work += plan.logits_bytes(decoder.vocab_size)
     head = 4 * _LOGITS * plan.batch_size * decoder.vocab_size
     on_cpu = not decoder.caches_on_device
     work += max(head, plan.sampling_bytes(decoder.vocab_size, on_cpu))
-    shared = [decoder.scratch_bytes(b, t, plan.context) for b, t, _ in passes]
+    shared = [scratch_bytes(decoder, b, t, plan.context) for b, t, _ in passes]
     if on_cpu:
         drawn = plan.passes(decoder.vocab_size).drawn
         shared.append(sampling_scratch(decoder.vocab_size, drawn, of_torch=False))

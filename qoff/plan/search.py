@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qoff.budgets import CPU
 from qoff.errors import BudgetError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
@@ -133,7 +134,7 @@ def _certifier(
     how = template.kv, number.itemsize, bits, frees, template.cpu_expert_tokens
     cost = CostModel(sizes, machine, workload, *how)
     cuda = machine.on_gpu and torch.cuda.is_available()
-    place = torch.device("cuda") if cuda else torch.device("cpu")
+    place = torch.device("cuda") if cuda else CPU
     return Certifier(cost, template, place, number, {} if counted is None else counted)
 
 

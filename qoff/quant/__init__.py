@@ -7,24 +7,23 @@ from qoff.kernels.layout.qtensor import QTensor
 
 from .gguf import GGUFFile
 from .grouped import widened
-from .matrix import Format, QuantConfig, quantize
+from .matrix import Format, QuantConfig, quantize, quantize_as
 from .rows import concat_rows
-from .schemes import CONFIG_FILES, SCHEMES, comes_as_floats, read_scheme
-from .stored import Scheme, StoredTensors, TensorInfo
+from .schemes import CONFIG_FILES, comes_as_floats, read_scheme
+from .stored import Scheme, TensorInfo
 
 __all__ = [
     "CONFIG_FILES",
-    "SCHEMES",
     "Format",
     "GGUFFile",
     "QTensor",
     "QuantConfig",
     "Scheme",
-    "StoredTensors",
     "TensorInfo",
     "comes_as_floats",
     "concat_rows",
     "quantize",
+    "quantize_as",
     "read_scheme",
     "widened",
 ]

@@ -59,20 +59,13 @@ def _moments(x: Tensor) -> Tensor:
     return found.triu_().add_(found.triu(1).T)
 
 
-def aimed(
-    w: Tensor,
-    hessian: Tensor,
-    missing: Tensor,
-    count: int,
-    name: str = "weight",
-    device: torch.device | None = None,
-) -> Tensor:
+def aimed(w: Tensor, hessian: Tensor, missing: Tensor, count: int, name: str = "weight") -> Tensor:
     """A matrix near w, float32 [N, K], whose outputs come nearer to what they should be.
 
     By ridge regression, AIM of the way, and less where there are not more inputs than columns.
     hessian: float32 [K, K], the sum of x x^T over `count` inputs x. missing: float32 [N, K], the
-    sum of what outputs should have beside w x, times x^T. name, device: as for `compensated`,
-    which refuses a Hessian that says nothing. Memory: two matrices [K, K] and two [N, K].
+    sum of what outputs should have beside w x, times x^T. name: as for `compensated`, which
+    refuses a Hessian that says nothing. Memory: two matrices [K, K] and two [N, K].
     """
 
     def compute(place: torch.device) -> Tensor:
@@ -84,7 +77,7 @@ def aimed(
         moved = torch.cholesky_solve(missing.to(place).T, factor).T
         return w + moved.mul_(AIM * count / (count + len(hessian))).to(w.device)
 
-    return computed(compute, w.device, device, name)
+    return computed(compute, w.device, None, name)
 
 
 @torch.no_grad()

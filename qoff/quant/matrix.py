@@ -25,6 +25,7 @@ from qoff.kernels.layout.packing import (
 )
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import COMPACT, SCALE_DTYPES
+from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.reference.quantization import nearest_levels
 from qoff.log import say_once
 
@@ -153,6 +154,15 @@ def quantize(
         raise QuantizationError(f"{name}: {error}") from error
 
 
+def quantize_as(
+    form: Format, w: Tensor, quant: QuantConfig, name: str, scales: torch.dtype | None = None
+) -> QTensor:
+    """As `quantize`, without calibration; scales: by default those of `quant`, as all the rest."""
+    scale_dtype = scales or quant.scale_dtype
+    how = (form.bits, form.group_size, quant.data_free, quant.packing, scale_dtype)
+    return quantize(w, *how, name=name)
+
+
 def within_range(solve: Callable[[torch.dtype], Result], scales: torch.dtype, name: str) -> Result:
     """What `solve` returns for these scales, or for wider ones where compact ones overflow."""
     try:
@@ -201,7 +211,8 @@ def _fastest(device: torch.device) -> torch.device:
 
 def _has_kernel(config: QuantConfig, device: torch.device) -> bool:
     """Whether Triton does the same."""
-    known = config.solver == "rtn" and config.bits in (4, 8) and config.scale_dtype != COMPACT
+    known = config.solver == "rtn" and config.scale_dtype != COMPACT
+    known = known and read_bits(config.bits, "split32") == config.bits
     return known and device.type == "cuda" and find_spec("triton") is not None
 
 

@@ -17,7 +17,7 @@ import ray
 from qoff.budgets import resolve_device
 from qoff.engine import LLM
 from qoff.errors import QoffError
-from qoff.hf.load import find_checkpoint
+from qoff.hf.checkpoints import find_checkpoint
 from qoff.jobs.file import adapters_say, fingerprint
 from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad, Reader

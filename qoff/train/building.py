@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.memory.arena import PAGE, Arena, map_pages, round_up
 from qoff.memory.io.copy_stream import CopyStream
 
@@ -55,7 +56,7 @@ def engine_of(
     units, count, batches = sizes.units, len(layers), range(sizes.micro_batches)
     rows = placement.device
     copies = sizes.copies
-    device = torch.device("cpu") if streams is None else streams[0].device
+    device = CPU if streams is None else streams[0].device
     near = homes.device if streams is None else homes.host  # where units are stepped
     of_near = placement.device if streams is None else placement.host
 

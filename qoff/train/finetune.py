@@ -25,7 +25,7 @@ from qoff.errors import (
     io_errors,
     raised_as,
 )
-from qoff.hf.load import is_checkpoint
+from qoff.hf.checkpoints import is_checkpoint
 
 from . import checkpoints, logs
 from .data import Sequences

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.hf.dispatch.units import others, units_of
 
@@ -21,7 +22,6 @@ from .passes import StoppingLayer
 from .sizes import Sizes
 from .tiled import tileable
 
-_CPU = torch.device("cpu")
 GRADIENTS = "auto", "float32", "bfloat16"  # auto: bfloat16 where layers' weights are
 
 
@@ -35,7 +35,7 @@ def needs_of(
     delayed: bool = False,
     most: int | None = None,
     part: str = "layers",
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
     gradients: str = "auto",
     swaps: bool = False,
 ) -> tuple[list[nn.Module], FusedHead, Sizes]:

@@ -134,7 +134,7 @@ def offload(
 def _loaded(path: str | PathLike[str]) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    from qoff.hf.load import is_checkpoint, local_source
+    from qoff.hf.checkpoints import is_checkpoint, local_source
 
     source = local_source(path)
     if is_checkpoint(source):

@@ -162,7 +162,8 @@ def test_batch_refuses_options_that_it_would_not_use(
     assert "--ray auto" in fail("batch", packable, prompts, "--ray-workers", 2)
     assert "-o FILE" in fail("batch", packable, prompts, "--overwrite")
     alone = ["--device", "cpu", "--host-memory", "1GiB"]
-    monkeypatch.setattr("qoff.hf.load.find_checkpoint", None)  # it is said before a conversion
+    # It is said before a conversion.
+    monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", None)
     assert "needs that bound, too" in fail("batch", packable, prompts, *alone)
     monkeypatch.undo()
     asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}

@@ -20,7 +20,8 @@ from qoff.cli.main import app
 from qoff.engine.request import SamplingParams
 from qoff.errors import QoffError
 from qoff.hf.chat import ChatRenderer
-from qoff.hf.load import load_tokenizer, open_runtime
+from qoff.hf.load import open_runtime
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.models.spec import DecoderSpec
 from tests.tiny_models import tiny_checkpoint
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_is_one_line(
 def test_what_cannot_be_is_known_before_a_model_is_converted(
     source: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qoff.hf.load.find_checkpoint", None)
+    monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", None)
     assert fail("eval", source, *options)
 
 

@@ -101,7 +101,7 @@ def test_generate_loads_the_tokenizer_once(
         loaded.append(path)
         return load(path, **options)
 
-    monkeypatch.setattr("qoff.hf.load.AutoTokenizer.from_pretrained", counted)
+    monkeypatch.setattr("qoff.hf.tokenizer.AutoTokenizer.from_pretrained", counted)
     succeed("generate", checkpoint, "Hello", "--max-new-tokens", 1)
     assert loaded == [checkpoint]
 
@@ -154,7 +154,7 @@ def test_generate_converts_on_the_way(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QOFF_CACHE", str(tmp_path))
-    monkeypatch.setattr("qoff.hf.load.QuantConfig", lambda: QUANT)
+    monkeypatch.setattr("qoff.hf.checkpoints.QuantConfig", lambda: QUANT)
     found = json.loads(succeed("generate", source, "Hi", "--max-new-tokens", 2, "--json"))
     assert found["new_tokens"] > 0
     (made,) = tmp_path.iterdir()

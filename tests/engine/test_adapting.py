@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from bench.planner.virtual_rounds import SimulatedRounds
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.adapting import Adapter, _load
 from qoff.engine.calls import Call
 from qoff.engine.request import Sequence
-from qoff.engine.simulated.rounds import SimulatedRounds
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement

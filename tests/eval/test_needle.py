@@ -18,7 +18,7 @@ from qoff.eval.needle.prompts import NeedlePrompt, NeedleSettings, endless, prom
 from qoff.eval.needle.result import CacheSetting, NeedleResult, Trial, is_retrieved
 from qoff.eval.needle.run import NeedleResources, run
 from qoff.eval.texts import read_text
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer

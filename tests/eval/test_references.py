@@ -28,7 +28,7 @@ from qoff.eval.perplexity.subjects import (
     Predictions,
     QoffSubject,
 )
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.models.runtime import Runtime
 from tests.tiny_models import tiny_model
 

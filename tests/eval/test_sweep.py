@@ -24,7 +24,7 @@ from qoff.eval.perplexity.windows import cut
 from qoff.eval.sweep.cells import CellResult, as_csv, as_json, draw, markdown, pareto
 from qoff.eval.sweep.grid import Cell, Grid
 from qoff.eval.sweep.sweep import Sweep, decode_rate
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.schema import json_text
 from tests.tiny_families import VOCAB
 from tests.tiny_models import tiny_checkpoint, tiny_model

@@ -12,7 +12,7 @@ import pytest
 
 from qoff.errors import ArgumentError
 from qoff.hf.chat import ChatRenderer
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from tests.tiny_models import save_tokenizer
 
 CHAT: list[dict[str, Any]] = [

@@ -12,8 +12,9 @@ import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, OpError
 from qoff.hf import device as module
+from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import check_packing
-from qoff.hf.load import find_checkpoint, open_runtime
+from qoff.hf.load import open_runtime
 from qoff.hf.plugin.streaming import Streaming
 from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import UnpackableError
@@ -42,7 +43,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qoff.hf.load.convert", lambda *_, **__: pytest.fail("was converted"))
+    monkeypatch.setattr(
+        "qoff.hf.checkpoints.convert", lambda *_, **__: pytest.fail("was converted")
+    )
 
 
 @pytest.mark.usefixtures("gpu", "nothing_is_converted")

@@ -26,8 +26,10 @@ from qoff.errors import (
     QoffError,
     UnsupportedModelError,
 )
+from qoff.hf.checkpoints import find_checkpoint, is_checkpoint
 from qoff.hf.hub import download
-from qoff.hf.load import find_checkpoint, is_checkpoint, load_tokenizer, open_runtime
+from qoff.hf.load import open_runtime
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.quant import QuantConfig
 from tests.tiny_models import QUANT, load_budgets, save_gguf
 
@@ -38,7 +40,7 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sources of conversions done so far."""
-    from qoff.hf import load as module
+    from qoff.hf import checkpoints as module
 
     done: list[Path] = []
     original = module.convert

@@ -136,4 +136,4 @@ def test_one_by_one(kind: str, mixture: Checkpoint) -> None:
                                 assert same_bits(matrix, truth.units[layer][stored])
                         left -= set(wave.numbers)
             assert store.stats.arena_peak == plan.device_bytes
-            assert store.stats.host_arena_peak == plan.host_bytes
+            assert store.host_arena.used == plan.host_bytes

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from bench.expert_tiers import simulate_tiers
 from qoff.memory.experts.policy import Keys, Lfu, Lru, NextUse
-from qoff.memory.experts.simulator import Belady, Routes, rates, simulate, simulate_tiers
+from qoff.memory.experts.simulator import Belady, Routes, rates, simulate
 
 COUNTS = [16, 0, 16, 16]  # the second layer has none
 LAYERS = [0, 2, 3]

@@ -72,7 +72,7 @@ def test_any_share_in_host_memory_serves_the_same_bits(
         ids = torch.tensor([3, 99, 3, 0])
         rows = truth.embedding.dequantize()[ids]
         assert same_bits(store.gather_rows(EMBEDDING, ids), rows)
-        assert store.stats.host_arena_peak == plan.host_bytes
+        assert store.host_arena.used == plan.host_bytes
 
 
 @given(

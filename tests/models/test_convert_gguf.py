@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from qoff.errors import FormatError, QoffError, UnsupportedModelError
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import COMPACT
 from qoff.models.convert.convert import convert

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qoff.errors import FormatError
 from qoff.hf.chat import ChatRenderer
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.train.data import IGNORED, Encoder, Example, Sequences, examples, packed
 from tests.tiny_models import save_tokenizer
 

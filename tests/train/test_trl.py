@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from qoff import train
-from qoff.hf.load import load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from tests.tiny_models import tiny_model
 
 pytest.importorskip("trl")

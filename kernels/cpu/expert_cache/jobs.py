@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from qoff.kernels.cpu.jit import read_queue, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.futex import clock_ns, sleep_for
+from qoff.kernels.cpu.jit.futex import clock_ns
 from qoff.kernels.cpu.jit.pool_threads import end_list, place, take
 
 from .guesses import drop_wrong, judge, write_guesses
@@ -172,7 +172,7 @@ def ask_job(pool, thread, threads, request):
         if now >= simd.peek_i64(words + UNTIL) or simd.atomic_load(queue + read_queue.STOP) != 0:
             _end_before(pool, words, AGAIN)
             return
-        sleep_for(queue + read_queue.CAME, came, 1_000_000)
+        read_queue.sleep_until_more(queue, came, 1_000_000)
         came = simd.atomic_load(queue + read_queue.CAME)
 
 
@@ -237,18 +237,14 @@ def arrive_job(pool, thread, threads, request):
     words, chosen = simd.peek_i64(request + CACHE), longs(request, CHOSEN)
     queue, until = simd.peek_i64(words + QUEUE), simd.peek_i64(words + UNTIL)
     first, start = take(pool, 0) == 0, clock_ns()
-    now = start
+    now, came = start, simd.atomic_load(queue + read_queue.CAME)
     while not _are_there(words, chosen):
         if now >= until or simd.atomic_load(queue + read_queue.STOP) != 0:
             if first:
                 _end_before(pool, words, AGAIN)
             return
-        came = simd.atomic_load(queue + read_queue.CAME)
-        simd.atomic_add(queue + read_queue.WAITING, 1)
-        if not _are_there(words, chosen):
-            sleep_for(queue + read_queue.CAME, came, until - now)
-        simd.atomic_add(queue + read_queue.WAITING, -1)
-        now = clock_ns()
+        read_queue.sleep_until_more(queue, came, until - now)
+        now, came = clock_ns(), simd.atomic_load(queue + read_queue.CAME)
     if first:
         add(words, WAITED, now - start)
         if _take_in(words, request, chosen) == 0:

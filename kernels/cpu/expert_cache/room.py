@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from qoff.kernels.cpu.jit import read_queue, simd
 from qoff.kernels.cpu.jit.compiled import inner
-from qoff.kernels.cpu.jit.futex import sleep_for
 
 from .words import (
     AT,
@@ -80,12 +79,10 @@ def leave(words, slot):
 def _settle(words, slot):
     """Wait until nothing is written to a slot."""
     queue = simd.peek_i64(words + QUEUE)
+    came = simd.atomic_load(queue + read_queue.CAME)
     while left_of(words, slot) > 0 and simd.atomic_load(queue + read_queue.STOP) == 0:
+        read_queue.sleep_until_more(queue, came, 1_000_000)
         came = simd.atomic_load(queue + read_queue.CAME)
-        simd.atomic_add(queue + read_queue.WAITING, 1)
-        if left_of(words, slot) > 0:
-            sleep_for(queue + read_queue.CAME, came, 1_000_000)
-        simd.atomic_add(queue + read_queue.WAITING, -1)
 
 
 @inner

@@ -233,21 +233,30 @@ def _drop(queue, slots, count, _args):
     drop(queue, slots, count)
 
 
+@inner
+def sleep_until_more(queue, came, nanoseconds):
+    """Sleep until more has come than `came`, as it was before the caller looked for what it needs.
+
+    So many nanoseconds at most; may return without a reason.
+    """
+    simd.atomic_add(queue + WAITING, 1)
+    sleep_for(queue + CAME, came, nanoseconds)
+    simd.atomic_add(queue + WAITING, -1)
+
+
 @job
 def _wait(queue, slots, count, _args):
     """Sleep until slots have come, the queue is stopped or some time has passed."""
     until = clock_ns() + _LOOK_NS
     for i in range(count):
         words = slot_words(queue, simd.peek_i64(slots + 8 * i))
+        came = simd.atomic_load(queue + CAME)
         while simd.atomic_load(words + LEFT) > 0:
             now = clock_ns()
             if now >= until or simd.atomic_load(queue + STOP) != 0:
                 return
+            sleep_until_more(queue, came, until - now)
             came = simd.atomic_load(queue + CAME)
-            simd.atomic_add(queue + WAITING, 1)
-            if simd.atomic_load(words + LEFT) > 0:
-                sleep_for(queue + CAME, came, until - now)
-            simd.atomic_add(queue + WAITING, -1)
 
 
 @job

@@ -231,11 +231,6 @@ def zero_i32(b):
     return const_i32(0)
 
 
-@vector_intrinsic(i32x16, i32x16, i32x16)
-def add_i32(b, x, y):
-    return b.add(x, y)
-
-
 @vector_intrinsic(types.void, _i64, i32x16)
 def store_i8(b, address, value):
     """Store the lowest bytes of 16 integers."""

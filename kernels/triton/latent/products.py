@@ -18,6 +18,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.layout.widening import read_bits
 from qoff.kernels.operands import FLOATS, FLOATS_AND_32, require
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
@@ -244,7 +245,7 @@ def _check(weight: QTensor, shape: LatentShape, x: Tensor) -> None:
             f"heads' matrices are {wanted} of packing split32 on {x.device}, not {weight.shape} of "
             f"{weight.packing} on {weight.device}"
         )
-    if weight.bits not in (4, 8):
+    if read_bits(weight.bits, weight.packing) != weight.bits:
         raise OpError(f"heads' matrices have 4 or 8 bits here, not {weight.bits}")
 
 

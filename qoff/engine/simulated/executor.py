@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.engine.executor import CpuExecutor, Executor
 from qoff.engine.gpu_executor import GpuExecutor
@@ -49,8 +50,6 @@ from .transfers import (
     SimulatedWriteBack,
     unbacked,
 )
-
-_CPU = torch.device("cpu")
 
 
 def _matrices(checkpoint: Checkpoint) -> int:
@@ -107,7 +106,7 @@ class _Simulated(Executor):
             checkpoint,
             plan,
             own,
-            device=_CPU,
+            device=CPU,
             dtype=torch.float16 if machine.profile.on_gpu else torch.float32,
             packing=ops.PACKING,
             instrumentation=hooks,
@@ -172,7 +171,7 @@ class _SimulatedStreams(SimulatedReads, CudaTransfers):
 
     def __init__(self, machine: VirtualMachine) -> None:
         stream = SimulatedStream(machine)
-        super().__init__(_CPU, SimulatedReader(machine), stream=lambda device: stream)
+        super().__init__(CPU, SimulatedReader(machine), stream=lambda device: stream)
         self._machine = machine
 
     def save(self, memory: Tensor, host: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qoff.budgets import CPU
 from qoff.checkpoint import TensorEntry, WeightFile
 from qoff.kvcache.device.write_back import WriteBack, WriteBackQueue
 from qoff.memory import DiskReader, Transfers
@@ -192,7 +193,7 @@ class SimulatedStream(CopyStream):
     """As a GPU's, whose memory is addresses alone. What is computed has ended when it returns."""
 
     def __init__(self, machine: VirtualMachine) -> None:
-        self.device = torch.device("cpu")
+        self.device = CPU
         self._machine = machine
 
     def allocate(self, nbytes: int) -> Tensor:

@@ -17,7 +17,7 @@ from qoff.models.convert.modules import ModulesJob
 from qoff.models.convert.unconverted_modules import UnconvertedModules
 from qoff.models.modules.structure import Matrix
 from qoff.models.sources import GGUFModulesSource, ModulesSource
-from qoff.quant import Format, QTensor, QuantConfig, quantize
+from qoff.quant import Format, QTensor, QuantConfig, quantize_as
 
 from .sensitivity import Products, Sensitivities, check_size, choices, drawn
 
@@ -38,7 +38,6 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         source: ModulesSource,
         ids: Tensor,
         quant: QuantConfig | None = None,
-        seed: int = 0,
         calibration: Tensor | None = None,
         trust_remote_code: bool = False,
         bits: float | None = None,
@@ -67,7 +66,7 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         self._run = self._model.run(self._texts, self._seen)
         for layer in range(self.layers):
             self._run.layer(layer, self._model.floats(layer))
-        self._predict(torch.Generator().manual_seed(seed))
+        self._predict(torch.Generator().manual_seed(0))
 
     def _predict(self, random: torch.Generator) -> None:
         """Keep what the model predicts, and the gradients of what it draws from that."""
@@ -137,16 +136,7 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         return choices([matrix.name for matrix in self._matrices(layer)])
 
     def _quantized(self, matrix: Tensor, form: Format, name: str) -> QTensor:
-        quant = self._quant
-        return quantize(
-            matrix,
-            form.bits,
-            form.group_size,
-            quant.data_free,
-            quant.packing,
-            quant.scale_dtype,
-            name=name,
-        )
+        return quantize_as(form, matrix, self._quant, name)
 
     def _drawn_gradient(self) -> list[Tensor]:
         return self._gradients

@@ -33,8 +33,9 @@ from qoff.errors import (
 from qoff.eval.perplexity.models import PIECE_TOKENS, model_stamps, open_runtime
 from qoff.eval.perplexity.subjects import Batch, read_together
 from qoff.eval.texts import CALIBRATION_TEXT, begun, digest, encode, read_text
+from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import device_for
-from qoff.hf.load import find_checkpoint, load_tokenizer
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kvcache import KVQuant
 from qoff.models.modules.cache import ModuleCache

@@ -24,7 +24,7 @@ from .sensitivity import Products, Sensitivities, check_size, choices, drawn
 class NativeSensitivities(Sensitivities[Tensor]):
     """Measures one model on texts, int64 [texts, tokens].
 
-    quant: the solver, and the packing that sizes are counted in. seed: of the tokens drawn.
+    quant: the solver, and the packing that sizes are counted in.
     calibration: texts, with which a solver that calibrates quantizes where the loss of a whole mix
     is measured; single formats are compared without it. bits: a size to check before that.
     requantize: see `convert`.
@@ -39,7 +39,6 @@ class NativeSensitivities(Sensitivities[Tensor]):
         model: Unconverted,
         ids: Tensor,
         quant: QuantConfig | None = None,
-        seed: int = 0,
         calibration: Tensor | None = None,
         bits: float | None = None,
         requantize: bool = False,
@@ -59,7 +58,7 @@ class NativeSensitivities(Sensitivities[Tensor]):
             check_size(bits, [(w.rows, w.columns) for w in layers if w.columns is not None])
         self._run = Layerwise(model.spec, ids)
         self.layers, self.tokens = model.spec.num_layers, self._run.ids.numel()
-        self._random = torch.Generator().manual_seed(seed)
+        self._random = torch.Generator().manual_seed(0)
         self._outer = {w.name: self._floats.floats(w) for w in self._units[-1][1]}
         self._forward()
 

@@ -14,8 +14,10 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError
 from qoff.hf.cache import QoffCache
+from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import device_for
-from qoff.hf.load import AUTO, find_checkpoint, load, load_tokenizer
+from qoff.hf.load import AUTO, load
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.plan import Plan
 
 from .prompts import NeedlePrompt, NeedleSettings, prompts

@@ -25,9 +25,10 @@ from qoff.errors import (
 )
 from qoff.eval.texts import digest
 from qoff.hf.budget import Scoring
+from qoff.hf.checkpoints import is_checkpoint
 from qoff.hf.hub import exists
-from qoff.hf.load import is_checkpoint, load_tokenizer
 from qoff.hf.load import open_runtime as open_checkpoint
+from qoff.hf.tokenizer import load_tokenizer
 from qoff.kvcache import KVQuant
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.runtime import Runtime

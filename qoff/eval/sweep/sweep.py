@@ -21,7 +21,7 @@ from qoff.eval.perplexity.reference import Reference
 from qoff.eval.perplexity.scoring import Sample, evaluate
 from qoff.eval.perplexity.subjects import QoffSubject
 from qoff.eval.texts import digest
-from qoff.hf.load import is_checkpoint
+from qoff.hf.checkpoints import is_checkpoint
 from qoff.hf.stamps import source_stamps
 from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from qoff.budgets import memory_bounds, resolve_device
+from qoff.budgets import CPU, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint, CheckpointWriter, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT
 from qoff.errors import ArgumentError, BudgetError
@@ -160,9 +160,7 @@ class _Back:
         for unit in units:
             there = unit.tensors
             self._learns.append({name for name, x in there.items() if x.requires_grad})
-            self._devices.append(
-                {n: torch.device("cpu") if x.is_meta else x.device for n, x in there.items()}
-            )
+            self._devices.append({n: CPU if x.is_meta else x.device for n, x in there.items()})
 
     def __call__(self) -> None:
         for unit, learns, devices in zip(self._units, self._learns, self._devices, strict=True):

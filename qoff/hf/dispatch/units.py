@@ -110,23 +110,18 @@ class UnitPlace:
                 table[own] = value
 
 
-def units_of(
-    model: nn.Module,
-    classes: Collection[str] | None = None,
-    first_stays: bool = True,
-    values: bool = True,
-) -> list[ModelUnit]:
+def units_of(model: nn.Module, first_stays: bool = True, values: bool = True) -> list[ModelUnit]:
     """The parts of a model that can stream, in the order of its modules.
 
-    They are the modules of these classes (None: those that transformers does not split,
-    `_no_split_modules`), or else the members of its lists of modules. Parameters that others share
+    They are the modules that transformers does not split (`_no_split_modules`), or else the members
+    of its lists of modules. Parameters that others share
     stay where they are, and so does (`first_stays`) the part with the model's first parameter,
     whose device is the model's. values: False for a model of shapes alone. Raises ArgumentError for
     a model that is quantized, has no values where it should, or streams already.
     """
     if values:
         check_values(model, Values(model, {}), learns=True)
-    return units_from(model, layers_of(model, classes), first_stays=first_stays)
+    return units_from(model, layers_of(model), first_stays=first_stays)
 
 
 def units_from(

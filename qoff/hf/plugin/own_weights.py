@@ -75,7 +75,7 @@ def own_weights(checkpoint: Checkpoint, model: PreTrainedModel) -> list[list[Own
 def _weights(place: UnitWeight, name: str, file: WeightFile) -> Iterator[OwnWeight]:
     shape = tuple(place.tensor.shape)
     table = name != place.name
-    parts = [Matrix(name, (shape[0], shape[1]))] if table else matrices_of(place, 1)
+    parts = [Matrix(name, (shape[0], shape[1]))] if table else matrices_of(place)
     if parts and isinstance(file.weights.get(parts[0].name), QuantEntry):
         for part in parts:
             yield OwnWeight(part.name, place.name, part.shape, True, part.expert)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.quantizers.base import HfQuantizer
 
-from qoff.budgets import memory_bounds
+from qoff.budgets import CPU, memory_bounds
 from qoff.errors import ArgumentError, QoffError
 
 from .config import LAYER_BY_LAYER, QoffConfig
@@ -74,7 +74,7 @@ class QoffHfQuantizer(HfQuantizer):
         """
         if not torch.accelerator.is_available():
             bounds = {place: int(n) for place, n in max_memory.items() if place != "disk"}
-            memory_bounds(None, None, bounds, torch.device("cpu"))
+            memory_bounds(None, None, bounds, CPU)
         devices = [key for key, n in max_memory.items() if key not in _OFFLOADED and n > 0]
         if self._open is None or len(devices) > 1:
             return max_memory

@@ -74,11 +74,10 @@ class PassingExperts:
             self._begin(layer, numbers)
 
     def next(self, layer: int, numbers: Sequence[int]) -> ExpertWave:
-        """The next group of what is asked for, in the order of the current stream.
+        """The next group of what `ask` has begun to bring, in the order of the current stream.
 
         Waits for nothing but copies in threads. Raises what went wrong in these.
         """
-        self.ask(layer, numbers)
         wanted = set(numbers)
         place = next(p for p in self._coming if p.layer == layer and wanted.intersection(p.numbers))
         try:
@@ -122,15 +121,9 @@ class PassingExperts:
             mine = place.layer == layer and not set(numbers).isdisjoint(place.numbers)
             if not mine and (missing or place.layer != following):
                 self._drop(place)
-        while self._free and missing:
-            self._start(layer, missing[: self._together])
-            missing = missing[self._together :]
-        if not self._free or following is None:
-            return
-        missing = self._missing(following, _numbers(self._on_cpu, following))
-        while self._free and missing:
-            self._start(following, missing[: self._together])
-            missing = missing[self._together :]
+        self._start(layer, numbers)
+        if following is not None:
+            self._start(following, _numbers(self._on_cpu, following))
 
     def _following(self, layer: int) -> int | None:
         """The layer whose experts will be wanted, too, if most of this one's are.
@@ -150,6 +143,13 @@ class PassingExperts:
         return [number for number in numbers if number not in there]
 
     def _start(self, layer: int, numbers: Sequence[int]) -> None:
+        """Start groups of what is missing of these, as far as there is room."""
+        missing = self._missing(layer, numbers)
+        while self._free and missing:
+            self._start_group(layer, missing[: self._together])
+            missing = missing[self._together :]
+
+    def _start_group(self, layer: int, numbers: Sequence[int]) -> None:
         """Start to copy a group to the place that is free first: neighbours together."""
         of_layer, place = self._on_cpu.layers[layer], self._free.pop(0)
         nbytes, sources = of_layer.experts.nbytes, of_layer.table[list(numbers)].tolist()

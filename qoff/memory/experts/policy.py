@@ -84,8 +84,8 @@ class NextUse(Lfu):
     else all that it has wanted so far would push out what was wanted often in layers to come.
     """
 
-    def __init__(self, counts: Sequence[int], age: float = _AGE) -> None:
-        super().__init__(counts, age)
+    def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__(counts)
         self._layers = len(counts)
         self.at = 0  # the layer that was used last
         self.ranks = np.concatenate([np.arange(n) * _GOLDEN % 1 for n in counts])

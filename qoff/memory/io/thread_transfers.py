@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
+from qoff.budgets import CPU
 from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.plan import Image, Residency
@@ -25,7 +25,7 @@ class ThreadTransfers(Transfers):
     """
 
     def __init__(self, reader: DiskReader | None = None) -> None:
-        super().__init__(torch.device("cpu"), reader)
+        super().__init__(CPU, reader)
 
     def open(
         self, residency: Residency, instrumentation: Instrumentation = PLAIN

@@ -20,7 +20,7 @@ from qoff.memory.plan import is_expert
 from qoff.models.names import Part, Weight
 from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import Source
-from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize, widened
+from qoff.quant import Format, QTensor, QuantConfig, TensorInfo, quantize_as, widened
 from qoff.quant.matrix import CALIBRATED
 from qoff.quant.rows import reordered, split_rows
 
@@ -232,20 +232,11 @@ class Builder:
 
         scales: how they are stored, by default as configured.
         """
-        quant, bits, group = self.quant, form.bits, form.group_size
         if isinstance(data, QTensor):
             if form.holds(Format(data.bits, data.group_size)):
-                return widened(data, bits, group).to_packing(quant.packing)
+                return widened(data, form.bits, form.group_size).to_packing(self.quant.packing)
             data = data.dequantize()
-        return quantize(
-            data,
-            bits,
-            group,
-            quant.data_free,
-            quant.packing,
-            scales or quant.scale_dtype,
-            name=name,
-        )
+        return quantize_as(form, data, self.quant, name, scales)
 
     def _vector(self, weight: Weight) -> Tensor:
         out = torch.empty(weight.rows)

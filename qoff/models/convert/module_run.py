@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.kernels.ops import exact, ops_for
 from qoff.memory import HEAD, Weights
 from qoff.memory.plan import LM_HEAD, local_names
@@ -62,7 +63,7 @@ class ModuleRun:
         bind_embedding(model.get_input_embeddings(), rows[0])
         if structure.layer_table is not None:
             bind_embedding(cast(nn.Embedding, structure.layer_table.module), rows[1])
-        ops = ops_for(torch.device("cpu"))
+        ops = ops_for(CPU)
         multiply = _Multiply(ops, DTYPE, batches[0].shape, seen)
         self._layers = [
             _Layer(layer, WeightBinder(structure, i, quantized[i], multiply), seen is not None)

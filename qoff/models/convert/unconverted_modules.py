@@ -13,7 +13,7 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.modules.configs import build, position_limit, read_config
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
 from qoff.models.sources import GGUFModulesSource, ModulesSource
-from qoff.quant import Format, QTensor, QuantConfig, quantize
+from qoff.quant import Format, QTensor, QuantConfig, quantize_as
 from qoff.quant.matrix import ROUTER_BITS
 
 from .layerwise import check_ids
@@ -80,16 +80,7 @@ class UnconvertedModules:
 
     def quantized(self, matrix: Matrix, values: Tensor) -> QTensor:
         """Values of a matrix, or of some rows of it, [N, K], as they are stored."""
-        quant, form = self.quant, self.form(matrix)
-        return quantize(
-            values,
-            form.bits,
-            form.group_size,
-            quant.data_free,
-            quant.packing,
-            quant.scale_dtype,
-            name=matrix.name,
-        )
+        return quantize_as(self.form(matrix), values, self.quant, matrix.name)
 
     def run(
         self, batches: Sequence[Tensor], seen: Seen | None = None, written: bool = False
@@ -157,7 +148,7 @@ class UnconvertedModules:
         elif structure.unit_of(place.name) is None:
             return []
         else:
-            found = matrices_of(place, 1)
+            found = matrices_of(place)
         unfit = [x for x in found if x.shape[1] % self.form(x).group_size]
         if not unfit:
             return found

@@ -70,4 +70,4 @@ def _family(model_type: object, known: Mapping[str, Family] = FAMILIES) -> Famil
     return known[str(model_type)]
 
 
-__all__ = ["FAMILIES", "SOURCES", "Family", "converted", "read_spec", "tensor_names"]
+__all__ = ["FAMILIES", "SOURCES", "converted", "read_spec", "tensor_names"]

@@ -36,7 +36,7 @@ class WeightBinder:
         attributes: list[tuple[nn.Module, str]] = []
         for place in structure.layer(index):
             module, attribute = place.module, place.attribute
-            parts = matrices_of(place, 1)  # the file knows which groups divide their columns
+            parts = matrices_of(place)  # the file knows which groups divide their columns
             if not parts or parts[0].name not in quantized:
                 module = linears.get(id(module), module)
                 attributes.append((module, attribute))

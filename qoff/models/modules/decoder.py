@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import (
     ArgumentError,
@@ -20,21 +21,15 @@ from qoff.errors import (
     OpError,
     UnsupportedModelError,
 )
-from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.ops import Ops, exact
-from qoff.kernels.processor import pool_threads
-from qoff.kvcache import DeviceCache, KVCache, KVQuant, PackedCache
+from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.mixed import host_cache
-from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.kvcache.quant import UnpackableError
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import check_top_on_gpu
 from qoff.models.native.following import check_ids
 from qoff.models.native.linear import Steps
-from qoff.models.native.scratch import Passes, attention_bytes
 
 from . import probe
 from .attention import NAME, PackedAttention, register
@@ -45,10 +40,10 @@ from .current import current
 from .linear import Head, Multiply
 from .structure import (
     CACHE_ARGUMENTS,
-    CPU,
     Structure,
     buffers_from_config,
     has_position_table,
+    layer_width,
     matrices_of,
 )
 
@@ -102,7 +97,7 @@ class ModuleDecoder:
         dtype: torch.dtype = DTYPE,
         device_memory: int | None = None,
     ) -> None:
-        self.device, self.dtype, self._device_memory = device, dtype, device_memory
+        self.device, self.dtype, self.device_memory = device, dtype, device_memory
         self.caches_on_device = ops.CACHE == "device"
         if self.caches_on_device and kv is not None and kv.sinks:
             raise ArgumentError("on a GPU no token is a sink; use sinks=0")
@@ -112,7 +107,7 @@ class ModuleDecoder:
         self.model = self._built(trust_remote_code, packed=kv is not None)
         structure = Structure.of(self.model)
         _check_layers(checkpoint, structure)
-        self._ops, self._kv, self._trusted = ops, kv, trust_remote_code
+        self.kv, self._ops, self._trusted = kv, ops, trust_remote_code
         self._parameters = set(signature(self.model.forward).parameters)
         self.text_config = self.model.config.get_text_config(decoder=True)
         # Of attention that is qoff's, by transformers' numbers of layers with keys of their own.
@@ -137,9 +132,9 @@ class ModuleDecoder:
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
         self._rows: int = self.model.get_input_embeddings().num_embeddings
-        self._widths = max(_width(layer, self.text_config) for layer in structure.layers)
+        self.width = max(layer_width(layer, self.text_config) for layer in structure.layers)
         matrices = (x for x in structure.layers.parameters() if x.dim() > 1)
-        self._columns = max(max(x.shape[-2:]) for x in matrices)  # a matrix may be transposed
+        self.columns = max(max(x.shape[-2:]) for x in matrices)  # a matrix may be transposed
         self.outer_bytes = buffers_from_config(self.model, device)
         self.outer_bytes += _read_outer(checkpoint, structure, device)
         described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
@@ -171,89 +166,6 @@ class ModuleDecoder:
     def max_positions(self) -> int:
         """Tokens of a sequence that the model was made for."""
         return self.position_limit or 2048
-
-    def working_bytes(self, sequences: int, count: int, longest: int) -> int:
-        """An estimate of what a pass of `count` tokens of each sequence takes, without logits.
-
-        As if nothing that a layer computes were freed before its end, and all of it were float32.
-        transformers' attention has scores against the `longest` tokens of a sequence in memory, and
-        masked; qoff's on a CPU the tokens of a layer that are not packed, and those that it packs.
-        What is not quantized of a layer is there twice, if it is stored in another type.
-        """
-        each = 4 * count * (self._widths + 8 * self.text_config.hidden_size)
-        floats = self._float_bytes
-        if self._kv is None:
-            return floats + sequences * (each + 4 * count * 3 * self.heads * longest)
-        largest = 0
-        if not self.caches_on_device:
-            largest = 4 * (sequences + PACKING) * max(self._unpacked(count))
-        return floats + sequences * each + largest + self.lent_bytes(sequences, count)
-
-    def lent_bytes(self, sequences: int, count: int) -> int:
-        """What such a pass keeps to its end of layers whose keys and values others attend to."""
-        if not self.lent:
-            return 0
-        floats = self._unpacked(count)
-        return 4 * sequences * sum(floats[i] for i in self.lent)
-
-    def _unpacked(self, count: int) -> list[int]:
-        """Floats of each layer's tokens that are not packed, of a sequence that has `count` new."""
-        assert self._kv is not None
-        tokens = count + self._kv.window + self._kv.sinks + 2 * BLOCK_TOKENS
-        return [RecentWorkspace.floats_for(one, 1, tokens) for one in self.packed_shapes.values()]
-
-    def scratch_bytes(self, sequences: int, count: int, longest: int) -> int:
-        """What qoff's ops take in such a pass; on a CPU they share it: see `native.scratch`."""
-        if self.caches_on_device:
-            return self._scratch_bytes_on_gpu(sequences, count, longest)
-        threads, group = pool_threads(), min(GROUP_SIZES)
-        found = [linear_bytes(threads, sequences * count, self._columns, group, normed=False)]
-        if self._kv is not None:
-            kv, shapes = self._kv, list(self.packed_shapes.values())
-            place = PackedCache.recent_tokens(kv.window, kv.sinks) - 1
-            blocks = PackedCache.blocks_of(longest, kv.window, kv.sinks)
-            passes = Passes(0, sequences, place, 0, 0, blocks, selects=kv.attention_top < 1)
-            for shape, form in zip(shapes, kv.packed_forms(shapes), strict=True):
-                found += attention_bytes(shape, form, passes, threads)
-        return max(found)
-
-    def _scratch_bytes_on_gpu(self, sequences: int, count: int, longest: int) -> int:
-        from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
-        from qoff.kernels.triton.linear.scratch import piece_bytes
-        from qoff.kernels.triton.ops import attention_bytes
-
-        device, dtype = self.device, self.dtype
-        tokens, piece = sequences * count, piece_bytes(device, dtype, self._device_memory)
-        found = [
-            linear_bytes(rows, n, k, dtype, device) + scratch_bytes(rows, n, k, device, piece)
-            for rows, n, k in (
-                (tokens, self._columns, self._columns),
-                (sequences, self.vocab_size, self.text_config.hidden_size),
-            )
-        ]
-        if self._kv is not None:
-            kv, shapes = self._kv, list(self.packed_shapes.values())
-            blocks = DeviceCache.blocks_of(longest, kv.window, 0)
-            found += [
-                attention_bytes(
-                    tokens,
-                    sequences,
-                    blocks,
-                    shape,
-                    form,
-                    dtype,
-                    device,
-                    values_rotated=kv.values_rotated,
-                    top=kv.attention_top,
-                )
-                for shape, form in zip(shapes, kv.packed_forms(shapes), strict=True)
-            ]
-        return CUBLAS_BYTES + max(found)
-
-    def kept_bytes(self, sequences: int, count: int, longest: int) -> int:
-        """What such a pass keeps from layer to layer: hidden states, angles, masks, biases."""
-        each = count * (6 * self.text_config.hidden_size + 2 * longest)
-        return 4 * sequences * (each + 2 * self.heads * longest)
 
     @property
     def heads(self) -> int:
@@ -388,30 +300,14 @@ class ModuleDecoder:
 
     def _install(self, checkpoint: Checkpoint, structure: Structure) -> None:
         """Replace what computes with quantized weights, and let layers wait for theirs."""
-        multiply, self._float_bytes = Multiply(self._ops, self.dtype), 0
+        multiply, self.float_bytes = Multiply(self._ops, self.dtype), 0
         for i, file in enumerate(checkpoint.layers):
             quantized = {n for n, entry in file.weights.items() if isinstance(entry, QuantEntry)}
             binder = WeightBinder(structure, i, quantized, multiply)
             wait_for_weights(structure.layers[i], binder)
-            self._float_bytes = max(self._float_bytes, binder.float_bytes)
+            self.float_bytes = max(self.float_bytes, binder.float_bytes)
         head = Head(structure.outputs, Multiply(exact(self._ops), self.dtype))
         self.model.set_output_embeddings(head)
-
-
-def _width(layer: nn.Module, config: Any) -> int:
-    """Floats of a token that a layer computes: inputs and outputs of all its matrices.
-
-    Of experts those of a token, as config says how many, or of all.
-    """
-    total = experts = most = 0
-    for name, weight in layer.named_parameters():
-        if "expert" in name and "shared" not in name and weight.dim() > 1:
-            experts += sum(weight.shape[-2:])
-            most = max(most, sum(weight.shape[-2:]))
-        elif weight.dim() > 1:
-            total += sum(weight.shape[-2:])
-    topk = getattr(config, "num_experts_per_tok", None)
-    return total + (experts if topk is None else min(experts, 3 * topk * most))
 
 
 def wait_for_weights(layer: nn.Module, binder: WeightBinder) -> None:
@@ -441,7 +337,7 @@ def _check_layers(checkpoint: Checkpoint, structure: Structure) -> None:
             f"asks for {len(structure.layers)}; convert the model again"
         )
     wanted = [
-        (file, {place.name, *(matrix.name for matrix in matrices_of(place, 1))})  # one of them
+        (file, {place.name, *(matrix.name for matrix in matrices_of(place))})  # one of them
         for i, file in enumerate(checkpoint.layers)
         for place in structure.layer(i)
     ]

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from qoff.budgets import CPU
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import CachePass, DeviceCache, PackedCache
 from qoff.kvcache.device.cache import DeviceCachePass
@@ -23,7 +24,6 @@ from qoff.kvcache.slots import SlotCache, SlotPass
 
 from .cache import StatesPass, right_aligned
 from .configs import DTYPE
-from .structure import CPU
 
 _KINDS = ("conv_states", "recurrent_states")
 

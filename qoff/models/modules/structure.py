@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qoff.budgets import CPU
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
-CPU = torch.device("cpu")
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
@@ -182,11 +182,8 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in known)
 
 
-def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
-    """The matrices that a weight of a layer is stored as; none: it stays a float tensor.
-
-    group: of the quantization, which must divide the columns of all of them.
-    """
+def matrices_of(place: UnitWeight) -> list[Matrix]:
+    """The matrices that a weight of a layer may be stored as; none: it stays a float tensor."""
     module: Any = place.module
     weight, turned = place.tensor, is_conv1d(module)
     whole = place.attribute == "weight" and (is_linear(module) or turned)
@@ -195,8 +192,6 @@ def matrices_of(place: UnitWeight, group: int) -> list[Matrix]:
             return []
         turned = bool(module.is_transposed)
     rows, columns = weight.shape[:-3:-1] if turned else weight.shape[-2:]
-    if columns % group:
-        return []
     if whole:
         routes = place.name.split(".")[-2] in ROUTERS
         return [Matrix(place.name, (rows, columns), None, turned, routes)]
@@ -262,3 +257,19 @@ def _places(module: nn.Module, prefix: str) -> Iterator[UnitWeight]:
         for attribute, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and attribute not in part._non_persistent_buffers_set:
                 yield UnitWeight(f"{before}{attribute}", part, attribute)
+
+
+def layer_width(layer: nn.Module, config: Any) -> int:
+    """Floats of a token that a layer computes: inputs and outputs of all its matrices.
+
+    Of experts those of a token, as config says how many, or of all.
+    """
+    total = experts = most = 0
+    for name, weight in layer.named_parameters():
+        if "expert" in name and "shared" not in name and weight.dim() > 1:
+            experts += sum(weight.shape[-2:])
+            most = max(most, sum(weight.shape[-2:]))
+        elif weight.dim() > 1:
+            total += sum(weight.shape[-2:])
+    topk = getattr(config, "num_experts_per_tok", None)
+    return total + (experts if topk is None else min(experts, 3 * topk * most))

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qoff.budgets import CPU
 from qoff.kernels.cpu.moe.scratch import ExpertSizes
 from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.layout.qexperts import ExpertsMlp
@@ -58,7 +59,7 @@ class CpuPairs:
         )
         self._mine = of_layer.table >= 0
         self._numbers = frozenset(self._mine.nonzero()[:, 0].tolist())
-        self._ops = ops_for(torch.device("cpu"))
+        self._ops = ops_for(CPU)
         self._inputs: dict[Choice, _Inputs] = {}
         self._waiting: deque[Pairs] = deque()
         self._running: deque[tuple[Future[Tensor], list[Pairs]]] = deque()

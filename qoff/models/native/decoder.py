@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qoff.budgets import CPU
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import WIDEST, HeadShape
@@ -41,7 +42,7 @@ from .joining import join
 from .layer import Layer
 from .linear import Linear, Rows, Steps, norm_of, tiled
 from .per_layer import table_scale
-from .rope import CPU, RotaryTable
+from .rope import RotaryTable
 from .rows import kept, taken
 from .whole import WholePasses
 

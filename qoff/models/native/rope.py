@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qoff.budgets import CPU
 from qoff.models.spec import DecoderSpec
 from qoff.models.spec_parts import RopeSpec
 
-CPU = torch.device("cpu")
 _FIRST_ROWS = 256
 
 

@@ -14,15 +14,14 @@ from qoff.engine.request import SamplingParams, Sequence
 from qoff.engine.round_stats import RoundStats
 from qoff.engine.rounds import Rounds
 from qoff.engine.schedule import Schedule
+from qoff.engine.simulated.executor import open_simulated
+from qoff.engine.simulated.machine import OnMachine, VirtualMachine
 from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
 from qoff.plan.calls import as_used
 from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
-
-from .executor import open_simulated
-from .machine import OnMachine, VirtualMachine
 
 
 class SimulatedRounds(OnMachine):
