@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from qoff.engine.admission import Admission
+from qoff.engine.grammar import Grammars
 from qoff.engine.prompts import Chat, PromptReader, conversations, prompt_list
 from qoff.engine.request import SamplingParams, Sequence
 from qoff.engine.sampling import LogitsRow, Sampler
@@ -73,7 +74,9 @@ def targets(folder: Path) -> dict[str, Target]:
     """Targets beside a model's files; folder: with a tokenizer."""
     reader = PromptReader(load_tokenizer(folder))
     spec = DecoderSpec.from_config(corpus.CONFIG)
-    admission = Admission(Plan(batch_size=4, context=96), spec, reader, frozenset({258}))
+    eos = frozenset({258})
+    grammars = Grammars(reader, eos)
+    admission = Admission(Plan(batch_size=4, context=96), spec, reader, grammars, eos)
 
     def chat_template(template: str) -> None:
         reader.read(Chat([{"role": "user", "content": "Hi"}], {"chat_template": template}))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from typer import Context
@@ -29,6 +31,7 @@ class Program(TyperGroup):
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command line as Typer does, and write the rest of standard output."""
         end: SystemExit | None = None
+        _open_closed_streams()
         try:
             try:
                 return super().main(*args, **options)
@@ -44,6 +47,16 @@ class Program(TyperGroup):
                 print_error(f"{place}{_words(error)}")
             raise SystemExit(1) from None
         raise end
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that the process began without be /dev/null.
+
+    Their numbers would be given to files, into which libraries that print would write.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
 class Checked(ABC):

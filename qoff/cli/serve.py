@@ -115,7 +115,7 @@ def serve(
         if batches is not None:
             ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
-        run(partial(LLM, path, plan, **opening), engine, options)
+        run(partial(LLM, path, plan, **opening, _grammars=True), engine, options)
 
 
 def _check_origins(origins: Sequence[str]) -> None:

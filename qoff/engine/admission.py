@@ -44,6 +44,7 @@ class Admission:
         plan: Plan,
         limits: Limits,
         reader: PromptReader,
+        grammars: Grammars,
         eos: frozenset[int],
         whole_prompts: bool = False,
         adapters: Sequence_[str] = (),
@@ -51,7 +52,7 @@ class Admission:
         self._plan, self._limits, self._reader, self._eos = plan, limits, reader, eos
         self._whole_prompts = whole_prompts
         self._adapter_number = partial(adapter_number, adapters)
-        self._grammars = Grammars(reader, limits.vocab_size, eos)
+        self._grammars = grammars
 
     def requests(
         self,

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from qoff.errors import ArgumentError, QoffError, raised_as
 from qoff.schema import shown
+from qoff.system_memory import return_freed
 
 from .prompts import PromptReader
 
@@ -76,13 +78,16 @@ def _texts(choice: object) -> bool:
 class Matcher:
     """Where an answer stands in what it must match."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
 
-    def allowed(self) -> Tensor:
-        """Whether each token may come next, bool [vocab_size]."""
+    def allowed(self, vocab_size: int) -> Tensor:
+        """Whether each token may come next, bool [vocab_size]; none that the tokenizer has not."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size] > 0)
+        known = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:vocab_size])
+        found = torch.zeros(vocab_size, dtype=torch.bool)
+        found[: len(known)] = known > 0
+        return found
 
     def take(self, token: int) -> str:
         """Go on by a token; why it cannot be gone on with then, or nothing."""
@@ -91,7 +96,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """The same for another answer."""
-        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+        return Matcher(self._matcher.deep_copy())
 
     def reset(self) -> None:
         """Begin again."""
@@ -101,11 +106,17 @@ class Matcher:
 class Grammars:
     """Compiles what answers must match. eos: tokens that end an answer. Threads may share it."""
 
-    def __init__(self, reader: PromptReader, vocab_size: int, eos: frozenset[int]) -> None:
-        self._reader, self._vocab_size, self._eos = reader, vocab_size, eos
+    def __init__(self, reader: PromptReader, eos: frozenset[int]) -> None:
+        self._reader, self._eos = reader, eos
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
         self._last: tuple[str, Matcher] | None = None  # a grammar, and what came of it
+
+    def warm(self) -> None:
+        """Have what grammars need take its memory now, where it can be had."""
+        with suppress(QoffError):  # whoever asks for one hears of it
+            self.matcher(StructuredOutputs(json_object=True))
+        return_freed()  # reading the tokenizer takes three times as much
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """Raises ArgumentError for what is none, or too complex; QoffError without llguidance."""
@@ -136,7 +147,7 @@ class Grammars:
                 found.compute_bitmask()  # the first takes longest: not in a round
             if found.is_error():
                 raise ArgumentError(f"{_WRONG}: {_line(found.get_error())}")
-        matcher = Matcher(found, self._vocab_size)
+        matcher = Matcher(found)
         self._last = grammar, matcher.copy()
         return matcher
 
@@ -151,7 +162,7 @@ class Grammars:
 
                 self._tokens = from_tokenizer(
                     tokenizer,
-                    n_vocab=max(self._vocab_size, len(tokenizer)),
+                    n_vocab=1 + max(max(self._eos), max(tokenizer.get_vocab().values())),
                     eos_token=sorted(self._eos),
                 )
             return self._tokens

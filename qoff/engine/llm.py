@@ -43,6 +43,7 @@ from .admission import Admission
 from .answers import completion, default_params, end_tokens
 from .calls import Call, Vectors
 from .executor import CpuExecutor, Executor
+from .grammar import Grammars
 from .opened import Source
 from .pooling import Embedding, PoolingParams, complete
 from .prompts import Prompt, PromptReader, conversations, prompt_list
@@ -88,6 +89,7 @@ class LLM:
         _instrumentation: Instrumentation = PLAIN,
         _plain: Plan | None = None,  # in place of `Plan()`, where nothing is given and it fits
         _bind: bool = False,  # to what is free, where the plan has no bounds and does not fit
+        _grammars: bool = False,  # anybody may ask for one, so they take their memory before a plan
         _share: float = 1.0,  # of main memory that is free, where other processes have the rest
     ) -> None:
         if not isinstance(path, str | PathLike):
@@ -129,8 +131,12 @@ class LLM:
         if has_tokenizer(found):
             self.tokenizer = load_tokenizer(found, trust_remote_code)
         self._reader = PromptReader(self.tokenizer)
+        ends = end_tokens(checkpoint)
+        grammars = Grammars(self._reader, ends)
         if left_by_limits() is not None:
             self._reader.warm()
+            if _grammars:
+                grammars.warm()
         if chosen:  # of what is free beside the tokenizer
             plan = default_plan(checkpoint, where, hidden, _share, _plain)
         elif _bind and plan.device_memory is None:
@@ -179,7 +185,8 @@ class LLM:
             plan,
             executor.limits,
             self._reader,
-            end_tokens(checkpoint),
+            grammars,
+            ends,
             executor.whole_prompts,
             self.adapters,
         )

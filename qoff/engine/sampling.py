@@ -151,7 +151,7 @@ class Sampler:
         for i in processed:
             logits[i, :size] = processed_by(rows[i].sequence, logits[i, :size])
         for i, grammar in matched:
-            logits[i, :size].masked_fill_(self._there(~grammar.allowed()), -torch.inf)
+            logits[i, :size].masked_fill_(self._there(~grammar.allowed(size)), -torch.inf)
         if on_cpu:
             tokens = self._compiled(logits[:, :size].unbind(), rows)
         elif params[0].temperature == 0:

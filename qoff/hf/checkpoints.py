@@ -88,8 +88,12 @@ def find_checkpoint(
                     progress=progress,
                     trust_remote_code=trust_remote_code,
                 )
-        except ConversionError:
+        except ConversionError as error:
             if not is_checkpoint(target):  # it is one when another process was faster
+                if str(error).startswith(f"{target}: ") and isinstance(error.__cause__, OSError):
+                    raise ConversionError(
+                        f"{error}: QOFF_CACHE or cache_dir (--cache-dir) names another folder"
+                    ) from error
                 raise
     return target
 

@@ -295,6 +295,23 @@ def test_output_that_cannot_be_written_is_one_line(line: str, unbuffered: str) -
     assert done.returncode == 1
 
 
+def test_standard_streams_may_be_closed() -> None:
+    program = (
+        "import contextlib, sys; from qoff.cli.main import app\n"
+        "with contextlib.suppress(SystemExit): app(['--version'])\n"
+        "sys.stderr.write(repr(sys.stdin.read()))"
+    )
+    done = subprocess.run(
+        f"exec '{sys.executable}' -c \"{program}\" <&- >&-",
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.stderr, done.returncode) == ("''", 0)
+
+
 def test_completion_can_be_installed() -> None:
     assert "--install-completion" in succeed("--help")
 

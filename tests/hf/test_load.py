@@ -21,6 +21,7 @@ from qoff.errors import (
     ArgumentError,
     BudgetError,
     ClosedError,
+    ConversionError,
     FormatError,
     OpError,
     QoffError,
@@ -85,6 +86,12 @@ def test_a_changed_source_is_converted_again(
     assert first != second
     assert len(conversions) == 2
     assert json.loads((second / "config.json").read_text())["rms_norm_eps"] == 1e-3
+
+
+def test_a_cache_that_cannot_be_written_can_be_moved(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConversionError, match=r"cannot be written .*QOFF_CACHE or cache_dir"):
+        find_checkpoint(source, quant=QUANT, cache_dir=tmp_path / "file")
 
 
 def test_the_cache_directory_is_an_environment_variable(

@@ -82,7 +82,7 @@ def test_references_in_parameters_are_within_these(llm: LLM, count: int) -> None
     calls = Calls(tools, must=True, named=False, one_only=False)
     assert llm.tokenizer is not None
     reader: Any = SimpleNamespace(tokenizer=llm.tokenizer)
-    grammars = Grammars(reader, len(llm.tokenizer), frozenset({2}))
+    grammars = Grammars(reader, frozenset({2}))
     for text, right in (
         ('{"name":"house","arguments":{"street":{"streets":[{"streets":[]}]}}}', True),
         ('{"name":"house","arguments":{"street":1}}', False),

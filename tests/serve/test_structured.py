@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
 from qoff.engine import LLM, SamplingParams, StructuredOutputs
+from qoff.engine.grammar import Grammars
 from qoff.errors import ArgumentError
+from qoff.plan import Plan
 
 from .conftest import MODEL, Running
 
@@ -113,6 +116,27 @@ def test_prompts_share_a_grammar(llm: LLM) -> None:
     found += [one.text for one in llm.generate([[5], [6, 7], [8]], params)]
     assert found == ["xxxxy"] * 4
     assert grammars._last is read is not None
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_grammars_take_is_there_before_a_limit_is_measured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    done, known = list[str](), Grammars._known
+
+    def within(plan: Plan, *_: object) -> Plan:
+        done.append("measured")
+        return plan
+
+    def reading(grammars: Grammars) -> Any:
+        done.append("read")
+        return known(grammars)
+
+    monkeypatch.setattr("qoff.engine.llm.left_by_limits", lambda: 1 << 40)
+    monkeypatch.setattr("qoff.engine.llm.plan_within_limit", within)
+    monkeypatch.setattr(Grammars, "_known", reading)
+    with LLM(checkpoint, Plan(batch_size=1, context=64), device="cpu", _grammars=asked):
+        assert done == (["read", "measured"] if asked else ["measured"])
 
 
 def test_what_goes_against_it_is_refused(served: Running) -> None:
