@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape, QueryScale
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kvcache import CachePass, DeviceCache, KVPlacement
+from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, offloaded_blocks
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.device.write_back import WriteBackBuffer, WriteBackQueue
 from qoff.kvcache.groups import one_group
 from qoff.kvcache.store.base import GrowingBlocks
@@ -40,6 +42,7 @@ triton_ops = triton_module("ops")
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)
+SCALED = HeadShape(2, 1, 64, 0.125, query_scale=QueryScale(0.5, 32))
 FORMS = (KVFormat(64), KVFormat(64, 3, 2), KVFormat(64, k_bits=8))
 HALF, NONE = KVPlacement(0.5, 0.5), KVPlacement(0, 1)
 
@@ -83,10 +86,12 @@ class Pair:
         dtype: torch.dtype = torch.float16,
         offloaded: TieredBlocks | None = None,
         forms: Sequence[KVFormat] = FORMS[:1],
+        steady: bool = False,
     ) -> None:
         self.shape, self.dtype, self.forms = shape, dtype, forms
         shapes = [shape] * len(forms)
-        options = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
+        options: dict[str, Any] = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
+        options["steady"] = steady
         self.resident = DeviceCache(shapes, forms, sequences, **options)
         self.offloaded = offloaded or in_host_memory(forms, placement)
         records = [(BLOCKS, 1, form.nbytes) for form in forms]
@@ -139,10 +144,17 @@ class Pair:
         return [torch.randn(tokens, self.shape.qkv_width).to(GPU, self.dtype) for _ in self.forms]
 
     def same(
-        self, layer: int, qkv: Tensor, ragged: Ragged, resident: CachePass, hybrid: CachePass
+        self,
+        layer: int,
+        qkv: Tensor,
+        ragged: Ragged,
+        resident: DeviceCachePass,
+        hybrid: DeviceCachePass,
     ) -> None:
         """One layer of a pass of both caches."""
         hybrid.prefetch(layer)
+        more = resident.rows - len(qkv)  # in slots without new tokens
+        qkv = torch.nn.functional.pad(qkv, (0, 0, 0, more), value=1.0)
         expected, found = (
             triton_ops.attention(qkv, self.shape, step.open(layer), ragged)
             for step in (resident, hybrid)
@@ -150,7 +162,8 @@ class Pair:
         assert hybrid.open(layer) is hybrid.open(layer)
         for step in (resident, hybrid):
             step.close(layer)
-        assert_close(found.cpu(), expected.cpu(), tolerance=PACKED_ATTENTION)
+        same = slice(ragged.tokens)
+        assert_close(found[same].cpu(), expected[same].cpu(), tolerance=PACKED_ATTENTION)
 
     def check(self) -> None:
         """The same tokens, in the same records."""
@@ -318,3 +331,11 @@ def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     assert (layers[1][2] == 1).all()
     assert (layers[1][0] == 4).all()
     assert torch.equal(layers[0][:3], before[0][:3])
+
+
+def test_steps_that_are_recorded_have_rows_without_tokens() -> None:
+    """Three of five sequences are four rows. Queries are scaled once, wherever keys lie."""
+    pair = Pair(5, shape=SCALED, steady=True)
+    pair.forward([130, 64, 1, 70, 1])
+    pair.forward([1, 1, 1], [0, 1, 3])
+    assert pair.offloaded_tokens == [128, 64, 0, 64, 0]

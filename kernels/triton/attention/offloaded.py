@@ -16,12 +16,13 @@ from .merge import merge, merge_bytes
 class OffloadedAttention:
     """One layer of one pass: queries go to the host when it is made, results come back in `join`.
 
-    query: float16 or bfloat16 [M, heads, D], rotated, in the order of the rows of `offloaded`,
-    whose pools and tables are in host memory.
+    query: float16 or bfloat16 [M, heads, D], rotated. The first rows are those of `offloaded`,
+    whose pools and tables are in host memory; others have no meaning.
     """
 
     def __init__(self, query: Tensor, offloaded: Sequence[PackedTokens], shape: HeadShape) -> None:
         self._offloaded, self._shape = offloaded, shape
+        query = query[: offloaded[0].table.ragged.tokens]
         self._query = torch.empty(query.shape, dtype=query.dtype, pin_memory=query.is_cuda)
         self._query.copy_(query, non_blocking=True)
         self._arrived = _mark(query)
@@ -33,11 +34,17 @@ class OffloadedAttention:
         blocks of a form that the CPU does not attend to.
         """
         found, found_lse = self._attend()
-        outs, lses = attended.new_empty(2, *attended.shape), lse.new_empty(2, *lse.shape)
-        for both, resident, offloaded in ((outs, attended, found), (lses, lse, found_lse)):
+        rows = len(self._query)
+        near, near_lse = attended[:rows], lse[:rows]
+        outs, lses = near.new_empty(2, *near.shape), lse.new_empty(2, *near_lse.shape)
+        for both, resident, offloaded in ((outs, near, found), (lses, near_lse, found_lse)):
             both[0].copy_(resident)
             both[1].copy_(offloaded.view(resident.shape), non_blocking=True)
-        return merge(outs, lses)[0]
+        merged = merge(outs, lses)[0]
+        if rows == len(attended):
+            return merged
+        near.copy_(merged)
+        return attended
 
     def _attend(self) -> tuple[Tensor, Tensor]:
         """Output [M, heads * D] in the queries' dtype and log-sum-exp [M, heads], on the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -50,6 +51,7 @@ def attend_to_heads(
         value = rotate_values(value) if cache.values_rotated else value
     if shape.query_scale is not None:
         query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
+        shape = replace(shape, query_scale=None)
     offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
     attend = _attend_wide if wide else _decode if step.max_rows == 1 else _prefill
     new = NewTokens(key, value, kept=not shape.appends)
