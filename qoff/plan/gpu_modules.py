@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.processor import pool_threads
 from qoff.kernels.triton.attention.offloaded import host_bytes, joined_bytes
+from qoff.kernels.triton.attention.select_blocks import select_bytes
 from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.store.placement import DEVICE, HOST
@@ -14,7 +16,7 @@ from qoff.kvcache.store.plan import BlockPlans
 from qoff.models.modules.decoder import ModuleDecoder
 from qoff.models.native.scratch import packed_bytes
 
-from .gpu import attends_on_host, device_block_plans
+from .gpu import attends_on_host, device_block_plans, lists_bytes
 from .manual import Memory, Plan
 from .modules import purposes
 
@@ -41,7 +43,9 @@ def memory_of_modules_on_gpu(
     on_device, on_host = 2 * plan.batches * len(blocks.groups) * tables, 0
     if attends_on_host(plan):
         on_device += max(joined_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
+        on_device += max(_ranked_bytes(plan, shape) for shape in shapes)
         on_host = max(host_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
+        on_host += max(lists_bytes(plan, shape) for shape in shapes)
         passes, threads = plan.passes(decoder.vocab_size), pool_threads()
         on_host += max(
             packed_bytes(form, shape.heads, passes, threads)
@@ -50,3 +54,9 @@ def memory_of_modules_on_gpu(
     found[DEVICE]["working space"] += on_device
     found[HOST]["working space"] += on_host
     return Memory(BlockPlans(), found, blocks)
+
+
+def _ranked_bytes(plan: Plan, shape: HeadShape) -> int:
+    """Bytes of the device that a choice takes where some of the blocks are offloaded."""
+    blocks, top = plan.blocks_per_sequence, plan.kv.attention_top
+    return select_bytes(plan.batch_size, shape.kv_heads, blocks, top, offloaded=True)

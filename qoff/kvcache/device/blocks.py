@@ -53,7 +53,8 @@ class DeviceBlocks(Blocks):
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes + (0 if self.offloaded is None else self.offloaded.nbytes)
+        bounds = 0 if self.bounds is None else sum(x.nbytes for x in self.bounds.layers)
+        return self.pool.nbytes + bounds + (0 if self.offloaded is None else self.offloaded.nbytes)
 
     def bytes_for(self, blocks: int) -> int:
         return self.nbytes - self.pool.nbytes + self.pool.bytes_for(blocks)
