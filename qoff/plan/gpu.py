@@ -45,7 +45,8 @@ def check_gpu_plan(plan: Plan) -> None:
         for text, there in (
             ("sink tokens (use sinks=0)", kv.sinks > 0),
             (
-                "attention to a part of offloaded blocks but by the CPU (use cpu_attention='auto')",
+                "cpu_attention='never' with attention to a part of offloaded blocks (use 'auto', "
+                "or attention_top=1)",
                 kv.attention_top < 1 and offloads and not plan.attends_on_cpu,
             ),
         )

@@ -401,7 +401,7 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
         ({"kv": KVQuant(sinks=16)}, "on a GPU: sink tokens"),
         (
             {"kv": SPARSE, "kv_placement": THIRDS, "cpu_attention": "never"},
-            r"offloaded blocks but by the CPU \(use cpu_attention='auto'",
+            r"'never' with attention to a part of offloaded blocks \(use 'auto'",
         ),
         ({"activation_bits": 8}, "no 8-bit activations"),
         (
@@ -410,7 +410,7 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
                 "kv_placement": THIRDS,
                 "cpu_attention": "never",
             },
-            "sink tokens.*; attention to a part",
+            "sink tokens.*; cpu_attention='never' with",
         ),
     ],
 )
