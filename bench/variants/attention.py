@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -101,13 +102,14 @@ def _merged(capability: int) -> Iterator[Variant]:
 
 def _chosen(capability: int) -> Iterator[Variant]:
     """The choice of blocks: bounds for each head size with the default form, types and groups in
-    turn, and other codes; with windows and without."""
+    turn, and other codes; with windows, with blocks in host memory, and without."""
     types, groups = float_types(capability), (4, 1, 8, 16)
     forms = (*map(KVFormat, _WHOLE), KVFormat(128, 3, 2), KVFormat(128, k_bits=8))
     for i, form in enumerate(forms):
         dtype, group = types[i % len(types)], groups[i % len(groups)]
         shape = _shape(form, group, window=100 * BLOCK_TOKENS if i % 3 == 1 else None)
-        cache = replace(cache_of(form, dtype, _SEQUENCES), top=0.6)
+        older = i % 2 == 1
+        cache = replace(cache_of(form, dtype, _SEQUENCES, older=older), top=0.6)
         if i == 0:  # of which a program has not all keys at a time
             table = empty(torch.int32, _SEQUENCES, _LONG)
             step = replace(cache.step, max_packed=_LONG * BLOCK_TOKENS, table=table)
@@ -116,7 +118,7 @@ def _chosen(capability: int) -> Iterator[Variant]:
         k = empty(DTYPES[dtype], _SEQUENCES, _KV_HEADS, form.head_dim)
         new = _new_tokens(k, form, normed=i % 2 == 0)
         launch = partial(select_blocks, q, cache, shape, new)
-        name = f"{dtype}-{_kind(form)}-group{group}{'-window' * (i % 3 == 1)}"
+        name = f"{dtype}-{_kind(form)}-group{group}{'-window' * (i % 3 == 1)}{'-older' * older}"
         yield Variant("decode_attention", f"bounds-{name}", "block_bounds_kernel", launch)
         if i < 2:
             yield Variant("decode_attention", f"select-{name}", "select_blocks_kernel", launch)
@@ -125,12 +127,13 @@ def _chosen(capability: int) -> Iterator[Variant]:
 def _decode(capability: int) -> Iterator[Variant]:
     """Each form with groups of 4 queries; groups of other sizes, larger ones with norms of heads,
     and bfloat16 with the default form; chosen blocks with each head size, one of them with a
-    window; the extras together, with tokens that are in the ring. But Turing's head size 256 and
-    groups over 8, which spill registers."""
+    window, two with blocks in host memory; the extras together, with tokens that are in the ring.
+    But Turing's head size 256 and groups over 8, which spill registers."""
     for head_dim in _WHOLE:
         if capability >= 80 or head_dim <= 128:
             window = 100 * BLOCK_TOKENS if head_dim == 64 else None
-            yield _attention("decode", capability, "fp16", KVFormat(head_dim), top=0.6, seen=window)
+            how: dict[str, Any] = {"top": 0.6, "seen": window, "older": head_dim in (64, 128)}
+            yield _attention("decode", capability, "fp16", KVFormat(head_dim), **how)
     for form in (
         *map(KVFormat, _WHOLE),
         KVFormat(64, 2, 3),
@@ -184,14 +187,15 @@ def _attention(
     extras: bool = False,
     top: float = 1.0,
     seen: int | None = None,
+    older: bool = False,
 ) -> Variant:
     """extras: soft cap, window (of prefill a chunk), sinks and a first block. top: see
-    `DeviceLayerCache`. seen: a window."""
+    `DeviceLayerCache`. seen: a window. older: a first block, too."""
     window = 100 if extras else seen
     shape = _shape(form, group, window, 30.0 if extras else 0.0, chunked=kind == "prefill")
     decode = kind == "decode"
     tokens = _SEQUENCES if decode else rows
-    cache = replace(cache_of(form, dtype, tokens, older=extras), top=top)
+    cache = replace(cache_of(form, dtype, tokens, older=extras or older), top=top)
     q = empty(DTYPES[dtype], tokens, shape.heads, form.head_dim)
     k = empty(DTYPES[dtype], tokens, _KV_HEADS, form.head_dim)
     sinks = empty(torch.float32, shape.heads) if extras else None
@@ -201,7 +205,7 @@ def _attention(
     else:
         launch = partial(prefill_attention, q, k, k, cache, shape, sinks)
     name = f"{kind}-{dtype}-{_kind(form)}-group{group}{'-extras' * extras}"
-    name += f"{'-sparse' * (top < 1)}{'-window' * (seen is not None)}"
+    name += f"{'-sparse' * (top < 1)}{'-window' * (seen is not None)}{'-older' * older}"
     name += "-from-scratch" if kind == "prefill" and rows == _MANY else ""
     kernel = "scratch_kernel" if kind == "scratch" else f"{kind}_attention_kernel"
     op = "decode_attention" if decode else "prefill_attention"
@@ -264,7 +268,9 @@ def cache_of(
     heads = 1 if form.latent else _KV_HEADS
     recent = empty(DTYPES[dtype], _SEQUENCES, BLOCK_TOKENS, heads, form.head_dim)
     pool = empty(torch.uint8, 9, heads, form.nbytes)
-    return DeviceLayerCache(form, pool, recent, recent[..., : form.own_value_dim], step)
+    cache = DeviceLayerCache(form, pool, recent, recent[..., : form.own_value_dim], step)
+    bounds = empty(torch.uint8, 9, heads, form.bound_bytes) if older else None
+    return replace(cache, bounds=bounds)
 
 
 def _kind(form: KVFormat) -> str:

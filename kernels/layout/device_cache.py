@@ -35,8 +35,8 @@ class PassTables:
     length: Tensor  # int32 [S], tokens with the new ones
     packed: Tensor  # int32 [S], tokens in blocks before the pass
     after: Tensor  # int32 [S], tokens in blocks after it
-    # int32 [S, columns]: the block of tokens 64 i and on, from `resident_from` on, the new blocks
-    # too; from `packed` to `offloaded_until` the place in the write-back buffer.
+    # int32 [S, columns]: the block of tokens 64 i and on, the new blocks too: -1 - n for block n
+    # before `resident_from`; from `packed` to `offloaded_until` the place in the write-back buffer.
     table: Tensor
     positions: Tensor  # int32 or int64 [M], of each row
     max_rows: int  # of a sequence; 1 for decode
@@ -48,6 +48,9 @@ class PassTables:
     resident_from: Tensor | None = None  # int32 [S], multiples of 64; None: 0
     offloaded_until: Tensor | None = None  # int32 [S], at least `packed`; None: no write-back
     max_offloaded_blocks: int = 0  # new ones of a sequence to be written back
+    max_ranked: int | None = (
+        None  # at least `packed` of each; None: `max_packed`, none is elsewhere
+    )
     # int32 [2, n]: `start`, `length`, `positions`, and how much larger they are in the next step.
     counters: Tensor | None = None
 
@@ -106,6 +109,9 @@ class DeviceLayerCache:
     values_rotated: bool = False  # V of its own in blocks and ring: `rotation.rotate_values`
     lent: LentTokens | None = None  # never where each sequence has one new token at most
     top: float = 1.0  # fraction of a sequence's blocks that a single new token attends to
+    # uint8 [blocks in host memory, kv_heads, form.bound_bytes]: their K's scales and minima, by
+    # which a part of them is chosen.
+    bounds: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_top(self.top)
@@ -123,6 +129,9 @@ class DeviceLayerCache:
             require(name, pool, (torch.uint8,), records, device)
             if pool.storage_offset() % 16:
                 raise OpError(f"{name} must start at a multiple of 16 bytes of its storage")
+        if self.bounds is not None:
+            bounds = ("blocks", recent.shape[2], self.form.bound_bytes)
+            require("bounds", self.bounds, (torch.uint8,), bounds, device)
 
     def check_queries(self, query: Tensor, shape: HeadShape, sinks: Tensor | None) -> None:
         """Raise OpError unless `query` [rows, heads, D] and `sinks` [heads] fit cache and shape."""

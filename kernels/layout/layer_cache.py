@@ -125,7 +125,9 @@ class PackedTokens:
     form: KVFormat
     pool: Tensor  # uint8 [blocks, kv_heads, form.nbytes], each block contiguous
     table: BlockTable
-    bounds: Bounds | None = None  # None: all blocks are in the pool
+    bounds: Bounds | None = None  # None: all blocks are in the pool, or come by `bring`
+    # As `Bounds.bring`, where a GPU chooses: by bounds that it has.
+    bring: Callable[[Tensor, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)

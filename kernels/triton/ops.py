@@ -227,4 +227,5 @@ def attention_bytes(
     if shape.latent:
         return joined + latents_bytes(tokens, blocks, shape, form, dtype, device, offloaded)
     several = tokens, sequences, blocks
-    return joined + heads_bytes(*several, shape, form, dtype, device, values_rotated, top)
+    how = values_rotated, top, offloaded
+    return joined + heads_bytes(*several, shape, form, dtype, device, *how)

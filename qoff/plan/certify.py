@@ -120,10 +120,10 @@ class Certifier:
         """Of weights on the device."""
         return "split32" if self.cost.machine.on_gpu else "rows16"
 
-    @property
-    def kv_stays(self) -> bool:
-        """Whether all of the KV cache is on the device, as `check_gpu_plan` asks for."""
-        return self.cost.machine.on_gpu and self.template.kv.attention_top < 1
+    def kv_stays(self, c: Choices) -> bool:
+        """Whether all of the KV cache is on the device, as `check_gpu_plan` asks of one element."""
+        sparse = self.cost.machine.on_gpu and self.template.kv.attention_top < 1
+        return sparse and not c.attends_on_cpu[0]
 
     def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
         """What a plan takes beside the weights."""
@@ -166,7 +166,7 @@ class Certifier:
             activations=_NEAREST[int(c.activations[0])],
             token_s=self.cost.workload.token_s,
         )
-        return _placed(plan, 0.0, 0.0) if self.kv_stays else _placed(plan, host, disk)
+        return _placed(plan, 0.0, 0.0) if self.kv_stays(c) else _placed(plan, host, disk)
 
     def certify(self, c: Choices, host: float, disk: float) -> Certified | None:
         """The plan of one element of `c`, its KV cache moved off the device as far as it must be.
@@ -182,7 +182,7 @@ class Certifier:
             split = plan.kv_placement.split(blocks)
             on_host, off = split[HOST], blocks - split[DEVICE]
             step = max(1, (split[DEVICE] if found == DEVICE else on_host) // 8)
-            if self.kv_stays:
+            if self.kv_stays(c):
                 return None
             if found == DEVICE and split[DEVICE]:
                 off = min(blocks, off + step)  # they go where the others are

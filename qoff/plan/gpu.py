@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import kept_blocks
 from qoff.kernels.processor import pool_threads
-from qoff.kernels.triton.attention.offloaded import host_bytes
+from qoff.kernels.triton.attention.offloaded import chosen_bytes, host_bytes
 from qoff.kernels.triton.delta.op import delta_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
@@ -43,9 +45,9 @@ def check_gpu_plan(plan: Plan) -> None:
         for text, there in (
             ("sink tokens (use sinks=0)", kv.sinks > 0),
             (
-                "attention to a part of the blocks where some of them are offloaded (use "
-                "kv_placement=KVPlacement(), or attention_top=1)",
-                kv.attention_top < 1 and offloads,
+                "cpu_attention='never' with attention to a part of offloaded blocks (use 'auto', "
+                "or attention_top=1)",
+                kv.attention_top < 1 and offloads and not plan.attends_on_cpu,
             ),
         )
         if there
@@ -110,15 +112,23 @@ def device_block_plans(
     """Sizes of the packed KV cache of all sequences, and of what it passes through."""
     found = list[tuple[LayerGroup, DeviceBlockPlan]]()
     for group in plan.layer_groups(shapes, on_gpu=True):
-        records = tuple(shapes[layer].kv_heads * forms[layer].nbytes for layer in group.layers)
-        of = _windowed_plan if group.reach else _whole_plan
-        found.append((group, of(plan, group, records)))
+        kinds = [(shapes[layer].kv_heads, forms[layer]) for layer in group.layers]
+        found.append(
+            (group, _windowed_plan(plan, group, kinds) if group.reach else _whole_plan(plan, kinds))
+        )
     return DeviceBlockPlans(tuple(found))
 
 
-def _windowed_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> DeviceBlockPlan:
+_Kinds: TypeAlias = Sequence[tuple[int, KVFormat]]  # KV heads and form of each layer of a group
+
+
+def _records(kinds: _Kinds) -> tuple[int, ...]:
+    return tuple(heads * form.nbytes for heads, form in kinds)
+
+
+def _windowed_plan(plan: Plan, group: LayerGroup, kinds: _Kinds) -> DeviceBlockPlan:
     """Of layers that free blocks, which are on the device."""
-    size = plan.batch_size
+    size, records = plan.batch_size, _records(kinds)
     each = group.blocks_at_once(plan.context, plan.kv.window)
     # A pass that decodes has a spare block (see `DeviceCachePass`), and one beside it that reads.
     made = 2 + group.made_at_once(plan.pass_tokens, size, plan.kv.window, plan.context)
@@ -128,17 +138,19 @@ def _windowed_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> D
     return DeviceBlockPlan(resident=plan.batches * most, offloaded=nowhere)
 
 
-def _whole_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> DeviceBlockPlan:
+def _whole_plan(plan: Plan, kinds: _Kinds) -> DeviceBlockPlan:
     """Of layers that keep all blocks."""
+    chooses = kinds if plan.kv.attention_top < 1 else ()
     one = plan.kv_placement.capacity(plan.blocks_per_sequence)
     size, sequences = plan.batch_size, plan.batches * plan.batch_size
     offloaded_each = one[HOST] + one[DISK]
     offloaded = BlockPlan(
-        records,
+        _records(kinds),
         {DEVICE: 0, HOST: one[HOST] * sequences, DISK: one[DISK] * sequences},
         sequences,
         size * one[DISK] if plan.attends_on_cpu else 0,
         True,
+        choice_bytes=sum(heads for heads, _ in chooses),
     )
     staged_sequences = 0
     if not plan.attends_on_cpu:
@@ -156,6 +168,7 @@ def _whole_plan(plan: Plan, group: LayerGroup, records: tuple[int, ...]) -> Devi
         prefetched=staged_sequences * offloaded_each,
         prefetched_from_disk=staged_sequences * one[DISK],
         write_back=min(new, size * offloaded_each),
+        bound_bytes=tuple(heads * form.bound_bytes for heads, form in chooses),
     )
 
 
@@ -233,6 +246,14 @@ def _fixed_bytes(rows: int, spec: DecoderSpec, dtype: torch.dtype) -> int:
     return 2 * rows * (8 + values + 8 * MOST)
 
 
+def _lists_bytes(plan: Plan, shape: HeadShape) -> int:
+    """Bytes of host memory of the blocks that a GPU has chosen for the CPU to attend to."""
+    if plan.kv.attention_top == 1:
+        return 0
+    kept = kept_blocks(plan.kv.attention_top, plan.blocks_per_sequence)
+    return chosen_bytes(plan.batch_size, shape.kv_heads, kept)
+
+
 def attends_on_host(plan: Plan) -> bool:
     """Whether some blocks are attended on the CPU."""
     return plan.attends_on_cpu and plan.kv_placement.device_fraction < 1
@@ -241,10 +262,11 @@ def attends_on_host(plan: Plan) -> bool:
 def attention_bytes_on_host(
     plan: Plan, kinds: Collection[tuple[HeadShape, KVFormat]], dtype: torch.dtype, vocab: int
 ) -> int:
-    """Queries and results of such attention, in `dtype`, and what the CPU works in.
+    """Queries, results and lists of such attention, in `dtype`, and what the CPU works in.
 
     kinds: attention and form of a block, of each kind of layer.
     """
     moved = max(host_bytes(plan.pass_tokens, shape, dtype) for shape, _ in kinds)
+    moved += max(_lists_bytes(plan, shape) for shape, _ in kinds)
     passes, threads = plan.passes(vocab), pool_threads()
     return moved + max(packed_bytes(form, shape.heads, passes, threads) for shape, form in kinds)

@@ -22,7 +22,6 @@ from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.slots import PADDING
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, KVPlacement, Tier
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
-from qoff.kvcache.store.sparse import BlockBounds
 from qoff.memory.activations import ActivationStore
 from qoff.models.forward_pass import WAVE_PAIRS, LayerWorkspace
 from qoff.models.native.pass_bytes import logits_bytes, recorded_bytes
@@ -174,16 +173,16 @@ class Plan:
         sequences = self.batches * size
         moved = one[DISK] if self.attends_on_cpu else one[DISK] + one[HOST]
         kinds = [(shapes[layer].kv_heads, forms[layer]) for layer in group.layers]
+        chooses = self.kv.attention_top < 1
         return BlockPlan(
             tuple(heads * form.nbytes for heads, form in kinds),
             {tier: count * sequences + more[tier] for tier, count in one.items()},
             sequences,
             size * moved,
             self.attends_on_cpu,
-            tuple(BlockBounds.nbytes(form, heads, 1) for heads, form in kinds)
-            if self.kv.attention_top < 1
-            else (),
-            most if group.reach else 0,
+            choice_bytes=sum(heads for heads, _ in kinds) if chooses else 0,
+            bound_bytes=tuple(heads * form.bound_bytes for heads, form in kinds) if chooses else (),
+            lap=most if group.reach else 0,
         )
 
     @property

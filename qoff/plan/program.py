@@ -50,7 +50,7 @@ def program(
     if mixed or near.total(DEVICE) + slots > usable[DEVICE]:
         slots = 0.0  # they stream in tiles, or experts alone do
     rows: list[list[float]] = [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]]
-    limits: list[float] = [1.0, 0.0 if certifier.kv_stays else 1.0]
+    limits: list[float] = [1.0, 0.0 if certifier.kv_stays(one) else 1.0]
     staged = STAGING * weights * (1 - mixed) / cost.units if machine.on_gpu else 0.0
     streams: dict[str, list[float]] = {
         DEVICE: [slots - weights, slots - weights],

@@ -210,7 +210,7 @@ def test_steps_are_replayed_with_the_same_answers(
 def test_attention_to_a_part_of_the_blocks(
     checkpoint: Path, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same answers alone, in batches, and by steps that are replayed."""
+    """The same answers alone, in batches, by steps that are replayed, and wherever blocks lie."""
     chosen: list[int] = []
     decode = triton_module("attention.decode")
     select = decode.select_blocks
@@ -233,6 +233,10 @@ def test_attention_to_a_part_of_the_blocks(
         assert [r.token_ids for r in answers(llm)] == expected
     if not ON_GPU:
         assert max(chosen) == 1  # of at most 3 blocks
+    for placement in (THIRDS, KVPlacement(0, 1), KVPlacement(0, 0)):
+        with LLM(checkpoint, replace(together, kv_placement=placement), **where) as llm:
+            assert [r.token_ids for r in answers(llm)] == expected
+            assert_nothing_held(llm)
 
 
 def test_where_attention_to_far_blocks_is(
@@ -278,11 +282,16 @@ def test_answers_of_one_prompt_are_forks_of_its_sequence(
     assert [r.token_ids for r in found] == [expected(plan)[0].token_ids] * 2
 
 
-@pytest.mark.parametrize("cpu_attention", ["auto", "always", "never"])
+@pytest.mark.parametrize(
+    ("cpu_attention", "kv"),
+    [("auto", KV), ("always", KV), ("never", KV), ("auto", SPARSE)],
+    ids=["auto", "always", "never", "sparse"],
+)
 def test_the_memory_of_a_plan_is_what_is_allocated(
-    cpu_attention: Any, checkpoint: Path, where: dict[str, Any]
+    cpu_attention: Any, kv: KVQuant, checkpoint: Path, where: dict[str, Any]
 ) -> None:
     plan = replace(PIECES, kv_placement=THIRDS, cpu_attention=cpu_attention, activations="disk")
+    plan = replace(plan, kv=kv)
     with LLM(checkpoint, plan, **where) as llm:
         for tier, arena in llm.arenas.items():
             purposes = llm.memory.purposes[tier]
@@ -299,7 +308,11 @@ def test_the_memory_of_a_plan_is_what_is_allocated(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{"kv_placement": THIRDS}, {"kv": SPARSE}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_placement": THIRDS}, {"kv": SPARSE}, {"kv": SPARSE, "kv_placement": THIRDS}],
+    ids=["offloaded", "sparse", "both"],
+)
 def test_no_more_of_the_gpu_is_taken_than_the_plan_says(
     changes: dict[str, Any], checkpoint: Path
 ) -> None:
@@ -386,11 +399,18 @@ def test_a_copier_that_dies_is_an_error(checkpoint: Path) -> None:
     ("changes", "message"),
     [
         ({"kv": KVQuant(sinks=16)}, "on a GPU: sink tokens"),
-        ({"kv": SPARSE, "kv_placement": THIRDS}, r"offloaded \(use kv_placement=.*attention_top=1"),
+        (
+            {"kv": SPARSE, "kv_placement": THIRDS, "cpu_attention": "never"},
+            r"'never' with attention to a part of offloaded blocks \(use 'auto'",
+        ),
         ({"activation_bits": 8}, "no 8-bit activations"),
         (
-            {"kv": KVQuant(sinks=16, attention_top=0.5), "kv_placement": THIRDS},
-            "sink tokens.*; attention to a part",
+            {
+                "kv": KVQuant(sinks=16, attention_top=0.5),
+                "kv_placement": THIRDS,
+                "cpu_attention": "never",
+            },
+            "sink tokens.*; cpu_attention='never' with",
         ),
     ],
 )

@@ -76,13 +76,15 @@ def test_answers_are_those_of_a_cpu(base: Path, name: str, where: dict[str, Any]
 
 def test_blocks_on_any_tier_change_no_answer(base: Path, where: dict[str, Any]) -> None:
     path = module_checkpoint(base, "jamba-head64", "split32")  # with states beside them
-    with LLM(path, PLAN, **where) as llm:
-        wanted = answers(llm)
-    for attends in ("never", "always"):
-        with LLM(path, replace(THIRDS, cpu_attention=attends), **where) as llm:
-            assert answers(llm) == wanted
-            tiers = llm.memory_by_tier()
-            assert all(tiers[tier]["KV blocks"] > 0 for tier in (DEVICE, HOST, DISK))
+    sparse = replace(KV, attention_top=0.4)
+    for kv, ways in ((KV, ("never", "always")), (sparse, ("auto",))):
+        with LLM(path, replace(PLAN, kv=kv), **where) as llm:
+            wanted = answers(llm)
+        for attends in ways:
+            with LLM(path, replace(THIRDS, kv=kv, cpu_attention=attends), **where) as llm:
+                assert answers(llm) == wanted
+                tiers = llm.memory_by_tier()
+                assert all(tiers[tier]["KV blocks"] > 0 for tier in (DEVICE, HOST, DISK))
 
 
 def test_plans_that_a_gpu_does_not_have_are_refused(base: Path, where: dict[str, Any]) -> None:

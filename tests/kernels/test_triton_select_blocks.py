@@ -51,12 +51,31 @@ def _lists(cache: DeviceLayerCache, q: Tensor, shape: HeadShape) -> list[list[li
     """Which blocks of each sequence are chosen for each KV head, in order."""
     chosen = select_blocks(q, cache, shape)
     assert chosen is not None
+    blocks, counts, far = chosen
+    far = torch.zeros_like(counts) if far is None else far
     found = []
-    for table, blocks, counts in zip(cache.step.table, *chosen, strict=True):
+    for table, *mine in zip(cache.step.table, blocks, counts, far, strict=True):
         place = {block: i for i, block in enumerate(table.tolist())}
-        lists = (some[:n].tolist() for some, n in zip(blocks, counts.tolist(), strict=True))
-        found.append([[place[block] for block in some] for some in lists])
+        lists = zip(*(part.tolist() for part in mine), strict=True)
+        found.append(
+            [[*some[:away], *(place[block] for block in some[away:n])] for some, n, away in lists]
+        )
     return found
+
+
+def _without_oldest(cache: DeviceLayerCache, part: float) -> DeviceLayerCache:
+    """The same with a part of each sequence's blocks in host memory, their bounds alone here."""
+    form, step = cache.form, cache.step
+    bounds = cache.pool[..., form.k_scale : form.v_codes].contiguous()
+    pool, table, older = cache.pool.clone(), step.table.clone(), []
+    for row, packed in zip(table, step.packed.tolist(), strict=True):
+        count = int(part * packed) // 64
+        pool[row[:count].long()] = NAN_BYTE
+        row[:count] = -1 - row[:count]
+        older.append(64 * count)
+    most = max(n - m for n, m in zip(step.packed.tolist(), older, strict=True))
+    how = {"resident_from": ints(older), "max_packed": most, "max_ranked": int(step.packed.max())}
+    return replace(cache, pool=pool, bounds=bounds, step=replace(step, table=table, **how))
 
 
 def _expected(cache: DeviceLayerCache, q: Tensor, shape: HeadShape) -> list[list[list[int]]]:
@@ -81,26 +100,39 @@ def _expected(cache: DeviceLayerCache, q: Tensor, shape: HeadShape) -> list[list
     blocks=st.lists(st.integers(0, 20), min_size=1, max_size=3),
     top=st.sampled_from([0.01, 0.07, 0.25, 0.6, 0.9]),
     window=st.sampled_from([0, 0, 100, 700, -640]),
+    away=st.sampled_from([0.0, 0.3, 1.0]),
 )
 def test_the_choice_is_that_of_the_reference(
-    form: KVFormat, group: int, kv_heads: int, blocks: list[int], top: float, window: int
+    form: KVFormat,
+    group: int,
+    kv_heads: int,
+    blocks: list[int],
+    top: float,
+    window: int,
+    away: float,
 ) -> None:
-    """Of equal bounds the first, whatever the windows, with slots that have no new token."""
+    """Of equal bounds the first, whatever the windows, with slots that have no new token.
+
+    So it is where the oldest blocks are in host memory, whose records the GPU does not have.
+    """
     cache = _cache(form, kv_heads, [(n, 9 * (n > 0)) for n in (*blocks, 21)], top)
     shape = HeadShape(
         group * kv_heads, kv_heads, form.head_dim, 0.1, abs(window) or None, chunked=window < 0
     )
     q = _exact(cache, shape.heads)
+    expected = _expected(cache, q, shape)
+    if away:
+        cache = _without_oldest(cache, away)
     chosen = select_blocks(q, cache, shape)
     if chosen is None:
         most = abs(window) // 64 + 1
         assert window
         assert kept_blocks(top, most) == most
     else:
-        assert _lists(cache, q, shape) == _expected(cache, q, shape)
+        assert _lists(cache, q, shape) == expected
         keys = 4 * (len(blocks) + 1) * kv_heads * (21 if window == 0 else 0)
-        nbytes = keys + sum(part.nbytes for part in chosen)
-        most = select_bytes(len(blocks) + 1, kv_heads, 21, top)
+        nbytes = keys + sum(part.nbytes for part in chosen if part is not None)
+        most = select_bytes(len(blocks) + 1, kv_heads, 21, top, away > 0)
         assert nbytes < most if window else nbytes == most
 
 
@@ -200,7 +232,7 @@ def test_what_there_is_not_is_refused() -> None:
     cache, shape = _cache(KVFormat(64), 1, [(9, 5)], 0.3), HeadShape(1, 1, 64, 0.125)
     q = torch.randn(1, 1, 64).half()
     older = replace(cache, step=replace(cache.step, resident_from=ints([64])))
-    with pytest.raises(OpError, match="needs all of them on the device"):
+    with pytest.raises(OpError, match="needs bounds of those in host memory"):
         decode_attention(q, older, shape)
     with pytest.raises(OpError, match=r"in \(0, 1\], not 0"):
         replace(cache, top=0.0)

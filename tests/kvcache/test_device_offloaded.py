@@ -10,25 +10,28 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.heads import HeadShape, QueryScale
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kvcache import CachePass, DeviceCache, KVPlacement
+from qoff.kvcache import DeviceCache, KVPlacement
 from qoff.kvcache.device.blocks import DeviceBlocks, offloaded_blocks
+from qoff.kvcache.device.cache import DeviceCachePass
 from qoff.kvcache.device.write_back import WriteBackBuffer, WriteBackQueue
 from qoff.kvcache.groups import one_group
 from qoff.kvcache.store.base import GrowingBlocks
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 from qoff.kvcache.store.plan import BlockPlan
 from qoff.kvcache.store.pool import BlockPool
+from qoff.kvcache.store.sparse import BlockBounds
 from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.arena import Arena
+from qoff.memory.arena import PAGE, Arena, round_up
 from qoff.memory.io.copies import Copies
 from qoff.memory.io.disk import DiskReader
 from qoff.memory.io.spill import SpillFile
@@ -37,14 +40,16 @@ from tests.tolerances import PACKED_ATTENTION, assert_close
 from tests.triton_module import triton_module
 
 triton_ops = triton_module("ops")
+kv_append = triton_module("attention.append").kv_append
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE, WINDOWED = HeadShape(2, 1, 64, 0.125), HeadShape(2, 1, 64, 0.125, window=150)
+SCALED = HeadShape(2, 1, 64, 0.125, query_scale=QueryScale(0.5, 32))
 FORMS = (KVFormat(64), KVFormat(64, 3, 2), KVFormat(64, k_bits=8))
 HALF, NONE = KVPlacement(0.5, 0.5), KVPlacement(0, 1)
 
 
-BLOCKS = 32  # enough for every test, on each tier
+BLOCKS = 64  # enough for every test, on each tier
 
 
 def buffers(count: int, nbytes: int) -> list[WriteBackBuffer]:
@@ -70,6 +75,16 @@ def in_host_memory(forms: Sequence[KVFormat], placement: KVPlacement) -> TieredB
         )
 
 
+def bounds_of(forms: Sequence[KVFormat]) -> BlockBounds:
+    """Bounds on the device, which are NaN until a block is made."""
+    nbytes = sum(round_up(BLOCKS * form.bound_bytes, PAGE) for form in forms)
+    arena = Arena(DEVICE, nbytes, lambda n: torch.empty(n, dtype=torch.uint8, device=GPU))
+    bounds = BlockBounds(forms, [1] * len(forms), BLOCKS, arena)
+    for layer in bounds.layers:
+        layer.fill_(0xFF)
+    return bounds
+
+
 class Pair:
     """A hybrid cache and one that keeps all on the device."""
 
@@ -83,10 +98,13 @@ class Pair:
         dtype: torch.dtype = torch.float16,
         offloaded: TieredBlocks | None = None,
         forms: Sequence[KVFormat] = FORMS[:1],
+        top: float = 1.0,
+        steady: bool = False,
     ) -> None:
         self.shape, self.dtype, self.forms = shape, dtype, forms
         shapes = [shape] * len(forms)
-        options = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
+        options: dict[str, Any] = {"window": 0, "capacity": capacity, "device": GPU, "dtype": dtype}
+        options |= {"attention_top": top, "steady": steady}
         self.resident = DeviceCache(shapes, forms, sequences, **options)
         self.offloaded = offloaded or in_host_memory(forms, placement)
         records = [(BLOCKS, 1, form.nbytes) for form in forms]
@@ -95,7 +113,8 @@ class Pair:
             self.offloaded, buffers(2, BLOCKS * max(form.nbytes for form in forms)), POISON
         )
         pool = BlockPool(DEVICE, layers, BLOCKS, poison=True)
-        store = DeviceBlocks(forms, pool, placement, self.offloaded, queue)
+        bounds = bounds_of(forms) if top < 1 else None
+        store = DeviceBlocks(forms, pool, placement, self.offloaded, queue, bounds=bounds)
         self.hybrid = DeviceCache(
             shapes, forms, sequences, **options, stores={one_group(shapes)[0]: store}
         )
@@ -117,13 +136,15 @@ class Pair:
     def forward(self, counts: list[int], slots: list[int] | None = None) -> None:
         slots = list(range(len(counts))) if slots is None else slots
         ragged = self.ragged(counts, slots)
-        qkvs = self.random(ragged.tokens)
+        self.step(ragged, self.random(ragged.tokens))
+        self.check()
+
+    def step(self, ragged: Ragged, qkvs: list[Tensor]) -> None:
         steps = [cache.begin(ragged) for cache in (self.resident, self.hybrid)]
         for layer, qkv in enumerate(qkvs):
             self.same(layer, qkv, ragged, *steps)
         for step in steps:
             step.end()
-        self.check()
 
     def ragged(self, counts: list[int], slots: list[int]) -> Ragged:
         starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
@@ -139,10 +160,17 @@ class Pair:
         return [torch.randn(tokens, self.shape.qkv_width).to(GPU, self.dtype) for _ in self.forms]
 
     def same(
-        self, layer: int, qkv: Tensor, ragged: Ragged, resident: CachePass, hybrid: CachePass
+        self,
+        layer: int,
+        qkv: Tensor,
+        ragged: Ragged,
+        resident: DeviceCachePass,
+        hybrid: DeviceCachePass,
     ) -> None:
         """One layer of a pass of both caches."""
         hybrid.prefetch(layer)
+        more = resident.rows - len(qkv)  # in slots without new tokens
+        qkv = torch.nn.functional.pad(qkv, (0, 0, 0, more), value=1.0)
         expected, found = (
             triton_ops.attention(qkv, self.shape, step.open(layer), ragged)
             for step in (resident, hybrid)
@@ -150,7 +178,8 @@ class Pair:
         assert hybrid.open(layer) is hybrid.open(layer)
         for step in (resident, hybrid):
             step.close(layer)
-        assert_close(found.cpu(), expected.cpu(), tolerance=PACKED_ATTENTION)
+        same = slice(ragged.tokens)
+        assert_close(found[same].cpu(), expected[same].cpu(), tolerance=PACKED_ATTENTION)
 
     def check(self) -> None:
         """The same tokens, in the same records."""
@@ -318,3 +347,74 @@ def test_write_backs_arrive_in_any_order_and_dropped_ones_never() -> None:
     assert (layers[1][2] == 1).all()
     assert (layers[1][0] == 4).all()
     assert torch.equal(layers[0][:3], before[0][:3])
+
+
+def test_steps_that_are_recorded_have_rows_without_tokens() -> None:
+    """Three of five sequences are four rows. Queries are scaled once, wherever keys lie."""
+    pair = Pair(5, shape=SCALED, steady=True)
+    pair.forward([130, 64, 1, 70, 1])
+    pair.forward([1, 1, 1], [0, 1, 3])
+    assert pair.offloaded_tokens == [128, 64, 0, 64, 0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape"), [(HALF, SHAPE), (NONE, SHAPE), (HALF, WINDOWED)], ids=str
+)
+def test_what_is_chosen_does_not_depend_on_where_it_lies(
+    placement: KVPlacement, shape: HeadShape
+) -> None:
+    """Also of forks, and of sequences all of whose blocks are chosen."""
+    pair = Pair(4, placement, shape=shape, top=0.5, capacity=384, steady=True)
+    pair.forward([256, 70, 1, 130])
+    pair.forward([1, 1, 1], [0, 1, 3])
+    pair.both(lambda cache: cache.reset(2))
+    pair.both(lambda cache: cache.fork(0, 2))
+    pair.forward([63, 57, 1, 1])
+    pair.forward([1, 1, 1], [2, 1, 0])
+    assert pair.hybrid.packed == [320, 128, 256, 128]
+
+
+def test_no_more_is_read_than_is_chosen(tmp_path: Path) -> None:
+    """From disk, of blocks whose bounds are on the device, by tokens that change little by little.
+
+    What the CPU reads of them is what comes of the GPU's lists: all else is NaN.
+    """
+    dense = STEPS * FAR * FORMS[0].nbytes
+    assert bytes_read(tmp_path, 1.0) >= dense
+    assert 0.5 * dense <= bytes_read(tmp_path, 0.5) <= 0.52 * dense
+
+
+FAR, STEPS = 50, 8
+
+
+def bytes_read(folder: Path, top: float) -> int:
+    """Bytes of steps of one token over `FAR` blocks, all of which are on disk."""
+    form, placement = FORMS[0], KVPlacement(0, 0)
+    blocks = {DEVICE: 0, HOST: 0, DISK: FAR + 1}
+    plan = BlockPlan((form.nbytes,), blocks, 1, FAR + 1, True, choice_bytes=int(top < 1))
+    tiers = plan.tier_bytes()
+    with (
+        closing(DiskReader()) as reader,
+        closing(Copies()) as copies,
+        closing(SpillFile(folder, tiers[DISK], reader)) as spill,
+    ):
+        arenas = {tier: Arena(tier, tiers[tier]) for tier in (DEVICE, HOST)}
+        hooks = {"instrumentation": POISON}
+        lists = [form], [1], plan, placement, arenas, copies, spill
+        pair = Pair(1, placement, offloaded=TieredBlocks(*lists, **hooks), top=top)
+        prompt = pair.ragged([64 * FAR], [0])
+        (now,) = pair.random(64 * FAR)
+        for cache in (pair.resident, pair.hybrid):
+            step = cache.begin(prompt)
+            _, k, v = now.unflatten(1, (-1, 64)).split([2, 1, 1], dim=1)
+            kv_append(k, v, step.open(0))
+            step.close(0)
+            step.end()
+        pair.check()
+        before = reader.stats.bytes
+        for _ in range(STEPS):
+            now = 0.95 * now[-1:] + 0.3 * torch.randn_like(now[-1:])
+            pair.step(pair.ragged([1], [0]), [now])
+        for arena in arenas.values():
+            arena.close()
+        return reader.stats.bytes - before

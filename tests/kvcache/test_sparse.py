@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache.store.placement import KVPlacement
-from qoff.kvcache.store.sparse import WRONG_GUESSES, BlockBounds, record_runs
+from qoff.kvcache.store.sparse import WRONG_GUESSES, LateChoices, record_runs
 from qoff.memory.arena import Arena
 from qoff.memory.io.disk import DiskReader
 from tests.kvcache.test_tiered import (
@@ -27,7 +26,7 @@ from tests.kvcache.test_tiered import (
     tiered,
 )
 
-FORM, HEADS, BLOCKS = KVFormat(64), 2, 50
+HEADS, BLOCKS = 2, 50
 TOKENS = WINDOW + 64 * BLOCKS  # all packed but for the window, so many tokens deep
 
 
@@ -66,13 +65,13 @@ def test_moves_the_fraction_that_is_attended_to(tmp_path: Path, host: int, top: 
     seed=st.integers(0, 99),
 )
 def test_few_guesses_are_wrong(blocks: int, kept: float, change: float, seed: int) -> None:
-    bounds = new_bounds(blocks)
+    choices = new_choices(blocks)
     numbers, draw = np.arange(blocks), np.random.default_rng(seed)
     chosen = draw.random((blocks, HEADS)) < kept
     wrong = 0
     for token in range(1, 60):
-        guessed = bounds.guess(0, numbers)
-        bounds.note(0, numbers, chosen, guessed)
+        guessed = choices.guess(0, numbers)
+        choices.note(0, numbers, chosen, guessed)
         wrong += np.count_nonzero(guessed & ~chosen)
         assert wrong <= WRONG_GUESSES * token * chosen.size
         chosen = np.where(
@@ -81,21 +80,19 @@ def test_few_guesses_are_wrong(blocks: int, kept: float, change: float, seed: in
 
 
 def test_what_is_chosen_again_and_again_is_read_ahead() -> None:
-    bounds, numbers = new_bounds(200), np.arange(200)
+    choices, numbers = new_choices(200), np.arange(200)
     chosen = np.zeros((200, HEADS), dtype=bool)
     chosen[::3, 0] = chosen[5:9] = True
     for _ in range(40):
-        guessed = bounds.guess(0, numbers)
-        bounds.note(0, numbers, chosen, guessed)
+        guessed = choices.guess(0, numbers)
+        choices.note(0, numbers, chosen, guessed)
     assert (guessed == chosen).all()
-    bounds.keep(0, [0], [torch.zeros(HEADS, FORM.nbytes, dtype=torch.uint8)])  # another block now
-    assert not bounds.guess(0, numbers)[0].any()
+    choices.forget(0, [0])
+    assert not choices.guess(0, numbers)[0].any()
 
 
-def new_bounds(blocks: int) -> BlockBounds:
-    return BlockBounds(
-        [FORM], [HEADS], blocks, Arena("device", BlockBounds.nbytes(FORM, HEADS, blocks))
-    )
+def new_choices(blocks: int) -> LateChoices:
+    return LateChoices([HEADS], blocks, Arena("device", blocks * HEADS))
 
 
 def test_neighbours_are_one_run() -> None:

@@ -27,7 +27,6 @@ from qoff.kvcache.slots import SlotSubset
 from qoff.kvcache.store.base import BlockStore
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from qoff.kvcache.store.plan import RING_SLOTS, BlockPlan
-from qoff.kvcache.store.sparse import BlockBounds
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import PAGE, Arena
 from qoff.memory.io.copies import Copies
@@ -68,9 +67,10 @@ def plan_of(
     far = one[DISK] if attends_on_host else one[DISK] + one[HOST]
     records = tuple(h * form.nbytes for h, form in zip(HEADS, FORMS, strict=True))
     blocks = {tier: n * sequences for tier, n in one.items()}
-    bounds = tuple(BlockBounds.nbytes(form, h, 1) for h, form in zip(HEADS, FORMS, strict=True))
+    bounds = tuple(h * form.bound_bytes for h, form in zip(HEADS, FORMS, strict=True))
     ring = far * sequences
-    return BlockPlan(records, blocks, sequences, ring, attends_on_host, bounds if sparse else ())
+    chosen = (sum(HEADS), bounds) if sparse else ()
+    return BlockPlan(records, blocks, sequences, ring, attends_on_host, *chosen)
 
 
 @contextmanager

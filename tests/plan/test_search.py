@@ -14,7 +14,7 @@ from scipy.optimize import LinearConstraint, milp
 
 from qoff.engine.simulated import simulated
 from qoff.errors import ArgumentError, BudgetError
-from qoff.kvcache import KVQuant
+from qoff.kvcache import KVPlacement, KVQuant
 from qoff.memory.plan import plan_residency
 from qoff.plan import Memory, Plan
 from qoff.plan.adapt import Load, RunningPlan
@@ -166,19 +166,21 @@ def of_whole_units(lp: Program, units: int, blocks: int) -> float:
     return found.fun + lp.fixed if found.status == 0 else np.inf
 
 
-def test_on_a_gpu_the_blocks_stay_of_which_a_part_is_attended_to() -> None:
-    """Also where dense attention has some elsewhere. The forecast is as fast in virtual time."""
-    on, work = machine(True, device=145 * MIB), Workload(Lengths.of(3000), Lengths.of(32), 2)
+def test_on_a_gpu_blocks_go_elsewhere_of_which_a_part_is_attended_to() -> None:
+    """The CPU attends to that part of them. The forecast is as fast in virtual time."""
+    on = machine(True, device=139 * MIB, host=32 * MIB)
+    work = Workload(Lengths.of(3000), Lengths.of(32), 2)
     model, sparse = sizes(True), Plan(kv=KVQuant(attention_top=0.3))
-    dense = find_plan(model, on, work)
-    best = find_plan(model, on, work, sparse)
-    assert dense.plan.kv_placement.device_fraction < 1
-    assert best.plan.kv_placement.device_fraction == 1
-    assert best.decode.seconds < dense.decode.seconds
+    dense, best = find_plan(model, on, work), find_plan(model, on, work, sparse)
+    for one in (dense, best):
+        assert one.plan.kv_placement == KVPlacement(0, 1)
+        assert one.plan.attends_on_cpu
+    assert best.decode.busy["cpu"] == pytest.approx(0.3 * dense.decode.busy["cpu"])
     found = simulated(best, model, on, work)
     assert found.decode.seconds == pytest.approx(best.decode.seconds, rel=0.1)
-    with pytest.raises(BudgetError, match="device memory: one sequence of 3,072 tokens"):
-        find_plan(model, machine(True, device=139 * MIB), work, sparse)
+    # Without room for what the CPU works in, all blocks are on the device, or nothing is.
+    never = find_plan(model, machine(True, device=145 * MIB), work, sparse)
+    assert never.plan.kv_placement.device_fraction == 1
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from .decode_tiles import RING_TOKENS, attend_blocks, attend_ring
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .merge import join, merge_bytes
 from .new_token import NewTokens, keep_new, load_step
-from .select_blocks import most_seen, select_blocks, select_bytes
+from .select_blocks import ChosenBlocks, most_seen, select_blocks, select_bytes
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def decode_attention_kernel(
     q,  # [rows, Hq, D]
     pool, block_table, compressed, length, recent_k, recent_v, sinks, resident_from,
     outs,  # [runs + 1, rows, Hq, D]
-    lses, row_start, key, value, cos, sin, q_norm, k_norm, chosen, counts,
+    lses, row_start, key, value, cos, sin, q_norm, k_norm, chosen, counts, far,
     scale,  # softmax scale * log2(e)
     soft_cap,  # * log2(e)
     eps,
@@ -98,7 +98,7 @@ def decode_attention_kernel(
 ):  # fmt: skip
     """A run of blocks, or (the first ones of a sequence) of its recent window, for COLUMNS queries.
 
-    With SPARSE the blocks are those that are `chosen`, as many as `counts` says: `ChosenBlocks`.
+    With SPARSE the blocks are those that are `chosen`, from `far` to `counts`: `ChosenBlocks`.
     With NEW the row of a sequence is at `row_start`, and unless that is 2 the program that attends
     to the new token of a KV head puts it into the ring before: see `new_token`.
     """
@@ -147,13 +147,13 @@ def decode_attention_kernel(
             o3 = o3 * fade[None, :]
     else:
         first_block = first_key // TOKENS
-        if RESIDENT_FROM:
-            first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
         begin = (part - recent_parts) * run
         table = block_table + s.to(tl.int64) * max_blocks
         hidden = first_key
         if SPARSE:
             number = (s * kv_heads + kv_head).to(tl.int64)
+            if RESIDENT_FROM:
+                begin += tl.load(far + number)
             stop = tl.minimum(begin + run, tl.load(counts + number))
             blocks = chosen + number * most_chosen
             if WINDOW:  # of those that are chosen, the first alone may begin before the window
@@ -162,6 +162,8 @@ def decode_attention_kernel(
                 hidden = tl.where(same, first_key % TOKENS, 0)
             table = blocks
         else:
+            if RESIDENT_FROM:
+                first_block = tl.maximum(first_block, tl.load(resident_from + s) // TOKENS)
             begin += first_block
             stop = tl.minimum(begin + run, in_blocks // TOKENS)
         o0, o1, o2, o3, top, total = attend_blocks(
@@ -192,6 +194,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     config: DecodeConfig | None = None,
     new: NewTokens | None = None,
+    chosen: ChosenBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [S, Hq, D] in q's type and log-sum-exp float32 [S, Hq]: one query per sequence.
 
@@ -199,8 +202,8 @@ def decode_attention(
     the ring; its rows may lie apart. new: the ring gets these keys and values first, and q are
     queries as they come out of the projection; their rows, and those of the results, are those of
     the pass, one for each sequence that has a new token; only they get the shape's `query_scale`.
-    With a `top` of the cache below 1 blocks are those of `select_blocks`, and of the others scales
-    and minima of K alone are read. Raises OpError.
+    With a `top` of the cache below 1 blocks are those of `select_blocks`, which are chosen here
+    unless they are given, and of the others scales and minima of K alone are read. Raises OpError.
     """
     cache.check_queries(q, shape, sinks)
     if new is not None:
@@ -211,7 +214,8 @@ def decode_attention(
     if q.shape[0] != rows:
         raise OpError(f"q has a row for each of {rows} sequences, not {len(q)}")
     outputs = (shape.heads, form.head_dim)
-    chosen = select_blocks(q, cache, shape, new) if cache.top < 1 else None
+    if chosen is None and cache.top < 1:
+        chosen = select_blocks(q, cache, shape, new)
     turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
     norms = (None, None) if new is None else (new.q_norm, new.k_norm)
     flags = (
@@ -227,7 +231,7 @@ def decode_attention(
     kernel, split, most_parts = _bound(
         q.device, q.dtype, form, shape, sequences, ring, flags, config
     )
-    lists = (None, None) if chosen is None else chosen
+    lists = (None, None, None) if chosen is None else chosen
     most = step.max_packed // BLOCK_TOKENS if chosen is None else chosen.blocks.shape[2]
     parts, run = split.of(most)
     outs = q.new_empty(parts, rows, *outputs)
@@ -368,11 +372,12 @@ def decode_bytes(
     dtype: torch.dtype,
     device: torch.device,
     top: float = 1.0,
+    offloaded: bool = False,
 ) -> int:
     """The most bytes `decode_attention` allocates for up to `blocks` blocks of each sequence.
 
-    Partial results of each run of blocks and of the ring, and their merge; and what chooses blocks.
-    top: see `DeviceLayerCache`.
+    Partial results of each run of blocks and of the ring, and their merge; and what chooses blocks,
+    some of which are in host memory where `offloaded`. top: see `DeviceLayerCache`.
     """
     group = heads // kv_heads
     columns = _columns(group)
@@ -382,7 +387,7 @@ def decode_bytes(
     runs = min(cdiv(blocks, config.min_blocks), _most_runs(tiles, processors, config))
     parts = most_recent_parts(tiles, processors) + runs
     merged = (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
-    return merged + select_bytes(sequences, kv_heads, blocks, top)
+    return merged + select_bytes(sequences, kv_heads, blocks, top, offloaded)
 
 
 def most_recent_parts(tiles: int, processors: int) -> int:

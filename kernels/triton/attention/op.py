@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from .decode import decode_attention, decode_bytes
 from .new_token import NewTokens
 from .offloaded import OffloadedAttention
 from .prefill import prefill_attention, prefill_bytes
+from .select_blocks import ChosenBlocks, select_blocks
 
 
 def attend_to_heads(
@@ -50,10 +52,18 @@ def attend_to_heads(
         value = rotate_values(value) if cache.values_rotated else value
     if shape.query_scale is not None:
         query = query * shape.query_scale.of(step.positions)[:, None, None].to(query.dtype)
-    offloaded = OffloadedAttention(query, cache.offloaded, shape) if cache.offloaded else None
-    attend = _attend_wide if wide else _decode if step.max_rows == 1 else _prefill
+        shape = replace(shape, query_scale=None)
     new = NewTokens(key, value, kept=not shape.appends)
-    attended, lse = attend(query, new, shape, cache, sinks)
+    offloaded, chosen = None, None
+    if cache.offloaded:
+        if cache.top < 1 and step.max_rows == 1 and not wide:
+            chosen = select_blocks(query, cache, shape, new)
+        offloaded = OffloadedAttention(query, cache.offloaded, shape, chosen)
+    if step.max_rows == 1 and not wide:
+        attended, lse = _decode(query, new, shape, cache, sinks, chosen)
+    else:
+        attend = _attend_wide if wide else _prefill
+        attended, lse = attend(query, new, shape, cache, sinks)
     attended = attended if offloaded is None else offloaded.join(attended, lse)
     return rotate_values(attended, back=True) if cache.values_rotated else attended
 
@@ -68,11 +78,13 @@ def heads_bytes(
     device: torch.device,
     values_rotated: bool,
     top: float = 1.0,
+    offloaded: bool = False,
 ) -> int:
     """The most bytes `attend_to_heads` allocates, with what rows in another order take.
 
     For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
-    values_rotated: the cache's V are. top: see `DeviceLayerCache`.
+    values_rotated: the cache's V are. top: see `DeviceLayerCache`. offloaded: some blocks are in
+    host memory.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Rows in the order of the slots; queries and keys for their norm, normed and rotated.
@@ -88,7 +100,7 @@ def heads_bytes(
         work = latent_attention_bytes(tokens, shape.heads, blocks, form, dtype, device)
     else:
         work = max(
-            decode_bytes(sequences, *both, blocks, form, dtype, device, top),
+            decode_bytes(sequences, *both, blocks, form, dtype, device, top, offloaded),
             prefill_bytes(tokens, *both, sequences, blocks, form, dtype, device),
         )
     return values * dtype.itemsize + work
@@ -116,9 +128,10 @@ def _decode(
     shape: HeadShape,
     cache: DeviceLayerCache,
     sinks: Tensor | None,
+    chosen: ChosenBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query a sequence: its key goes to the ring first, complete blocks are packed last."""
-    attended, lse = decode_attention(query, cache, shape, sinks, new=new)
+    attended, lse = decode_attention(query, cache, shape, sinks, new=new, chosen=chosen)
     if not new.kept:
         _pack(new, cache, cache.step.length)
     return attended, lse

@@ -46,11 +46,13 @@ class ChosenBlocks(NamedTuple):
     """Blocks that the new token of each sequence attends to, the oldest first.
 
     blocks: int32 [S, kv_heads, most], their numbers in the pool; counts: int32 [S, kv_heads], how
-    many of them there are.
+    many of them there are. far: int32 [S, kv_heads], how many of these, the first ones, are in host
+    memory, of which `blocks` has places in the sequence; None: none are.
     """
 
     blocks: Tensor
     counts: Tensor
+    far: Tensor | None = None
 
 
 @triton.jit
@@ -83,7 +85,9 @@ def _ordered(bound):
 @triton.jit(do_not_specialize=["run", "max_blocks", "most"])
 def block_bounds_kernel(
     q,  # [rows, Hq, D]
-    pool, block_table, compressed, length, row_start, cos, sin, q_norm,
+    pool,
+    bounds,  # of the blocks in host memory, those below 0 in the table
+    block_table, compressed, length, row_start, cos, sin, q_norm,
     keys,  # int32 [S, kv_heads, most]
     eps,
     window,
@@ -98,7 +102,7 @@ def block_bounds_kernel(
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
     K_BITS: tl.constexpr, K_SCALE: tl.constexpr, NBYTES: tl.constexpr, WINDOW: tl.constexpr,
     NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr, QUERY_SCALE: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    FAR: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Bounds of the scores of a run of blocks, by the queries of one KV head, as ordered integers.
 
@@ -143,7 +147,11 @@ def block_bounds_kernel(
         at = row + tl.arange(0, ROWS)
         inside = at < stop
         block = tl.load(table + at, mask=inside, other=0).to(tl.int64)
-        scales = pool + (block * kv_heads + kv_head)[:, None] * NBYTES + K_SCALE
+        scales = pool + (block * kv_heads + kv_head) * NBYTES + K_SCALE
+        if FAR:
+            there = bounds + ((-1 - block) * kv_heads + kv_head) * (4 * HEAD_DIM)
+            scales = tl.where(block < 0, there, scales)
+        scales = scales[:, None]
         m0, m1, m2, m3 = _load_folded(scales + 2 * HEAD_DIM, inside[:, None], HEAD_DIM, PAIRS)
         s0, s1, s2, s3 = _load_folded(scales, inside[:, None], HEAD_DIM, PAIRS)
         low = m0 * t0[None, :] + m1 * t1[None, :] + m2 * t2[None, :] + m3 * t3[None, :]
@@ -165,13 +173,14 @@ def select_blocks_kernel(
     block_table, compressed, length,
     chosen,  # int32 [S, kv_heads, most_chosen]
     counts,  # int32 [S, kv_heads]
+    far,
     window,
     kv_heads,
     max_blocks,
     most,
     most_chosen,
     TOP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FAR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """List the best blocks of one sequence and KV head: of equal ones the first, in their order.
 
@@ -208,6 +217,7 @@ def select_blocks_kernel(
     table = block_table + s.to(tl.int64) * max_blocks + first
     equal = kept - tl.sum(found)  # how many of those with the least key
     taken = tl.zeros([], tl.int32)
+    offloaded = tl.zeros([], tl.int32)
     for begin in range(0, count, CHUNK):
         at = begin + lane
         key = _load_keys(source, at, count, sink)
@@ -215,10 +225,15 @@ def select_blocks_kernel(
         take = ((key > least) | ((same > 0) & (tl.cumsum(same) <= equal))).to(tl.int32)
         to = taken + tl.cumsum(take) - 1
         block = tl.load(table + at, mask=take > 0, other=0)
+        if FAR:
+            offloaded += tl.sum((block < 0).to(tl.int32))
+            block = tl.where(block < 0, first + at, block)
         tl.store(chosen + number * most_chosen + to, block, mask=take > 0)
         taken += tl.sum(take)
         equal -= tl.sum(same)
     tl.store(counts + number, kept)
+    if FAR:
+        tl.store(far + number, offloaded)
     let_next_begin(OVERLAP)
 
 
@@ -227,28 +242,32 @@ def select_blocks(
 ) -> ChosenBlocks | None:
     """Choose `kept_blocks(cache.top, n)` of the n blocks that each new token sees, per KV head.
 
-    What is chosen is what `reference.select_blocks` says. q, new: as for `decode.decode_attention`,
-    whose rows they are; reads the queries, and of K the scales and minima alone. None: all blocks
-    are attended to, as for short sequences. Allocates `select_bytes`. Raises OpError for a cache
-    with tokens in host memory.
+    What is chosen is what `reference.select_blocks` says, wherever blocks lie. q, new: as for
+    `decode.decode_attention`, whose rows they are; reads the queries, and of K the scales and
+    minima alone. None: all blocks are attended to, as for short sequences, and none of them is in
+    host memory. Allocates `select_bytes`. Raises OpError for blocks there without bounds here.
     """
     step, form, top = cache.step, cache.form, cache.top
-    if step.resident_from is not None:
-        raise OpError("attention to a part of the blocks needs all of them on the device")
-    blocks = min(step.max_packed // BLOCK_TOKENS, most_seen(shape))
+    elsewhere = step.resident_from is not None
+    if elsewhere and cache.bounds is None:
+        raise OpError("attention to a part of the blocks needs bounds of those in host memory")
+    most = step.max_packed if step.max_ranked is None else step.max_ranked
+    blocks = min(most // BLOCK_TOKENS, most_seen(shape))
     kept = kept_blocks(top, blocks)
-    if kept >= blocks:
+    if kept >= blocks and not cache.offloaded:
         return None
     sequences, device = len(step.start), q.device
     turned = 0 if new is None or new.tables is None else new.tables[0].shape[1]
     q_norm = None if new is None else new.q_norm
     flags = (new is not None, turned, 0 if q_norm is None else 1 + shape.norm_last)
-    bound, select = _bound(device, q.dtype, form, shape, top, flags, blocks <= _CHUNK)
+    several = blocks <= _CHUNK, elsewhere
+    bound, select = _bound(device, q.dtype, form, shape, top, flags, *several)
     keys = q.new_empty(sequences, shape.kv_heads, blocks, dtype=torch.int32)
     chosen = q.new_empty(sequences, shape.kv_heads, kept, dtype=torch.int32)
     counts = q.new_empty(sequences, shape.kv_heads, dtype=torch.int32)
+    far = torch.empty_like(counts) if elsewhere else None
     if not sequences:
-        return ChosenBlocks(chosen, counts)
+        return ChosenBlocks(chosen, counts, far)
     fresh = (None, None, None)
     if new is not None:
         fresh = (step.row_start, *(new.tables or (None, None)))
@@ -258,23 +277,29 @@ def select_blocks(
     window = abs(shape.reach)
     bound(
         (shape.kv_heads, cdiv(blocks, run), sequences),
-        q, cache.pool, step.table, step.packed, step.length, *fresh, q_norm, keys,
+        q, cache.pool, cache.bounds, step.table, step.packed, step.length, *fresh, q_norm, keys,
         shape.norm_eps, window, *by, shape.kv_heads, q.stride(0),
         run, step.table.stride(0), blocks,
     )  # fmt: skip
     select(
         (shape.kv_heads, sequences, 1),
-        keys, step.table, step.packed, step.length, chosen, counts, window, shape.kv_heads,
+        keys, step.table, step.packed, step.length, chosen, counts, far, window, shape.kv_heads,
         step.table.stride(0), blocks, kept,
     )  # fmt: skip
-    return ChosenBlocks(chosen, counts)
+    return ChosenBlocks(chosen, counts, far)
 
 
-def select_bytes(sequences: int, kv_heads: int, blocks: int, top: float) -> int:
-    """The most bytes `select_blocks` allocates for up to `blocks` blocks of each sequence."""
-    if kept_blocks(top, blocks) >= blocks:
+def select_bytes(
+    sequences: int, kv_heads: int, blocks: int, top: float, offloaded: bool = False
+) -> int:
+    """The most bytes `select_blocks` allocates for up to `blocks` blocks of each sequence.
+
+    offloaded: some of them may be in host memory.
+    """
+    kept = kept_blocks(top, blocks)
+    if top == 1 or (kept >= blocks and not offloaded):
         return 0
-    return 4 * sequences * kv_heads * (blocks + kept_blocks(top, blocks) + 1)
+    return 4 * sequences * kv_heads * (blocks + kept + 1 + offloaded)
 
 
 def most_seen(shape: HeadShape) -> int:
@@ -292,15 +317,21 @@ def _bound(
     top: float,
     flags: tuple[int, ...],
     one_chunk: bool,
+    elsewhere: bool,
 ) -> tuple[BoundKernel, BoundKernel]:
     """Both kernels for all that does not change from step to step.
 
     flags: new tokens, pairs that are turned, norm of queries (see `load_new`).
-    one_chunk: as in the kernel.
+    one_chunk: as in the kernel. elsewhere: some blocks may be in host memory.
     """
     group, (_, windowed) = shape.heads // shape.kv_heads, window_constants(shape)
     constants = form_constants(form)
-    common = {"WINDOW": windowed, "OVERLAP": overlaps(device), "num_stages": 1}
+    common = {
+        "WINDOW": windowed,
+        "FAR": elsewhere,
+        "OVERLAP": overlaps(device),
+        "num_stages": 1,
+    }
     bound = BoundKernel(
         block_bounds_kernel,
         **{name: constants[name] for name in ("HEAD_DIM", "K_BITS", "K_SCALE", "NBYTES")},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from qoff.engine.gpu_executor import GpuExecutor
 from qoff.kernels.cpu.packed_attention.places import Moves, Origins
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import PackedCache
+from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.device.write_back import WriteBackQueue
 from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.stateful import StatefulCache, StatefulPass
@@ -131,7 +132,21 @@ class _Simulated(Executor):
         return found
 
 
+_Store = TypeVar("_Store", TieredBlocks, DeviceBlocks)
+
+
+def _virtual(stores: Sequence[_Store]) -> Sequence[_Store]:
+    """The same, whose blocks hold nothing."""
+    for blocks in stores:
+        if blocks.bounds is not None:
+            blocks.bounds.virtual = True
+    return stores
+
+
 class _SimulatedCpu(_Simulated, CpuExecutor):
+    def _open_blocks(self) -> Sequence[TieredBlocks]:
+        return _virtual(super()._open_blocks())
+
     def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
         kind = _SimulatedStates if "states" in options else _SimulatedCache
         return kind(self.machine, *arguments, **options)
@@ -143,15 +158,11 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
         cores = self.machine.profile.cores
         return Memory.of(plan, self.spec, self.shapes, tiled, cores)
 
-    def _open_blocks(self) -> Sequence[TieredBlocks]:
-        stores = super()._open_blocks()
-        for blocks in stores:
-            if blocks.bounds is not None:
-                blocks.bounds.virtual = True
-        return stores
-
 
 class _SimulatedGpu(_Simulated, GpuExecutor):
+    def _open_blocks(self) -> Sequence[DeviceBlocks]:
+        return _virtual(super()._open_blocks())
+
     def _transfers(self) -> Transfers:
         return _SimulatedStreams(self.machine)
 

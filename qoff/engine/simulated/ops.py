@@ -249,25 +249,28 @@ class SimulatedOps:
     def _attend_on_gpu(self, shape: HeadShape, cache: DeviceLayerCache, ragged: Ragged) -> None:
         """Blocks elsewhere by the CPU, and then those here."""
         step, group = cache.step, shape.heads // shape.kv_heads
+        top = cache.top if step.max_rows <= 1 else 1.0
+        seconds, nbytes = 0.0, 0
+        for part in cache.offloaded:
+            seconds += _packed_s(self._host_block_s, shape, part, ragged, top)
+            nbytes += _blocks(shape, part, ragged, top) * part.form.nbytes
+            if part.bring is not None:
+                part.bring(*_spread(part, shape.kv_heads, top))
         if cache.offloaded:
-            block_s = self._host_block_s
-            seconds = sum(_packed_s(block_s, shape, part, ragged, 1.0) for part in cache.offloaded)
-            nbytes = sum(
-                _blocks(shape, part, ragged) * part.form.nbytes for part in cache.offloaded
-            )
             self.machine.compute(seconds, on_host=True, nbytes=nbytes)
         there = step.packed if step.resident_from is None else step.packed - step.resident_from
         packed, before = there.tolist(), step.packed.tolist()
         seconds = self.call_s
-        chooses = cache.top < 1 and step.max_rows <= 1
-        seconds += 2 * self.call_s * chooses
+        seconds += 2 * self.call_s * (top < 1)
         for span in ragged.spans:
-            tokens = packed[span.slot]
-            tokens -= BLOCK_TOKENS * _unseen(shape, span.past, before[span.slot] - tokens, tokens)
-            if tokens and chooses:
-                bounds = tokens // BLOCK_TOKENS * shape.kv_heads * cache.form.bound_bytes
+            tokens, all_tokens = packed[span.slot], before[span.slot]
+            if all_tokens and top < 1:
+                ranked = all_tokens // BLOCK_TOKENS - _unseen(shape, span.past, 0, all_tokens)
+                bounds = ranked * shape.kv_heads * cache.form.bound_bytes
                 seconds += bounds / self._device.bytes_per_s
-                tokens = BLOCK_TOKENS * kept_blocks(cache.top, tokens // BLOCK_TOKENS)
+            tokens -= BLOCK_TOKENS * _unseen(shape, span.past, all_tokens - tokens, tokens)
+            if tokens and top < 1:
+                tokens = BLOCK_TOKENS * kept_blocks(top, tokens // BLOCK_TOKENS)
             if tokens:
                 each = self._block_s(cache.form, group * span.count, tokens)
                 seconds += tokens // BLOCK_TOKENS * shape.kv_heads * each

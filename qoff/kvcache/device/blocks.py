@@ -12,6 +12,7 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kvcache.store.base import Blocks
 from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
 from qoff.kvcache.store.pool import BlockPool
+from qoff.kvcache.store.sparse import BlockBounds
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import PAGE, Arena, round_up
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -28,6 +29,7 @@ class DeviceBlocks(Blocks):
 
     offloaded: where blocks lie that `placement` leaves off the device; block b there is -1 - b
     here. They go there through `write_back`, and come back through `prefetcher`, if there is one.
+    bounds: of the K of offloaded blocks, on the device, where a part of them is attended to.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class DeviceBlocks(Blocks):
         offloaded: TieredBlocks | None = None,
         write_back: WriteBackQueue | None = None,
         prefetcher: BlockPrefetcher | None = None,
+        bounds: BlockBounds | None = None,
     ) -> None:
         self.forms, self.pool = tuple(forms), pool
         self.placement = placement or KVPlacement()
         self.offloaded, self.prefetcher = offloaded, prefetcher
-        self.write_back = write_back
+        self.write_back, self.bounds = write_back, bounds
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +53,8 @@ class DeviceBlocks(Blocks):
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes + (0 if self.offloaded is None else self.offloaded.nbytes)
+        bounds = 0 if self.bounds is None else sum(x.nbytes for x in self.bounds.layers)
+        return self.pool.nbytes + bounds + (0 if self.offloaded is None else self.offloaded.nbytes)
 
     def bytes_for(self, blocks: int) -> int:
         return self.nbytes - self.pool.nbytes + self.pool.bytes_for(blocks)
@@ -152,7 +156,10 @@ def open_device_blocks(
             instrumentation=instrumentation,
         )
     write_back = new_queue(offloaded, buffers, instrumentation)
-    return DeviceBlocks(forms, pool, placement, offloaded, write_back, prefetcher)
+    bounds = None
+    if plan.bound_bytes:
+        bounds = BlockBounds(forms, kv_heads, plan.offloaded_blocks, arenas[DEVICE])
+    return DeviceBlocks(forms, pool, placement, offloaded, write_back, prefetcher, bounds)
 
 
 def _device_memory(

@@ -36,11 +36,11 @@ class DeviceCache(SlotCache):
     in which they do, whose attention still sees them unpacked. Sequences that were one before
     (`select`) share their blocks. capacity: tokens of each sequence that there is room for at once.
     steady: what kernels are told at decode takes few values, so that it can be recorded and
-    replayed. values_rotated, attention_top: see `DeviceLayerCache`; where that is below 1, all
-    blocks are on the device. lent: layers that are opened again when others
-    have been. stores: blocks of each group of layers, shared with other caches; some of the first
-    one's may be offloaded. By default it has its own, which grow, of groups by the layers' windows,
-    and `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
+    replayed. values_rotated, attention_top: see `DeviceLayerCache`; where that is below 1,
+    single tokens go to offloaded blocks. lent: layers that are opened again when others have been.
+    stores: blocks of each group of layers, shared with other caches; some of the first one's may be
+    offloaded. By default it has its own, which grow, of groups by the layers' windows, and
+    `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DeviceCache(SlotCache):
     def tell_tables(self, slot: int) -> None:
         """Have the tables know a slot whose blocks are others than passes have made."""
         for tables, group in zip(self.tables, self.groups, strict=True):
-            tables.write(slot, 0, [max(block, 0) for block in group.blocks[slot]])
+            tables.write(slot, 0, group.blocks[slot])
 
 
 def _growing(
@@ -194,6 +194,7 @@ class DeviceCachePass(SlotPass):
         # What brings the offloaded blocks, of the first group of layers: to where the CPU attends
         # to them, or to the device.
         self._view: BlockView | PrefetchedBlocks | None = None
+        self._chooses = cache.attention_top < 1 and ragged.is_decode
         self._spans = spans = sorted(ragged.spans, key=lambda span: span.slot)
         for span in spans:
             if span.slot >= cache.sequences or span.past != cache.lengths[span.slot]:
@@ -341,6 +342,7 @@ class DeviceCachePass(SlotPass):
             cache.values_rotated and not form.latent,
             lent,
             cache.attention_top,
+            None if store.bounds is None else store.bounds.layers[inner],
         )
 
     def close(self, layer: int) -> None:
@@ -354,9 +356,11 @@ class DeviceCachePass(SlotPass):
             del self._opened[layer]
 
     def _send(self, layer: int) -> None:
-        queue = self._cache.store.write_back
-        assert queue is not None
-        queue.send(self._write_backs[layer])
+        store, new = self._cache.store, self._write_backs[layer]
+        assert store.write_back is not None
+        if store.bounds is not None:
+            store.bounds.keep_runs(new.layer, new.blocks, new.records)
+        store.write_back.send(new)
 
     def _append_lent(self) -> None:
         """Append what layers have kept until no other attends to it any more."""
@@ -378,7 +382,11 @@ class DeviceCachePass(SlotPass):
             self._cache.store.write_back.deliver(list(self._write_backs.values()))
         self._write_backs = {}
         self._release_spare()
+        completed = list(self._new[0])
         super().end()
+        if self._new_offloaded and self._cache.store.bounds is not None:
+            for slot in completed:  # new blocks that were in the write-back buffer are not any more
+                self._cache.tell_tables(slot)
         # What a step packs, the next one reads elsewhere.
         if self._stays and not any(step.max_new_blocks for step in self._steps):
             self._cache.ended = self
@@ -432,13 +440,13 @@ class DeviceCachePass(SlotPass):
             return None
         blocks = sorted({block for row in rows for block in row})
         queries = self._cache.group * max(span.count for span in self._spans)
-        if prefetcher is not None and prefetcher.takes(blocks, queries):
+        if prefetcher is not None and not self._chooses and prefetcher.takes(blocks, queries):
             return prefetcher.view(blocks)
         ordered, row = [], 0  # the view's rows are in the order of the slots
         for span in self._spans:
             ordered.append(replace(span, start=row))
             row += span.count
-        return offloaded.view(rows, Ragged(tuple(ordered)), 0)
+        return offloaded.view(rows, Ragged(tuple(ordered)), 0, sparse=self._chooses)
 
     def _prefetch_places(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """int32 like the block table: the place in the prefetch slot, -1 for blocks not moved."""

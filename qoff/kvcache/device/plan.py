@@ -21,7 +21,8 @@ class DeviceBlockPlan:
     resident: on the device. offloaded: those in host memory and on disk, with nothing on the
     device; its ring is in host memory. prefetched: offloaded blocks of a pass that can be moved to
     the device together, `prefetched_from_disk` of them from disk. write_back: most new offloaded
-    blocks of a pass.
+    blocks of a pass. bound_bytes: of each layer, K's bounds of an offloaded block, which are on the
+    device; none for dense attention.
     """
 
     resident: int
@@ -29,6 +30,12 @@ class DeviceBlockPlan:
     prefetched: int = 0
     prefetched_from_disk: int = 0
     write_back: int = 0
+    bound_bytes: tuple[int, ...] = ()
+
+    @property
+    def offloaded_blocks(self) -> int:
+        """How many blocks there is room for elsewhere."""
+        return self.offloaded.blocks[HOST] + self.offloaded.blocks[DISK]
 
     @property
     def pool_bytes(self) -> int:
@@ -52,13 +59,12 @@ class DeviceBlockPlan:
 
     def tier_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose."""
-        offloaded, write_backs = (
-            self.offloaded.tier_bytes(),
-            WRITE_BACK_BUFFERS * self.write_back_bytes,
-        )
+        offloaded = self.offloaded.tier_bytes()
+        write_backs = WRITE_BACK_BUFFERS * self.write_back_bytes
+        bounds = sum(round_up(self.offloaded_blocks * n, PAGE) for n in self.bound_bytes)
         return {
             DEVICE: {
-                "KV blocks": self.pool_bytes,
+                "KV blocks": self.pool_bytes + bounds,
                 "KV on the move": PREFETCH_SLOTS * self.slot_bytes + write_backs,
             },
             HOST: {

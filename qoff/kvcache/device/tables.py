@@ -109,6 +109,7 @@ def pass_tables(
     sequences = len(packed)
     start, rows, length, before, after, until = ([0] * sequences for _ in range(6))
     offloaded, in_pool = [0] * sequences, [0] * sequences  # new blocks, packed tokens
+    ranked = 0
     for span in spans:
         slot, blocks = span.slot, new.get(span.slot, ())
         start[slot], rows[slot], length[slot] = span.past, span.count, span.past + span.count
@@ -117,6 +118,7 @@ def pass_tables(
         after[slot] = packed[slot] + BLOCK_TOKENS * len(blocks)
         until[slot] = packed[slot] + BLOCK_TOKENS * offloaded[slot]
         in_pool[slot] = packed[slot] - resident_from[slot]
+        ranked = max(ranked, packed[slot])
     decodes = ragged.is_decode and tuple(spans) == ragged.spans
     some = decodes and len(spans) < sequences
     rows_in = _decode_rows([span.slot for span in spans], sequences, steady) if some else []
@@ -156,6 +158,7 @@ def pass_tables(
         resident_from=there[others + 3] if offloads else None,
         offloaded_until=there[others + 4] if any(offloaded) else None,
         max_offloaded_blocks=max(offloaded),
+        max_ranked=ranked if any(resident_from) else None,
         counters=tables.counters(len(counted)) if steady and decodes else None,
     )
 

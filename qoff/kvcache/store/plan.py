@@ -23,8 +23,9 @@ class BlockPlan:
     `sequences` sequences. ring_blocks: the most that a pass has to bring to the device. lap: blocks
     that a sequence has at once, where older ones are free; 0: it keeps all. Then its next block
     lies where the one of a lap before lay.
-    attends_on_host: host blocks are attended where they are. bound_bytes: of each layer, what
-    `BlockBounds` has on the device of a block that is brought there; none for dense attention.
+    attends_on_host: host blocks are attended where they are. choice_bytes: what `LateChoices` has
+    of a block that is brought to the device; 0 for dense attention. bound_bytes: of each layer, the
+    bounds of such a block, where the CPU chooses by them.
     """
 
     record_bytes: tuple[int, ...]
@@ -32,14 +33,15 @@ class BlockPlan:
     sequences: int
     ring_blocks: int
     attends_on_host: bool
+    choice_bytes: int = 0
     bound_bytes: tuple[int, ...] = ()
     lap: int = 0
 
     @property
-    def bounded(self) -> int:
-        """How many blocks have bounds on the device, the first ones."""
+    def chosen(self) -> int:
+        """How many blocks come when they are chosen, the first ones."""
         moved = self.blocks[DISK] + (0 if self.attends_on_host else self.blocks[HOST])
-        return moved if self.bound_bytes else 0
+        return moved if self.choice_bytes else 0
 
     @property
     def stride(self) -> int:
@@ -87,7 +89,11 @@ def tier_bytes(plans: Sequence[BlockPlan]) -> dict[str, int]:
     """Bytes by tier of stores that share a ring and what is on its way to disk."""
     ring = RING_SLOTS * max((plan.slot_bytes for plan in plans), default=0)
     stage = max((plan.stage_bytes for plan in plans), default=0)
-    bounds = sum(round_up(plan.bounded * n, PAGE) for plan in plans for n in plan.bound_bytes)
+    bounds = sum(
+        round_up(plan.chosen * n, PAGE)
+        for plan in plans
+        for n in (plan.choice_bytes, *plan.bound_bytes)
+    )
     pools: dict[str, int] = {tier: sum(plan.pool_bytes(tier) for plan in plans) for tier in TIERS}
     pools[DEVICE] += ring + bounds
     pools[HOST] += stage

@@ -20,7 +20,7 @@ from qoff.kernels.layout.layer_cache import ITEM_FIELDS, BlockTable, Bounds
 from qoff.memory.arena import Arena
 from qoff.memory.io.runs import Run
 
-from .ring import BlockRing, LayerFetches
+from .ring import BlockRing, LayerFetches, runs
 
 WRONG_GUESSES = 0.01  # records that were read ahead in vain, of those that dense attention reads
 _NEWEST = 128  # of eight choices in a byte
@@ -31,11 +31,10 @@ BringRecords: TypeAlias = Callable[[int, Numbers, Numbers, Records, Tensor], Seq
 
 
 class BlockBounds:
-    """Bounds of the K of blocks 0 .. blocks - 1, and which tokens of late chose their records.
+    """Bounds of the K of blocks 0 .. blocks - 1.
 
-    layers: K's scales and minima, uint8 [blocks, kv_heads, form.bound_bytes] of each layer. A byte
-    of the arena for each record has its last eight choices, a bit each. virtual: blocks hold
-    nothing, and neither do their bounds.
+    layers: K's scales and minima, uint8 [blocks, kv_heads, form.bound_bytes] of each layer.
+    virtual: blocks hold nothing, and neither do their bounds.
     """
 
     virtual = False
@@ -45,19 +44,10 @@ class BlockBounds:
     ) -> None:
         self._forms = tuple(forms)
         self.layers: list[Tensor] = []
-        self._choices: list[npt.NDArray[np.uint8]] = []
-        self._credit = 0.0  # records that may yet be read in vain
         for layer, (form, heads) in enumerate(zip(forms, kv_heads, strict=True)):
-            nbytes = self.nbytes(form, heads, blocks)
+            nbytes = blocks * heads * form.bound_bytes
             memory = arena.alloc(nbytes, f"bounds of K of layer {layer}")
-            bounds, choices = memory.split([blocks * heads * form.bound_bytes, blocks * heads])
-            self.layers.append(bounds.view(blocks, heads, form.bound_bytes))
-            self._choices.append(choices.view(blocks, heads).numpy())
-
-    @staticmethod
-    def nbytes(form: KVFormat, kv_heads: int, blocks: int) -> int:
-        """Bytes of a layer."""
-        return blocks * kv_heads * (form.bound_bytes + 1)
+            self.layers.append(memory.view(blocks, heads, form.bound_bytes))
 
     def keep(self, layer: int, blocks: Sequence[int], records: Sequence[Tensor]) -> None:
         """Remember the bounds of new blocks; records: uint8 [kv_heads, form.nbytes] of each."""
@@ -66,7 +56,35 @@ class BlockBounds:
         form = self._forms[layer]
         for block, record in zip(blocks, records, strict=True):
             self.layers[layer][block] = record[:, form.k_scale : form.v_codes]
-            self._choices[layer][block] = 0
+
+    def keep_runs(self, layer: int, blocks: Sequence[int], records: Tensor) -> None:
+        """As `keep`, of records that lie together, by one copy for blocks that do, too."""
+        if self.virtual:
+            return
+        form = self._forms[layer]
+        bounds = records[..., form.k_scale : form.v_codes]
+        for run in runs(enumerate(blocks)):
+            new = bounds[run.at : run.at + run.count]
+            self.layers[layer][run.local : run.local + run.count] = new
+
+
+class LateChoices:
+    """Which tokens of late chose the records of blocks 0 .. blocks - 1.
+
+    A byte of the arena for each record has its last eight choices, a bit each.
+    """
+
+    def __init__(self, kv_heads: Sequence[int], blocks: int, arena: Arena) -> None:
+        memory = arena.alloc(blocks * sum(kv_heads), "what was chosen of KV blocks")
+        parts = memory.split([blocks * heads for heads in kv_heads])
+        self._choices: list[npt.NDArray[np.uint8]] = [
+            part.view(blocks, heads).numpy() for heads, part in zip(kv_heads, parts, strict=True)
+        ]
+        self._credit = 0.0  # records that may yet be read in vain
+
+    def forget(self, layer: int, blocks: Sequence[int]) -> None:
+        """These are other blocks now."""
+        self._choices[layer][list(blocks)] = 0
 
     def guess(self, layer: int, blocks: Numbers) -> Records:
         """Records of these blocks that the next token may choose: the last one's, the likeliest.
@@ -111,20 +129,23 @@ class ChosenBlocks(LayerFetches):
     """The records that one pass of single tokens attends to, which come to a ring layer by layer.
 
     blocks: that the pass may bring, ascending, places: of each in a slot. table: of the rows'
-    blocks, by number. bring: as `TieredBlocks.bring_records`.
+    blocks, by number. bring: as `TieredBlocks.bring_records`. bounds: None where it is not the CPU
+    that chooses.
     """
 
     def __init__(
         self,
         ring: BlockRing,
-        bounds: BlockBounds,
+        bounds: BlockBounds | None,
+        choices: LateChoices,
         bring: BringRecords,
         blocks: Sequence[int],
         places: Sequence[int],
         table: BlockTable,
     ) -> None:
         super().__init__(ring, self._read_ahead)
-        self._bounds, self._bring_records, self._table = bounds, bring, table
+        self._bounds, self._choices = bounds, choices
+        self._bring_records, self._table = bring, table
         self._blocks = np.array(blocks, dtype=np.int64)
         self._places = np.array(places, dtype=np.int64)
         self._index = np.searchsorted(self._blocks, table.blocks.numpy())  # in `blocks`
@@ -135,12 +156,18 @@ class ChosenBlocks(LayerFetches):
         """The slot of a layer, where its records will be."""
         return self.take(layer).memory
 
-    def of(self, layer: int) -> Bounds:
-        """What attention chooses the records of a layer by; they come to the slot of `open`."""
-        return Bounds(self._bounds.layers[layer], self._table, partial(self._bring_chosen, layer))
+    def of(self, layer: int) -> Bounds | None:
+        """What attention on the CPU chooses the records of a layer by."""
+        if self._bounds is None:
+            return None
+        return Bounds(self._bounds.layers[layer], self._table, self.bringing(layer))
+
+    def bringing(self, layer: int) -> Callable[[Tensor, Tensor], None]:
+        """Brings chosen records of a layer to the slot of `open`: see `Bounds.bring`."""
+        return partial(self._bring_chosen, layer)
 
     def _read_ahead(self, layer: int, slot: Tensor) -> Sequence[Future[None]]:
-        guessed = self._guessed[layer] = self._bounds.guess(layer, self._blocks)
+        guessed = self._guessed[layer] = self._choices.guess(layer, self._blocks)
         return self._bring_records(layer, self._blocks, self._places, guessed, slot)
 
     def _bring_chosen(self, layer: int, blocks: Tensor, counts: Tensor) -> None:
@@ -150,7 +177,7 @@ class ChosenBlocks(LayerFetches):
         rows, heads, at = np.nonzero(np.arange(lists.shape[2]) < numbers[:, :, None])
         chosen[self._index[self._slots[rows], lists[rows, heads, at]], heads] = True
         guessed = self._guessed.pop(layer)
-        self._bounds.note(layer, self._blocks, chosen, guessed)
+        self._choices.note(layer, self._blocks, chosen, guessed)
         missing = chosen & ~guessed
         self.add(
             layer,

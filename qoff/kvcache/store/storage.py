@@ -21,7 +21,7 @@ from .placement import DEVICE, DISK, HOST, TIERS, KVPlacement
 from .plan import STAGE_BLOCKS, BlockPlan
 from .pool import BlockPool
 from .ring import CopyPlan, Run, runs
-from .sparse import BlockBounds, Numbers, Records, record_runs
+from .sparse import BlockBounds, LateChoices, Numbers, Records, record_runs
 from .staging import Staging
 from .sweep import BlockSweep, Bringing
 
@@ -71,8 +71,11 @@ class BlockStorage(BlockStore):
         self._staging = staging or Staging([plan], arenas, copies, instrumentation)
         self.ring = self._staging.ring
         self.bounds: BlockBounds | None = None
-        if plan.bounded:
-            self.bounds = BlockBounds(forms, kv_heads, plan.bounded, arenas[DEVICE])
+        self.choices: LateChoices | None = None
+        if plan.chosen:
+            self.choices = LateChoices(kv_heads, plan.chosen, arenas[DEVICE])
+            if plan.bound_bytes:
+                self.bounds = BlockBounds(forms, kv_heads, plan.chosen, arenas[DEVICE])
         self._writes: dict[tuple[int, int], Future[None]] = {}
 
     @property
@@ -122,7 +125,7 @@ class BlockStorage(BlockStore):
 
     @property
     def in_place(self) -> bool:
-        return self.spill is None and self.bounds is None
+        return self.spill is None and self.choices is None
 
     @property
     def memory(self) -> Sequence[Tensor]:
@@ -137,7 +140,7 @@ class BlockStorage(BlockStore):
             numbers, places = [local for local, _ in near], [i for _, i in near]
             memory = self.pools[tier].layers[layer]
             fill(places, memory, numbers)
-            self._keep_bounds(layer, [blocks[i] for i in places], memory, numbers)
+            self._new(layer, [blocks[i] for i in places], memory, numbers)
         on_disk.sort()
         for run in runs(enumerate(local for local, _ in on_disk)):
             neighbours = on_disk[run.at : run.at + run.count]
@@ -266,13 +269,20 @@ class BlockStorage(BlockStore):
             futures.append(self._copies.call(move, moved, "host to device", name))
         return futures
 
-    def _keep_bounds(
+    def _new(
         self, layer: int, blocks: Sequence[int], memory: Tensor, numbers: Sequence[int]
     ) -> None:
-        """Of those new blocks that will be brought to the device; numbers: in the memory."""
+        """Be ready to choose from those new blocks that will be brought to the device.
+
+        numbers: in the memory.
+        """
+        if self.choices is None:
+            return
+        far = [i for i, block in enumerate(blocks) if block < self.plan.chosen]
+        made = [blocks[i] for i in far]
+        self.choices.forget(layer, made)
         if self.bounds is not None:
-            far = [i for i, block in enumerate(blocks) if block < self.plan.bounded]
-            self.bounds.keep(layer, [blocks[i] for i in far], [memory[numbers[i]] for i in far])
+            self.bounds.keep(layer, made, [memory[numbers[i]] for i in far])
 
     def _memory(self, arena: Arena, blocks: int) -> list[Tensor]:
         return [
@@ -296,7 +306,7 @@ class BlockStorage(BlockStore):
         shape, numbers = (self.kv_heads[layer], self.forms[layer].nbytes), range(len(run))
         records = memory.view(len(run), -1)[:, : self.plan.record_bytes[layer]].unflatten(1, shape)
         fill([i for _, i in run], records, numbers)
-        self._keep_bounds(layer, [self._bases[DISK] + local for local, _ in run], records, numbers)
+        self._new(layer, [self._bases[DISK] + local for local, _ in run], records, numbers)
         write = self.spill.write(self._offset(layer, run[0][0]), memory)
         buffers.popleft()
         buffers.append((stage, write))

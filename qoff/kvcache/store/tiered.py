@@ -68,12 +68,18 @@ class _TieredView(BlockView):
         self._fetches: LayerFetches | SweptBlocks = LayerFetches(
             store.ring, lambda layer, slot: store.bring(layer, self._copy_plan, slot)
         )
-        if sparse and store.bounds is not None and self.moves:
+        if sparse and store.choices is not None and self.moves:
             self.chooses = True
             numbers = {block: block for block in moved}
             (table,) = self._tables(staged, numbers, "bounds")
             self._fetches = ChosenBlocks(
-                store.ring, store.bounds, store.bring_records, moved, self._copy_plan.places, table
+                store.ring,
+                store.bounds,
+                store.choices,
+                store.bring_records,
+                moved,
+                self._copy_plan.places,
+                table,
             )
 
     def told(self) -> tuple[int, ...]:
@@ -109,8 +115,11 @@ class _TieredView(BlockView):
             fetches = self._fetches
             records = store.records(layer, fetches.open(layer))
             blocks = records.unflatten(1, (store.kv_heads[layer], form.nbytes))
-            bounds = fetches.of(layer) if isinstance(fetches, ChosenBlocks) else None
-            parts += [PackedTokens(form, blocks, table, bounds) for table in self._far]
+            bounds, bring = None, None
+            if isinstance(fetches, ChosenBlocks):
+                bounds = fetches.of(layer)
+                bring = None if bounds is not None else fetches.bringing(layer)
+            parts += [PackedTokens(form, blocks, table, bounds, bring) for table in self._far]
         for pool, table in self._near:
             parts.append(PackedTokens(form, pool.layers[layer], table))
         return tuple(parts)
