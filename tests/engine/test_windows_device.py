@@ -34,8 +34,13 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kv_placement": THIRDS}, {"kv": replace(KV, attention_top=0.3)}],
-    ids=["device", "thirds", "a part of the blocks"],
+    [
+        {},
+        {"kv_placement": THIRDS},
+        {"kv": replace(KV, attention_top=0.3)},
+        {"kv": replace(KV, attention_top=0.3), "kv_placement": THIRDS},
+    ],
+    ids=["device", "thirds", "a part of the blocks", "a part of the thirds"],
 )
 def test_answers_are_those_with_all_blocks(
     changes: dict[str, Any],
