@@ -51,6 +51,7 @@ class Adapter:
         self._searched = self._changed = self._looked = float("-inf")
         self._fitted = False  # rates are others than when the LLM was opened
         self._open_ended = False  # nobody knew how much would follow when a plan was wanted
+        self._places = running.plan.batches * running.plan.batch_size  # of the first plan
         self._watch(running, opened)
 
     @property
@@ -173,7 +174,9 @@ class Adapter:
         other = not known or not known / _OTHER <= left.there <= known * _OTHER
         if other and left.there and now - self._searched >= _SEARCH_S:
             self._searched, self._searched_for = now, left.there
-            better = better_plan(running, self.knobs, left, self._opened.beside)
+            few = left.open_ended and left.there < self._places  # for now: more may come
+            places = self._places if few else 1
+            better = better_plan(running, self.knobs, left, self._opened.beside, places)
             self._better = better if better is not None and better.gain >= _WORTH else None
         better = self._better
         if better is None:

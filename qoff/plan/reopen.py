@@ -84,12 +84,14 @@ def better_plan(
     now: Knobs,
     left: Remaining,
     beside: Callable[[Plan], int] = lambda _: 0,
+    places: int = 1,
 ) -> Better | None:
     """What the planner would choose now in the same memory; None where it finds nothing faster.
 
     On a CPU, host and device are one memory. Prompts are cut into the same pieces and the cache is
     attended to in the same place, so tokens are the same but for where KV blocks of a GPU lie.
-    beside: bytes that a plan takes on the device for what the planner does not know.
+    beside: bytes that a plan takes on the device for what the planner does not know. places: of
+    sequences that a plan has, at least.
     """
     plan = running.plan
     if plan.cpu_experts:  # other ones would round otherwise
@@ -100,7 +102,9 @@ def better_plan(
     for _ in range(2):
         machine = running.machine.with_memory(**_room(running, extra))
         try:
-            found = find_plan(running.sizes, machine, work, plan, running.dtype, like=plan)
+            found = find_plan(
+                running.sizes, machine, work, plan, running.dtype, like=plan, places=places
+            )
         except QoffError:
             return None
         wanted, before = beside(found.plan), extra

@@ -54,6 +54,7 @@ def find_plan(
     simulate: Simulate | None = None,
     like: Plan | None = None,
     counted: Counted | None = None,
+    places: int = 1,
 ) -> Certified:
     """The best plan for a workload within the memory of a machine.
 
@@ -62,9 +63,10 @@ def find_plan(
     gives a plan the seconds of its rounds in virtual time, by which the best ones are compared
     then. like: only plans that cut prompts into pieces as long as this one's and attend to the
     cache in the same place, on which roundings depend. counted: by searches for this model on
-    machines that differ in memory and rates alone; this one's are added. Raises BudgetError in a
-    line, with tier, bytes and the nearest setting, where no plan fits, and ArgumentError for
-    sequences longer than the model's.
+    machines that differ in memory and rates alone; this one's are added. places: for sequences,
+    that a plan has at least, however few requests there are. Raises BudgetError in a line, with
+    tier, bytes and the nearest setting, where no plan fits, and ArgumentError for sequences longer
+    than the model's.
     """
     template = replace(template or Plan(), context=workload.context)
     if workload.acceptance:
@@ -73,7 +75,7 @@ def find_plan(
     certifier = _certifier(sizes, machine, workload, template, dtype, counted)
     cost = certifier.cost
     on_cpu = cost.mixture is not None and cost.weight_bytes > machine.usable[DEVICE]
-    choices = choices_for(workload, machine.on_gpu, like, cpu_experts=on_cpu)
+    choices = choices_for(workload, machine.on_gpu, like, on_cpu, places)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
@@ -196,11 +198,16 @@ class _Relaxed:
 
 
 def choices_for(
-    workload: Workload, on_gpu: bool, like: Plan | None = None, cpu_experts: bool = False
+    workload: Workload,
+    on_gpu: bool,
+    like: Plan | None = None,
+    cpu_experts: bool = False,
+    places: int = 1,
 ) -> Choices:
-    """The discrete choices for a workload: none with more places than requests.
+    """The discrete choices for a workload: none with more places than requests, but for `places`.
 
-    like: as for `find_plan`. cpu_experts: whether there are experts that may stay in host memory.
+    like, places: as for `find_plan`. cpu_experts: whether there are experts that may stay in host
+    memory.
     """
     count = workload.at_once
     tokens = max(1, int(workload.prompt.mean * count))
@@ -213,7 +220,7 @@ def choices_for(
     rows = [
         (*row, experts)
         for row in product(_SIZES, _BATCHES, pieces, (True, False), attending, (0, 1, 2))
-        if _sensible(row, count, on_gpu)
+        if _sensible(row, max(count, places), on_gpu) and row[0] * row[1] >= places
         for experts in computing
     ]
     columns = list(zip(*rows, strict=True))

@@ -267,6 +267,28 @@ def test_a_link_that_recovers_meanwhile_changes_what_is_wanted(
         assert run.rounds.current.plan != wanted[0]
 
 
+def test_few_requests_to_a_server_leave_places_for_more() -> None:
+    """A client alone would be answered sooner with one place, and others would wait for it."""
+
+    class Client(Call):
+        follows = math.inf
+
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for call, least in ((Call(), 1), (Client(), 6)):
+        with virtual(PLAN) as run:
+            run.machine.read.rate = FAST / 50
+            places = list[int]()
+            one = Sequence(0, 0, None, tuple(range(100)), params, 60, frozenset())
+
+            def noted(*given: Any, places: list[int] = places) -> None:
+                places.append(given[-1])
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("qoff.engine.adapting.better_plan", noted)
+                list(run.rounds.answers([[one]], call))
+            assert set(places) == {least}
+
+
 def test_what_stays_open_ended_counts_for_some_minutes() -> None:
     """A server does not know what comes: a change pays as if the load went on."""
 

@@ -82,6 +82,16 @@ def test_where_nothing_is_better_none_is_found() -> None:
     assert again is None or again.gain < 1.05
 
 
+def test_a_plan_has_as_many_places_as_are_asked_for() -> None:
+    one = replace(LEFT, running=(50.0,), waiting=0)
+    alone, more = (better_plan(running(), KNOBS, one, places=places) for places in (1, 5))
+    assert alone is not None
+    assert more is not None
+    assert alone.plan.batches * alone.plan.batch_size == 1
+    assert more.plan.batches * more.plan.batch_size >= 5
+    assert more.gain <= alone.gain
+
+
 def test_room_is_left_for_adapters_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = list[int]()
 
