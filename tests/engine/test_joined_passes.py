@@ -101,12 +101,16 @@ def test_answers_are_those_of_passes_apart(
 
 
 def test_adapters_of_new_tokens_and_of_prompts(checkpoint: Path, tmp_path: Path) -> None:
-    save_adapter(checkpoint, tmp_path / "adapter")
+    save_adapter(checkpoint, tmp_path / "one")
+
+    which: list[Any] = ["one", None, "inner", None, "one", "inner", None]
+    modules = {"target_modules": ["o_proj", "up_proj"], "layers_to_transform": [3]}
+    save_adapter(checkpoint, tmp_path / "inner", seed=1, **modules)
 
     def answers() -> list[object]:
-        options: dict[str, Any] = {"adapters": {"one": tmp_path / "adapter"}, "device": "cpu"}
-        with LLM(checkpoint, PLAN, **options) as llm:
-            calls = [llm.generate(PROMPTS[:3], PARAMS, adapter=name) for name in ("one", None)]
+        folders = {name: tmp_path / name for name in ("one", "inner")}
+        with LLM(checkpoint, PLAN, adapters=folders, device="cpu") as llm:
+            calls = [llm.generate(PROMPTS, PARAMS, adapter=of) for of in (None, "inner", which)]
             return [value for call in calls for value in values(call)]
 
     found = answers()
@@ -185,7 +189,7 @@ def test_layers_that_follow_have_their_own_and_what_the_first_is_told() -> None:
     known = KnownJobs.of([jobs(100 + i, 5, 50) for i in range(4)])
     assert known is not None
     assert (known.leading, known.layers) == (1, 3)
-    assert known.tell([jobs(100, 6, 60)])
+    assert known.update([jobs(100, 6, 60)])
     expected = [((1, 101 + i, 6, 60), (2, 7, 6, 60)) for i in range(3)]
     assert memory(known) == [job for layer in expected for job in layer]
 
@@ -194,7 +198,7 @@ def test_layers_of_two_kinds_follow_each_its_own() -> None:
     known = KnownJobs.of([jobs(100 + i, 5, 50 + i % 2) for i in range(6)])
     assert known is not None
     assert (known.leading, known.layers) == (2, 4)
-    assert known.tell([jobs(100, 6, 60), jobs(101, 6, 70)])
+    assert known.update([jobs(100, 6, 60), jobs(101, 6, 70)])
     assert memory(known)[::2] == [(1, 102 + i, 6, 60 + 10 * (i % 2)) for i in range(4)]
 
 
@@ -202,8 +206,8 @@ def test_nothing_follows_where_the_first_layer_is_another() -> None:
     known = KnownJobs.of([jobs(100 + i, 5, 50) for i in range(4)])
     assert known is not None
     before = memory(known)
-    assert not known.tell([jobs(200, 6, 60)])  # its weights lie elsewhere
-    assert not known.tell([jobs(100, 6, 60)[::-1]])
+    assert not known.update([jobs(200, 6, 60)])  # its weights lie elsewhere
+    assert not known.update([jobs(100, 6, 60)[::-1]])
     assert memory(known) == before
 
 

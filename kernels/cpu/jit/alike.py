@@ -81,7 +81,7 @@ class PassLayers:
         if layer == 0 and jobs:
             self._begin(jobs)
         if self._known is not None and self._known.leading == len(self._told):
-            if self._known.tell(self._told):
+            if self._known.update(self._told):
                 self._follow(self._known)
                 return
             self._known = None  # something lies elsewhere now
@@ -135,13 +135,13 @@ class KnownJobs:
             return None
         return KnownJobs(layers, rows, kinds)
 
-    def tell(self, first: Layers) -> bool:
+    def update(self, first: Layers) -> bool:
         """Have all layers know what the first ones are told; False where these are others."""
         given = [(kind, _words(first[kind.first])) for kind in self._kinds]
         if not all(kind.knows(first[kind.first], words) for kind, words in given):
             return False
         for kind, words in given:
-            kind.tell(words)
+            kind.update(words)
         return True
 
 
@@ -163,8 +163,8 @@ class _Kind:
             words[self._own], self._rows[0][self._own]
         )
 
-    def tell(self, words: Words) -> None:
-        """What the pass has is told to all."""
+    def update(self, words: Words) -> None:
+        """All have what the pass has."""
         self._rows[:, self._given] = words[self._given]
 
 

@@ -296,6 +296,8 @@ class Decoder:
             return None
         if not all(run.begun and run.begun.stays and whole.can_defer(run) for run in runs):
             return None
+        if any(run.logit_rows is None for run in runs):
+            return None
         joined = join(runs)
         longest = max(run.ragged.longest for run in runs)
         tables = [table.upto(longest + 1) for table in self._rotary]

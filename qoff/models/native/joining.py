@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,10 +16,11 @@ def join(runs: Sequence[ForwardPass]) -> ForwardPass:
     Of each, the rows are named whose logits are wanted. Cache and sequences are the first one's:
     whoever attends asks the parts.
     """
-    starts = accumulate((len(run.tokens) for run in runs[:-1]), initial=0)
-    rows = zip(starts, [run.logit_rows for run in runs], strict=True)
-    wanted = [each + start for start, each in rows if each is not None]
-    first = runs[0]
+    first, start, wanted = runs[0], 0, list[Tensor]()
+    for run in runs:
+        assert run.logit_rows is not None
+        wanted.append(run.logit_rows + start)
+        start += len(run.tokens)
     return ForwardPass(
         torch.cat([run.tokens for run in runs]),
         first.ragged,
@@ -35,12 +35,14 @@ def join(runs: Sequence[ForwardPass]) -> ForwardPass:
 
 
 def _adapted(runs: Sequence[ForwardPass]) -> AdaptedRows | None:
-    """The adapters of all rows; None: there are none."""
-    rows = [run.adapters for run in runs if run.adapters is not None]
-    if not rows:
+    """The adapters of all rows, of which a part may have none; None: there are none."""
+    some = next((run.adapters for run in runs if run.adapters is not None), None)
+    if some is None:
         return None
+    none = AdaptedRows((), some.which[:0], some.layers)
+    rows = [run.adapters or none.padded(len(run.tokens)) for run in runs]
     key = tuple(adapter for one in rows for adapter in one.key)
-    return AdaptedRows(key, torch.cat([one.which for one in rows]), rows[0].layers)
+    return AdaptedRows(key, torch.cat([one.which for one in rows]), some.layers)
 
 
 def _of_all(rows: Sequence[Tensor]) -> Tensor | None:

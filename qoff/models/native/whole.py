@@ -54,17 +54,22 @@ class WholePasses:
         return by_jobs and all(part.cached and part.cached.in_place for part in run.parts)
 
     def deferred(self, run: ForwardPass, ids: Tensor) -> Steps:
-        """Compute a pass, of prompts for example, that no other will be like."""
+        """Compute a pass, of prompts for example, whose numbers no other will have.
+
+        Its layers may follow from the first ones; not those of adapters, which may add to any.
+        """
         weights = yield from self._weights()
         by_jobs = self._replays.while_done
         assert by_jobs is not None
         kind = tuple(part.cached.layers_key() for part in run.parts if part.cached is not None)
-        if None not in kind:
+        if None not in kind and run.adapters is None:
             if self._alike is None or self._alike.stale:
                 self._alike = by_jobs.alike_layers(len(self._units) - 1)
             run.layers = self._alike.of_pass(kind)
         with by_jobs.deferring():
-            return given(self._compute(run, ids, run.logit_rows), weights)
+            logits = given(self._compute(run, ids, run.logit_rows), weights)
+        run.layers = None
+        return logits
 
     def _weights(self) -> Generator[Unit, Weights, list[Weights]]:
         """The weights of all units."""
