@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
@@ -192,3 +193,22 @@ def test_deferred_work_allocates_no_more_than_is_alive(weight: QTensor) -> None:
             x = cpu.w4_linear(x, weight)
             places.add(x.data_ptr())
     assert len(places) == 2
+
+
+@pytest.mark.parametrize("when", ["_push_mode", "_pop_mode"])
+def test_an_interrupt_leaves_torch_as_it_was(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while torch begins, or ends, to ask who keeps the memory of deferred jobs."""
+    real = getattr(_python_dispatch, when)
+
+    def interrupted(mode: object) -> None:
+        if when == "_push_mode":
+            real(mode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_python_dispatch, when, interrupted)
+    with pytest.raises(KeyboardInterrupt), deferring():
+        pass
+    monkeypatch.undo()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with deferring():
+        assert torch._C._len_torch_dispatch_stack() == 1

@@ -62,7 +62,7 @@ class JobRecorder:
         with pool.recording() as jobs:
             self._views = [_users(memory) for memory in self._memory]
             moves = pool.moves
-            with watch:
+            with _in_force(watch):
                 work()
         return None if watch.computed else JobReplay(self, (moves, self._dropped), pool, jobs)
 
@@ -130,8 +130,23 @@ def deferring(pool: Pool | None = None) -> Iterator[None]:
     """
     pool = pool or default_pool()
     mode = _Deferring(pool)  # its memory is there until the jobs are done
-    with pool.deferring(), mode:
+    with pool.deferring(), _in_force(mode):
         yield
+
+
+@contextmanager
+def _in_force(mode: TorchDispatchMode) -> Iterator[None]:
+    """Within, torch asks a mode; not any more after an interrupt either.
+
+    It takes torch some time to begin and to end with one, in Python, where Ctrl-C may come.
+    """
+    others = torch._C._len_torch_dispatch_stack()
+    try:
+        with mode:
+            yield
+    finally:
+        while torch._C._len_torch_dispatch_stack() > others:
+            torch._C._pop_torch_dispatch_stack(None)
 
 
 class _Kind(Enum):
