@@ -16,6 +16,7 @@ import torch
 from qoff.budgets import device_guard
 from qoff.errors import ArgumentError, ClosedError
 from qoff.interrupts import check as check_interrupts
+from qoff.interrupts import whole
 from qoff.kernels.torch_threads import one_torch_thread
 from qoff.plan import Plan
 from qoff.plan.reopen import Remaining
@@ -152,7 +153,7 @@ class Rounds:
                 self._worker = me
             self._round()
         finally:
-            with self._changed:
+            with whole(), self._changed:
                 if self._worker == me:
                     try:
                         self._sweep()
