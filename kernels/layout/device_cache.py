@@ -48,9 +48,8 @@ class PassTables:
     resident_from: Tensor | None = None  # int32 [S], multiples of 64; None: 0
     offloaded_until: Tensor | None = None  # int32 [S], at least `packed`; None: no write-back
     max_offloaded_blocks: int = 0  # new ones of a sequence to be written back
-    max_ranked: int | None = (
-        None  # at least `packed` of each; None: `max_packed`, none is elsewhere
-    )
+    # At least `packed` of each; None: `max_packed`, as none is elsewhere.
+    max_ranked: int | None = None
     # int32 [2, n]: `start`, `length`, `positions`, and how much larger they are in the next step.
     counters: Tensor | None = None
 

@@ -16,25 +16,15 @@ from qoff.errors import BudgetError
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
-from tests.engine.test_llm_device import ON_GPU, few_programs, triton_ops  # noqa: F401 - a fixture
-from tests.instruments import POISON
+from tests.engine.test_llm_device import few_programs, where
 from tests.models.test_triton_decoder import CHANGES
 from tests.tiny_models import QUANT, save_model, save_tokenizer
 
+__all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
 PROMPTS = [[5 + i % 23 for i in range(length)] for length in (70, 9)]
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PLAN = Plan(batch_size=2, context=96, prefill_tokens=80, kv=KVQuant(window=0))
 SIZES = {**CHANGES, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
-
-
-@pytest.fixture(scope="module", params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-def where(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Options of an `LLM` on the ops of a GPU."""
-    if request.param == "gpu":
-        return {"device": "cuda", "_instrumentation": POISON}
-    if ON_GPU:
-        pytest.skip("Triton interprets kernels only where there is no GPU")
-    return {"_instrumentation": replace(POISON, ops=triton_ops)}
 
 
 @pytest.fixture(scope="module")

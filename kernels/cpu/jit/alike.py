@@ -20,12 +20,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .pool import Pool, Told, default_pool
+from .pool import Pool, Told, default_pool, room
 
 Words: TypeAlias = NDArray[np.uint32]  # arguments of a layer's jobs, one after another
 Layers: TypeAlias = Sequence[Sequence[Told]]  # the jobs of each
 
-_ALIGN = 64  # bytes from which on arguments lie
 _MOST = 32  # kinds of passes that are known
 
 
@@ -189,13 +188,12 @@ def _types(jobs: Sequence[Told]) -> tuple[Any, ...]:
 
 def _starts(jobs: Sequence[Told]) -> list[int]:
     """Where the arguments of each job lie in a row, in bytes, and where it ends."""
-    sizes = (-(-ctypes.sizeof(job.args) // _ALIGN) * _ALIGN for job in jobs)
-    return list(accumulate(sizes, initial=0))
+    return list(accumulate((room(ctypes.sizeof(job.args)) for job in jobs), initial=0))
 
 
 def _words(jobs: Sequence[Told]) -> Words:
     parts = (bytes(job.args) for job in jobs)
-    padded = (part.ljust(-(-len(part) // _ALIGN) * _ALIGN, b"\0") for part in parts)
+    padded = (part.ljust(room(len(part)), b"\0") for part in parts)
     return np.frombuffer(b"".join(padded), np.uint32)
 
 
@@ -204,8 +202,7 @@ def _own(types: tuple[Any, ...]) -> NDArray[np.bool_]:
     """Which words of a row a layer may have of its own."""
     found = list[NDArray[np.bool_]]()
     for kind in types:
-        size = ctypes.sizeof(kind)
-        words = np.zeros(-(-size // _ALIGN) * _ALIGN // 4, bool)
+        words = np.zeros(room(ctypes.sizeof(kind)) // 4, bool)
         for name in getattr(kind, "OF_LAYER", ()):
             first, count = _place(kind, name)
             words[first // 4 : (first + count) // 4] = True

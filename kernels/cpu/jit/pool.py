@@ -215,6 +215,11 @@ class Pool:
             self._workers = []
 
 
+def room(nbytes: int) -> int:
+    """Bytes that the arguments of a job take in a list of them: whole cache lines of 64."""
+    return -(-nbytes // 64) * 64
+
+
 def _following(count: int, seconds: float) -> int:
     """How many jobs to run before Python looks again, if so many took so long."""
     return max(1, min(4 * count, int(count * HEARD_S / seconds)))
@@ -225,7 +230,7 @@ class JobList:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._kept = [keep for *_, keep in jobs]
-        starts = list(accumulate((-(-len(args) // 64) * 64 for _, args, _ in jobs), initial=0))
+        starts = list(accumulate((room(len(args)) for _, args, _ in jobs), initial=0))
         self._arguments = (ctypes.c_byte * (starts[-1] + 1))()
         here = ctypes.addressof(self._arguments)
         self._steps = (ctypes.c_int64 * (2 * len(jobs)))()
