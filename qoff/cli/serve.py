@@ -7,26 +7,38 @@ import gc
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from typer import Context, Option
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
-from .batch import PlanOptions
+from .batch import MIXED_HELP, PlanOptions
 from .command import command, parsed
 from .options import CacheOptions, Model, RunOptions, model_name
+
+if TYPE_CHECKING:
+    from qoff.plan import Plan
 
 
 @dataclass(frozen=True)
 class ServePlanOptions(PlanOptions):
-    """The same, with prompts read in smaller pieces: others' answers go on meanwhile."""
+    """The same, with prompts read in smaller pieces while others' answers go on."""
 
-    prefill_tokens: int = Option(256, min=1, help="Prompt tokens of one pass.")
+    mixed_prefill_tokens: int | None = Option(256, min=1, help=MIXED_HELP)
+
+    def plan(
+        self, called: Context, model: str, how: RunOptions, cache: CacheOptions
+    ) -> tuple[Plan | None, dict[str, Any]]:
+        """As of a batch; a saved plan that says nothing of it has this option's default."""
+        plan, opening = PlanOptions.plan(self, called, model, how, cache)
+        if plan is not None and plan.mixed_prefill_tokens is None:
+            plan = replace(plan, mixed_prefill_tokens=self.mixed_prefill_tokens)
+        return plan, opening
 
 
 @command

@@ -26,6 +26,7 @@ from qoff.system_memory import refusals
 from .batch import BatchSlots
 from .draft_model import DraftModel
 from .executor import CpuExecutor, Executor
+from .pieces import PromptPieces
 from .prefixes import PrefixIndex
 from .rates import running_plan
 from .sampling import Sampler
@@ -52,6 +53,8 @@ class Opened:
         self.plan = plan = executor.plan
         self.close, self.seconds = close, seconds
         vocab = executor.limits.vocab_size
+        beside = None if executor.whole_prompts else plan.mixed_prefill_tokens
+        self.pieces = PromptPieces(plan.prefill_tokens, beside)
         self._prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
         self._saved_states = None

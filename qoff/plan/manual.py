@@ -50,7 +50,9 @@ class Plan:
     at most so many tokens, others bring them to the GPU (None: as is faster by the rates of the
     machine; as many as a pass may have: none comes).
     draft_model: a small model with the same tokenizer, which stays on the device and drafts them
-    instead. token_s: seconds between two tokens of a sequence at most. adapt: where rounds take
+    instead. mixed_prefill_tokens: of prompts, so many tokens of a batch go with its answers' next
+    ones, fewer than where no answers are under way; or more, up to prefill_tokens, as long as twice
+    as many make a round at most half as long again (None: always prefill_tokens). token_s: seconds between two tokens of a sequence at most. adapt: where rounds take
     longer or less long than expected, the schedule and how many sequences and prompts a round has
     follow what the machine does then, and where that pays, the running sequences end, and the rest
     goes on with another plan in the same memory; "rounds": without the latter. On a CPU no token
@@ -64,6 +66,7 @@ class Plan:
     batches: int = 1
     context: int = 2048
     prefill_tokens: int = 1024  # of prompts that a batch reads in one pass
+    mixed_prefill_tokens: int | None = None  # the same while answers are under way
     kv: KVQuant = field(default_factory=KVQuant)
     kv_placement: KVPlacement = field(default_factory=KVPlacement)
     cpu_attention: Literal["auto", "always", "never"] = "auto"
@@ -100,6 +103,14 @@ class Plan:
         for name in ("share_prefixes", "cpu_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; use True or False")
+        mixed = plain_int(self.mixed_prefill_tokens)
+        if mixed is not None and (
+            isinstance(mixed, bool) or not isinstance(mixed, int) or mixed < 1
+        ):
+            raise ArgumentError(
+                f"mixed_prefill_tokens is {mixed!r}; use None or a whole number from 1"
+            )
+        object.__setattr__(self, "mixed_prefill_tokens", mixed)
         tokens = plain_int(self.cpu_expert_tokens)
         if tokens is not None:
             if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
