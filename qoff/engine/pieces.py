@@ -11,10 +11,10 @@ _FULL = 0.9  # of what a round may read: it tells what so many tokens take
 class PromptPieces:
     """The size of prompts' pieces: all of `most` tokens, or fewer while answers are generated.
 
-    Beside answers, a batch reads `beside` tokens in a round; or twice, four times, ... up to `most`,
-    as long as each doubling makes a round at most half as long again. So prompts are read in small
-    pieces where arithmetic is what takes time, and in large ones where rounds wait for weights,
-    however few tokens they read.
+    Beside answers, a batch reads `beside` tokens in a round; or twice, four times, ... as many, up
+    to `most`, while each doubling makes a round at most half as long again. So prompts are read in
+    small pieces where arithmetic is what takes time, and in large ones where rounds wait for
+    weights, however few tokens they read.
     """
 
     def __init__(self, most: int, beside: int | None = None) -> None:

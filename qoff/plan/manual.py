@@ -50,14 +50,15 @@ class Plan:
     at most so many tokens, others bring them to the GPU (None: as is faster by the rates of the
     machine; as many as a pass may have: none comes).
     draft_model: a small model with the same tokenizer, which stays on the device and drafts them
-    instead. mixed_prefill_tokens: of prompts, so many tokens of a batch go with its answers' next
-    ones, fewer than where no answers are under way; or more, up to prefill_tokens, as long as twice
-    as many make a round at most half as long again (None: always prefill_tokens). token_s: seconds between two tokens of a sequence at most. adapt: where rounds take
-    longer or less long than expected, the schedule and how many sequences and prompts a round has
-    follow what the machine does then, and where that pays, the running sequences end, and the rest
-    goes on with another plan in the same memory; "rounds": without the latter. On a CPU no token
-    depends on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values out of
-    range.
+    instead. mixed_prefill_tokens: tokens of prompts that a batch reads in a pass while answers are
+    generated; a multiple of it, up to prefill_tokens, while each doubling makes a round at most
+    half as long again, so where prompts are cut then depends on the time that rounds take (None:
+    always prefill_tokens). token_s: seconds between two tokens of a sequence at most. adapt: where
+    rounds take longer or less long than expected, the schedule and how many sequences and prompts a
+    round has follow what the machine does then, and where that pays, the running sequences end, and
+    the rest goes on with another plan in the same memory; "rounds": without the latter. On a CPU no
+    token depends on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values
+    out of range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
