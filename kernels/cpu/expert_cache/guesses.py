@@ -76,7 +76,7 @@ def drop_wrong(words, chosen):
 
 @inner
 def write_guesses(words, request):
-    """The keys of what the pairs guess, those of most pairs first, then ascending."""
+    """The keys of what the pairs guess, those of most pairs first, else in their order."""
     guesses, doubtful, slots = longs(words, GUESSES), longs(words, DOUBTFUL), longs(words, SLOTS)
     guesses[0] = doubtful[0] = 0
     if simd.peek_i64(request + GUESS_IDS) == 0:
@@ -84,19 +84,13 @@ def write_guesses(words, request):
     ids, pairs = longs(request, GUESS_IDS), simd.peek_i64(request + PAIRS)
     first = longs(words, FIRST)[simd.peek_i64(request + FOLLOWING)]
     for votes in range(pairs, 0, -1):
-        last = -1
-        while True:  # the next number behind the last one that has so many votes
-            best = -1
-            for i in range(pairs):
-                if ids[i] > last and (best < 0 or ids[i] < best):
-                    best = ids[i]
-            if best < 0:
-                break
-            last, found = best, 0
-            for i in range(pairs):
-                found += ids[i] == best
-            if found == votes:
-                append(guesses, first + best)
-                if slots[first + best] < 0:
-                    append(doubtful, first + best)
+        for i in range(pairs):
+            found, before = 0, 0
+            for j in range(pairs):
+                found += ids[j] == ids[i]
+                before += j < i and ids[j] == ids[i]
+            if found == votes and before == 0:
+                append(guesses, first + ids[i])
+                if slots[first + ids[i]] < 0:
+                    append(doubtful, first + ids[i])
     add(words, NUM_GUESSES, doubtful[0])

@@ -34,6 +34,7 @@ from .passing import PassingExperts
 from .policy import Keys, NextUse, Policy
 from .state import AGE, FEW, LEAST_ACCURACY, NEARLY_ALL, CacheState
 from .stats import ExpertStats
+from .trial import GuessTrial, Mark
 from .wave import ExpertWave, bias_memory
 
 
@@ -71,7 +72,11 @@ class ExpertCache:
         self.record: list[tuple[int, tuple[int, ...]]] | None = None
         self.wait_s = 0.0  # that `acquire` waited
         experts = expert_units(self._layers)
-        self._clock = transfers.clock
+        self._clock, self._reader = transfers.clock, transfers.reader
+        self.trial = GuessTrial()
+        self.wanted = 0  # experts that passes asked for
+        self._sure = False  # nearly all of the next layer are guessed, so most are right
+        self._surely = 0  # guesses so far of which that was so
         self.moves = make_moves(
             self._layers,
             experts,
@@ -139,6 +144,7 @@ class ExpertCache:
                 found = self._arrived(wanted)
             finally:
                 self.wait_s += self._clock.now() - start
+            self.trial.arrived(self.mark)
             self.now.fixed[found] = True
         numbers = self.now.keys[found] - first
         self.now.waiting = (chosen.layer, frozenset(chosen.numbers).difference(numbers.tolist()))
@@ -208,6 +214,9 @@ class ExpertCache:
         chosen_now[wanted] = True
         self._judge_guesses(chosen_now)
         self._drop_guesses(chosen_now)
+        if chosen.layer <= layer:
+            self.begin_pass()
+        self.wanted += len(wanted)
         self.policy.use(chosen.layer, wanted)
         if self.record is not None:
             self.record.append((chosen.layer, chosen.numbers))
@@ -215,17 +224,39 @@ class ExpertCache:
         self.now.guesses = guesses[self._comes[guesses]]
         self.now.doubtful = self._missing(self.now.guesses)
         self._count(guesses=len(self.now.doubtful))
+        self._sure = len(guesses) > 0 and self._nearly_all(self._layer_of(guesses), len(guesses))
+        self._surely += len(self.now.doubtful) * self._sure
+
+    def begin_pass(self) -> None:
+        """Decide whether a pass reads the guesses of routers."""
+        disk = self._reader.stats
+        each = float(self.now.nbytes.max()) * disk.busy_s / disk.bytes if disk.bytes else 0.0
+        self.trial.begin(self.mark, each)
+
+    @property
+    def mark(self) -> Mark:
+        """Where the passes are."""
+        counted = self.now.counted
+        guesses = counted["guesses"] - self._surely
+        return Mark(self._clock.now(), self.wanted - counted["hits"], guesses)
 
     def _guesses(self, chosen: ChosenExperts) -> Keys:
         """What the next layer may want, the likeliest first."""
         first = self.policy.first
         if chosen.guesses:
             return np.array([int(first[one.layer]) + one.number for one in chosen.guesses])
-        if len(chosen.numbers) < NEARLY_ALL * self._comes[slice(*first[chosen.layer :][:2])].sum():
+        if not self._nearly_all(chosen.layer, len(chosen.numbers)):
             return self.now.guesses[:0]
         layers = [*range(chosen.layer + 1, len(self.counts)), *range(chosen.layer)]
         layer = next((layer for layer in layers if self.counts[layer]), None)
         return self.now.guesses[:0] if layer is None else np.arange(*first[layer : layer + 2])
+
+    def _nearly_all(self, layer: int, count: int) -> bool:
+        """Whether so many are most of the experts that may come of a layer."""
+        return count >= NEARLY_ALL * int(self._comes[slice(*self.policy.first[layer:][:2])].sum())
+
+    def _layer_of(self, keys: Keys) -> int:
+        return int(self.policy.layer[keys[0]])
 
     def _drop_guesses(self, wanted: NDArray[np.bool_]) -> None:
         """Do not read the guesses that are known to be wrong and wait for their turn."""
@@ -272,7 +303,7 @@ class ExpertCache:
         if len(coming):
             self.moves.hurry(coming)
         missing, guesses = self._missing(wanted), self.now.guesses[:0]
-        if self.now.accuracy >= LEAST_ACCURACY:
+        if self.now.accuracy >= LEAST_ACCURACY and (self._sure or self.trial.reads):
             guesses = self._missing(self.now.guesses)
         count = len(missing) + len(guesses)
         self.now.unread = False

@@ -62,7 +62,7 @@ class _Request:
         words = self.words
         numbers = sorted(set(int64_array(words.ids, words.pairs).tolist()))
         votes = int64_array(words.guesses, words.pairs).tolist() if words.guesses else []
-        guesses = sorted(set(votes), key=lambda number: (-votes.count(number), number))
+        guesses = sorted(dict.fromkeys(votes), key=lambda number: -votes.count(number))
         return ChosenExperts(
             words.layer, tuple(numbers), tuple(Expert(words.following, n) for n in guesses)
         )
@@ -116,7 +116,6 @@ class ExpertJobs:
             count=slots,
             num_layers=layers,
             age=AGE,
-            least_accuracy=LEAST_ACCURACY,
             share_age=policy.age,
         )
         self._kept = arrays
@@ -136,6 +135,7 @@ class ExpertJobs:
         return few and ready and self._moves.all_queued()
 
     def __enter__(self) -> Self:
+        self._cache.begin_pass()
         self._bring()
         return self
 
@@ -148,6 +148,7 @@ class ExpertJobs:
             state.fixed[slots[state.came[slots]]] = False
         words.noted = words.resolved = 0
         self._bring_back()
+        self._cache.trial.arrived(self._cache.mark)
         self._fresh.clear()
         arrived = np.flatnonzero(self._arrived).tolist()
         self._arrived[:] = 0
@@ -244,6 +245,7 @@ class ExpertJobs:
             memory[0] = len(numbers)
             memory[1 : 1 + len(numbers)] = numbers
         words.accuracy, words.unread, words.at = state.accuracy, state.unread, self._policy.at
+        words.least_accuracy = LEAST_ACCURACY if self._cache.trial.reads else float("inf")
         for name in _COUNTED:
             setattr(words, f"num_{name}", state.counted[name])
 
@@ -259,9 +261,10 @@ class ExpertJobs:
             state.counted[name] = getattr(words, f"num_{name}")
         cache.wait_s += words.waited * 1e-9
         words.waited = 0
-        if cache.record is not None:
-            for number in lists["asked"].tolist():
-                request = self._requests[number]
+        for number in lists["asked"].tolist():
+            request = self._requests[number]
+            cache.wanted += len(request.keys)
+            if cache.record is not None:
                 layer = request.words.layer
                 numbers = request.keys - self._policy.first[layer]
                 cache.record.append((layer, tuple(numbers.tolist())))

@@ -245,7 +245,7 @@ def likeliest(layer: int | None, ids: Tensor | None) -> tuple[Expert, ...]:
     """The experts of a layer that tokens chose, [M, T], those of most tokens first."""
     if layer is None or ids is None:
         return ()
-    votes = Counter(sorted(ids.flatten().tolist()))
+    votes = Counter(ids.flatten().tolist())
     return tuple(Expert(layer, number) for number, _ in votes.most_common())
 
 
