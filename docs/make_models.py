@@ -47,7 +47,7 @@ Granite have them, whichever form their family is published in.
 ### Latent attention
 
 The KV cache keeps the latent of each token, from which keys and values of all heads come, and the
-part of the keys that RoPE rotates. That is 324 bytes a layer in DeepSeek V2 and V3, packed to 4
+part of the keys that RoPE rotates. That is 324 bytes a token and layer in DeepSeek V2 and V3, packed to 4
 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and values are the same
 numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
