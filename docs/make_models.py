@@ -47,9 +47,9 @@ Granite have them, whichever form their family is published in.
 ### Latent attention
 
 The KV cache keeps the latent of each token, from which keys and values of all heads come, and the
-part of the keys that RoPE rotates. That is 324 bytes a token and layer in DeepSeek V2 and V3, packed to 4
-bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and values are the same
-numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
+part of the keys that RoPE rotates. In DeepSeek V2 and V3 that is 324 bytes a token and layer,
+packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and values
+are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
 ### Linear attention
 
@@ -60,10 +60,10 @@ tokens of K and V packed to 4 bits in one of its other layers. These models run 
 - States sum up all tokens. A sequence can be copied and can go on from any prompt, also in pieces,
   but cannot go back to an earlier token. So `draft_tokens`, a draft model of this kind, and
   cropping a `QoffCache` are refused.
-- With `share_prefixes`, host memory keeps one state more than there are sequences: those behind the
-  part of a prompt that is packed when it is read, and behind what another prompt begins with. A
-  further turn of a conversation reads the newest answer and what is new. A prompt takes one more
-  round for each place where states are kept.
+- With `share_prefixes`, host memory keeps as many states as there are sequences, and one more:
+  those behind the part of a prompt that is packed when it is read, and behind what another prompt
+  begins with. A further turn of a conversation reads the newest answer and what is new. A prompt
+  takes one more round for each place where states are kept.
 - `--kv` for single layers counts only the layers that attend.
 - The matrix of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
@@ -103,10 +103,10 @@ What differs from the native families:
 - **KV cache.** A packed cache, without padding, is used if attention goes through transformers'
   attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 256 or
   512 channels for keys and values alike. Layers may attend to the keys and values of earlier ones.
-  Otherwise a packed cache is refused with the reason, which a trial without weights finds when the
-  model is loaded. The cache is then transformers' own, padded like the batch, in float32, or on a
-  GPU float16 or bfloat16 like everything that is not quantized. Recurrent states are always
-  transformers'.
+  Other models keep transformers' own cache, padded like the batch, in float32, or on a GPU float16
+  or bfloat16 like everything that is not quantized. If you ask for a packed one, they are refused
+  with the reason, which a trial without weights finds when the model is loaded. Recurrent states
+  are always transformers'.
 - **`qoff.load`** pads on the left, and after the first pass every sequence gets the same number of
   tokens. Models with recurrent states then read one token of each sequence at a time, so a prompt
   cannot be continued, and their cache cannot be cropped.
@@ -127,9 +127,8 @@ with DSA, DeepSeek V3.2), and those whose cache forgets tokens that their mask s
 
 These are tested with tiny random models: logits at prefill with left padding and at four decode
 steps, resident, within the minimal budget, with all matrices in tiles, and with passes that take
-turns at every layer (`tests/models/test_modules.py`, `tests/hf/test_modules.py`). Tests with qoff's
-cache are in `tests/models/test_modules_packed.py`, in batches in
-`tests/engine/test_llm_modules.py`.
+turns at every layer (`tests/models/test_modules.py`, `tests/hf/test_modules.py`). qoff's cache is
+tested in `tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`.
 
 """
 _REFUSED = """
