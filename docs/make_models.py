@@ -125,10 +125,10 @@ with DSA, DeepSeek V3.2), and those whose cache forgets tokens that their mask s
 
 ### Tested
 
-These are tested with tiny random models: logits at prefill with left padding and at four decode
-steps, resident, within the minimal budget, with all matrices in tiles, and with passes that take
-turns at every layer (`tests/models/test_modules.py`, `tests/hf/test_modules.py`). qoff's cache is
-tested in `tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`.
+With tiny random models: logits at prefill with left padding and at four decode steps, resident,
+within the minimal budget, in tiles, and with passes that take turns at every layer
+(`tests/models/test_modules.py`, `tests/hf/test_modules.py`); qoff's cache in
+`tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`.
 
 """
 _REFUSED = """
