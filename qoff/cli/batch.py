@@ -43,10 +43,8 @@ class PlanOptions:
     batch_size: int = Option(8, min=1, help="Sequences per batch.")
     batches: int = Option(1, min=1, help="Batches that pass a layer before the next layer is read.")
     context: int = Option(2048, min=1, help="Most tokens of prompt and answer together.")
-    prefill_tokens: int = Option(1024, min=1, help="Prompt tokens per pass.")
-    cpu_attention: str = Option(
-        "auto", help="On a GPU: the CPU attends to offloaded KV: auto, always or never."
-    )
+    prefill_tokens: int = Option(1024, min=1, help="Prompt tokens of one pass.")
+    cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
     cpu_experts: bool = Option(
         False, "--cpu-experts", help="On a GPU: the CPU computes the experts in host memory."
     )

@@ -26,7 +26,7 @@ from .options import CacheOptions, Model, RunOptions, model_name
 class ServePlanOptions(PlanOptions):
     """The same, with prompts read in smaller pieces: others' answers go on meanwhile."""
 
-    prefill_tokens: int = Option(256, min=1, help="Prompt tokens per pass.")
+    prefill_tokens: int = Option(256, min=1, help="Prompt tokens of one pass.")
 
 
 @command
