@@ -43,43 +43,45 @@ _BOUNDS = ("device_memory", "host_memory", "max_memory")
 class PlanOptions:
     """Fields of `qoff.Plan`."""
 
-    batch_size: int = Option(8, min=1, help="Sequences of a batch.")
-    batches: int = Option(1, min=1, help="Batches that go through a layer before the next is read.")
-    context: int = Option(2048, min=1, help="Tokens of prompt and answer together.")
+    batch_size: int = Option(8, min=1, help="Sequences per batch.")
+    batches: int = Option(1, min=1, help="Batches that pass a layer before the next layer is read.")
+    context: int = Option(2048, min=1, help="Most tokens of prompt and answer together.")
     prefill_tokens: int = Option(1024, min=1, help="Prompt tokens of one pass.")
     mixed_prefill_tokens: int | None = Option(None, min=1, help=MIXED_HELP)
     cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
     cpu_experts: bool = Option(
-        False, "--cpu-experts", help="On a GPU: the CPU computes experts that host memory holds."
+        False, "--cpu-experts", help="On a GPU: the CPU computes the experts in host memory."
     )
     cpu_expert_tokens: int | None = Option(
         None,
         min=0,
-        help="Tokens of a pass for which it does, at most; others bring them to the GPU.",
+        help="With --cpu-experts: most tokens of such a pass; longer ones use the GPU.",
     )
-    activations: str = Option("device", help="Where waiting batches' are: device, host, disk.")
+    activations: str = Option(
+        "device", help="Tier of waiting batches' hidden states: device, host or disk."
+    )
     schedule: str = Option("block", help="block: layer by layer; sequential: batch by batch.")
     draft_tokens: int = Option(
-        0, min=0, help="Tokens drafted of each answer and checked in one pass; 0: none."
+        0, min=0, help="Most tokens drafted per answer and checked in one pass; 0: none."
     )
     draft_model: str | None = Option(
-        None, help="Small model with the same tokenizer that drafts them; default: prompt lookup."
+        None, help="Small model with the same tokenizer that drafts; default: prompt lookup."
     )
     share_prefixes: bool = Option(
-        False, "--share-prefixes", help="Prompts that begin alike share KV blocks."
+        False, "--share-prefixes", help="Prompts with the same beginning share KV blocks."
     )
     spill_folder: Path | None = Option(
         None,
         exists=True,
         file_okay=False,
-        help="Folder for what is on the disk tier; else that for temporary files.",
+        help="Folder of the disk tier; default: that of temporary files.",
     )
     kv_device: float = Option(1.0, min=0, max=1, help="Fraction of the KV cache on the device.")
     kv_host: float = Option(
-        0.0, min=0, max=1, help="Fraction of it in host memory; the rest is on disk."
+        0.0, min=0, max=1, help="Fraction of the KV cache in host memory; the rest is on disk."
     )
     lora_modules: list[str] | None = Option(
-        None, help="LoRA adapter as NAME=FOLDER; requests name it as their model; repeatable."
+        None, help="LoRA adapter as NAME=FOLDER, used by requests for model NAME; repeatable."
     )
 
     def plan(
@@ -146,26 +148,26 @@ def _adapters(given: list[str] | None) -> dict[str, str]:
 class SamplingOptions(DrawOptions):
     """Fields of `qoff.SamplingParams`: all but structured outputs."""
 
-    max_tokens: int = Option(128, min=1, help="Tokens of the answer, at most.")
-    min_tokens: int = Option(0, min=0, help="Tokens of the answer, at least.")
+    max_tokens: int = Option(128, min=1, help="Most tokens of the answer.")
+    min_tokens: int = Option(0, min=0, help="Fewest tokens of the answer.")
     min_p: float = Option(
-        0.0, min=0, max=1, help="Drop tokens less likely than this times the best."
+        0.0, min=0, max=1, help="Drop tokens less likely than this times the likeliest."
     )
     repetition_penalty: float = Option(
         1.0, help="Above 1: tokens of prompt and answer become less likely."
     )
     presence_penalty: float = Option(
-        0.0, min=-2, max=2, help="Lower the logits of tokens in the answer by this."
+        0.0, min=-2, max=2, help="Lower the logits of the answer's tokens by this."
     )
     frequency_penalty: float = Option(
-        0.0, min=-2, max=2, help="The same for each time that the token is there."
+        0.0, min=-2, max=2, help="The same for each time that the token occurs."
     )
     n: int = Option(1, min=1, help="Answers for each prompt.")
     stop: list[str] | None = Option(None, help="Text that ends an answer; repeatable.")
     stop_token_ids: list[int] | None = Option(None, help="Token that ends an answer; repeatable.")
     ignore_eos: bool = Option(False, "--ignore-eos", help="Do not end at the model's end token.")
     logprobs: int | None = Option(
-        None, min=0, max=20, help="Print log-probabilities of each token and so many likeliest."
+        None, min=0, max=20, help="Log-probabilities of each token and this many likeliest ones."
     )
 
 
@@ -179,36 +181,38 @@ def batch(
     sampling: SamplingOptions,
     prompts: Annotated[
         Path | None,
-        Argument(
-            help='File with a request a line: OpenAI\'s, text or {"prompt": ...}; "-": stdin.'
-        ),
+        Argument(help='A request per line: OpenAI\'s, text or {"prompt": ...}; "-" reads stdin.'),
     ] = None,
-    input_file: Path | None = Option(None, "--input", "-i", help="The same, as an option."),
+    input_file: Path | None = Option(None, "--input", "-i", help="The same file, as an option."),
     output: Path | None = Option(
         None, "-o", "--output", help="File for the answers; default: standard output."
     ),
-    errors: Path | None = Option(None, help="File for what failed; default: beside the answers."),
-    resume: bool = Option(
-        True, "--resume/--overwrite", help="Go on with the file of answers, or begin it anew."
+    errors: Path | None = Option(
+        None, help="File for failed requests; default: beside the answers."
     ),
-    keep_order: bool = Option(False, "--keep-order", help="Sort the answers as the requests are."),
+    resume: bool = Option(
+        True, "--resume/--overwrite", help="Continue the file of answers, or start over."
+    ),
+    keep_order: bool = Option(
+        False, "--keep-order", help="Sort the answers in the order of the requests."
+    ),
     served_model_name: str | None = Option(
-        None, help="The model's name in OpenAI's lines; default: MODEL's."
+        None, help="The model's name in OpenAI's lines; default: that of MODEL."
     ),
     ray: str | None = Option(
-        None, help="Answer on a Ray cluster: auto or HOST:PORT; local: on this machine's parts."
+        None, help="Use a Ray cluster: auto or HOST:PORT; local: the parts of this machine."
     ),
     ray_workers: int | None = Option(
-        None, min=1, help="Of --ray; default: one for each GPU, or for each machine without."
+        None, min=1, help="With --ray: workers; default: one per GPU, or per machine without GPUs."
     ),
     raw: Raw = False,
     trace: Trace = None,
     stats: bool = Option(False, "--stats", help="Print what each round waited for."),
 ) -> None:
-    """Answer a file of requests in large batches, a line of JSON for each.
+    """Answer a file of requests in large batches, as lines of JSON.
 
-    Answers are written when they are done. A request that cannot be answered yields a line with
-    its error, and exit status 1 at the end.
+    Answers are written as they are done. A request that cannot be answered gives a line with its
+    error, and exit status 1 at the end. Repeat the command to continue an interrupted job.
     """
     from qoff.engine import LLM, SamplingParams
     from qoff.jobs.file import Asked, FileJob

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qoff.measure.cases import Case, Setup
     from qoff.measure.model_report import ModelReport
 
-_SEVERAL = "Several: separated by commas."
+_SEVERAL = "Separate several by commas."
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class GridOptions:
     prompt: str = Option("512", "-p", "--prompt", help=f"Prompt tokens, or none. {_SEVERAL}")
     new: str = Option("128", "-n", "--new", help=f"Tokens to generate, or none. {_SEVERAL}")
     depth: str = Option("0", "-d", "--depth", help=f"Tokens already in the cache. {_SEVERAL}")
-    batch_size: str = Option("1", "-b", "--batch-size", help=f"Sequences together. {_SEVERAL}")
+    batch_size: str = Option("1", "-b", "--batch-size", help=f"Sequences per batch. {_SEVERAL}")
     kv: list[str] | None = Option(
         None,
         help=(
-            "Bits of the KV cache: none (float32), 2, 3, 4, 8, or 8,4 for K and V; auto, the "
-            "default: 4 where the model allows; repeatable."
+            "Bits of the KV cache: none (float32), 2, 3, 4, 8, or 8,4 for K and V; auto: 4 if the "
+            "model allows it (default). Repeatable."
         ),
     )
     device_memory: str = Option(
-        "all", help=f"Bound of everything on the device, like 48MiB, or all. {_SEVERAL}"
+        "all", help=f"Limit of device memory, like 48MiB, or all. {_SEVERAL}"
     )
     activation_bits: str = Option("16", help=f"Bits of activations: 16 or 8. {_SEVERAL}")
     repetitions: int = Option(
-        5, "-r", "--repetitions", min=1, max=100, help="Runs of each case, after a warm-up."
+        5, "-r", "--repetitions", min=1, max=100, help="Runs of each case after a warm-up."
     )
 
     def combinations(self, bound: int | None) -> tuple[list[Setup], list[Case]]:
@@ -82,38 +82,40 @@ def bench(
     arguments: list[str] | None = Argument(
         None,
         metavar="[MODEL]",
-        help="A qoff checkpoint, another model or a hub id; or --suite's own.",
+        help="A qoff checkpoint, another model or a hub id; with --suite, its arguments.",
     ),
-    output: Format = Option("md", "-o", "--output", help="Markdown, CSV, or a result as JSON."),
-    save: bool = Option(False, "--save", help="Keep the result in a new file in --results."),
+    output: Format = Option("md", "-o", "--output", help="Markdown, CSV or JSON."),
+    save: bool = Option(False, "--save", help="Save the result as a new file in --results."),
     results: Path | None = Option(
-        None, help="Folder for --save and --history. Default: bench/results of the source tree."
+        None, help="Folder for --save and --history; default: bench/results of the source tree."
     ),
     history: bool = Option(False, "--history", help="List the results in --results."),
     compare: tuple[Path, Path] | None = Option(
-        None, metavar="A.json B.json", help="Print what has changed from A to B."
+        None, metavar="A.json B.json", help="Print what changed from A to B."
     ),
     threshold: float | None = Option(
-        None, min=0, help="Percent by which medians must differ (--compare). Default: 10."
+        None, min=0, help="With --compare: percent by which medians must differ; default: 10."
     ),
     fail_on_slower: bool = Option(
-        False, "--fail-on-slower", help="Exit with 1 if anything is slower (--compare)."
+        False, "--fail-on-slower", help="With --compare: exit with 1 if anything is slower."
     ),
     suite: str | None = Option(
-        None, metavar="NAME", help="Run a bench of the source tree; 'list' prints their names."
+        None, metavar="NAME", help="Run a benchmark of the source tree; 'list' prints their names."
     ),
     experts: bool = Option(
         False,
         "--experts",
-        help="Record which experts a text takes within --device-memory, token by token (-p, -n), "
-        "and how often caches of several sizes would have them.",
+        help="Record which experts the tokens of a text use (-p, -n), within --device-memory, and "
+        "the hit rates of caches of several sizes.",
     ),
-    text: Path | None = Option(None, help="For --experts. Default: prose that comes with qoff."),
+    text: Path | None = Option(
+        None, help="With --experts: text file; default: prose that comes with qoff."
+    ),
     plan: Path | None = Option(
-        None, help="A file of qoff plan --save: bounds, slots, and the KV cache's form."
+        None, help="Use limits, slots and KV cache of a plan that qoff plan --save wrote."
     ),
 ) -> None:
-    """Measure a model's tokens per second, run other benches, keep and compare results.
+    """Measure a model's tokens per second, save and compare results, run other benchmarks.
 
     qoff bench MODEL -p 512 -n 128 -d 0,4096 --kv none --kv 4
 

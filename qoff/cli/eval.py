@@ -42,24 +42,24 @@ def evaluate(
     cache: FormOptions,
     how: RunOptions,
     original: ReferenceOptions,
-    batch: int = Option(1, min=1, help="Windows read together, for weights that stream."),
+    batch: int = Option(1, min=1, help="Windows read together; for streamed weights."),
     sweep: bool = Option(False, "--sweep", help="Evaluate a grid of settings."),
-    grid: str = Option("", help=f"Grid of --sweep, like '{_GRID}'; axes have defaults."),
+    grid: str = Option("", help=f"Grid of --sweep, like '{_GRID}'; each axis has a default."),
     out: Path = Option(Path("qoff-eval"), help="Folder for tables, charts and finished cells."),
     tasks: str | None = Option(
-        None, help="Tasks of lm-evaluation-harness; qoff_knowledge needs no network."
+        None, help="Tasks of lm-evaluation-harness, or qoff_knowledge, which needs no network."
     ),
-    shots: int | None = Option(None, min=0, help="Examples before each question of --tasks."),
+    shots: int | None = Option(None, min=0, help="With --tasks: examples before each question."),
     needle: bool = Option(False, "--needle", help="Hide keys in long texts and ask for them."),
     lengths: str = Option(
-        "512,1024,2048", help="Lengths of --needle in tokens, separated by commas."
+        "512,1024,2048", help="With --needle: lengths in tokens, separated by commas."
     ),
     caches: str | None = Option(
         None,
-        help="KV caches of --needle, like '8,4 disk=0.5; 4 top=0.25'; default: 'float; 8,4; 4', "
+        help="With --needle: KV caches, like '8,4 disk=0.5; 4 top=0.25'; default: 'float; 8,4; 4', "
         "on a GPU without 'float'.",
     ),
-    repetitions: int = Option(3, min=1, help="Keys of --needle for each length and depth."),
+    repetitions: int = Option(3, min=1, help="With --needle: keys for each length and depth."),
     seed: int = Option(0, min=0, help="Seed of --needle and --tasks."),
     as_json: Json = False,
 ) -> None:

@@ -25,7 +25,10 @@ _SHOWN = 10  # broken lines that are printed
 @command
 def finetune(
     model: Annotated[
-        str, Argument(help="A directory or hub id of transformers; for --lora a qoff checkpoint.")
+        str,
+        Argument(
+            help="A transformers model, as directory or hub id; for --lora a qoff checkpoint."
+        ),
     ],
     data: Annotated[
         Path,
@@ -34,56 +37,62 @@ def finetune(
     output: Path = Option(..., "-o", "--output", help="Folder for result, checkpoint and log."),
     lora: str | None = Option(None, help="Train adapters, like r=16 or r=16,alpha=32."),
     full: bool = Option(False, "--full", help="Train all weights."),
-    sequence: int = Option(1024, min=2, help="Tokens of a sequence that examples are packed into."),
-    micro_batches: int = Option(8, min=1, help="Sequences of a step."),
-    epochs: float = Option(1.0, min=0, help="How often to go through the data."),
-    steps: int | None = Option(None, min=1, help="How many steps instead, of the whole run."),
+    sequence: int = Option(
+        1024, min=2, help="Tokens per sequence; examples are packed into these."
+    ),
+    micro_batches: int = Option(8, min=1, help="Sequences per step."),
+    epochs: float = Option(1.0, min=0, help="Passes over the data."),
+    steps: int | None = Option(None, min=1, help="Steps of the whole run, instead of --epochs."),
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion"] = Option(
-        "adamw", help="With moments of 32 or 8 bits, of rows and columns, or one alone."
+        "adamw",
+        help="adamw-8bit: 8-bit moments; adafactor: moments of rows and columns; lion: one moment.",
     ),
     lr: float | None = Option(
-        None, min=0, help="Rate; default: 2e-4 for adapters, 2e-5 for all weights."
+        None, min=0, help="Learning rate; default: 2e-4 for adapters, 2e-5 for all weights."
     ),
     schedule: Literal["constant", "linear", "cosine"] = Option(
-        "constant", help="Of the rate: how it falls to 0 at the last step, if at all."
+        "constant", help="How the learning rate falls to 0 at the last step; constant: not."
     ),
-    warmup: int = Option(0, min=0, help="Steps in which the rate rises."),
+    warmup: int = Option(0, min=0, help="Steps in which the learning rate rises."),
     hold_out: float = Option(
-        0.0, min=0, max=0.5, help="Share of the sequences that are evaluated, not learned."
+        0.0, min=0, max=0.5, help="Fraction of the sequences kept for evaluation."
     ),
-    max_norm: float | None = Option(None, min=0, help="Clip gradients by their global norm."),
-    device_memory: str | None = Option(None, help="Bound of what a step works with."),
-    host_memory: str | None = Option(None, help="Bound of what is kept between steps."),
+    max_norm: float | None = Option(None, min=0, help="Clip gradients to this global norm."),
+    device_memory: str | None = Option(None, help="Limit of what a step works with."),
+    host_memory: str | None = Option(None, help="Limit of what is kept between steps."),
     activation_memory: str = Option(
-        "0", help="Bound of what layers keep for their backward, beside the others."
+        "0", help="Limit of kept activations, on top of the other limits."
     ),
     activation_disk: str = Option(
-        "0", help="Bound of what more layers keep on --disk, where that is faster."
+        "0", help="Limit of activations kept on --disk, if that is faster."
     ),
-    disk: Path | None = Option(None, help="Folder for what does not fit."),
+    disk: Path | None = Option(None, help="Folder for what does not fit into memory."),
     delayed: bool = Option(
-        False, "--delayed", help="Change weights a step late, beside all of the next step."
+        False, "--delayed", help="Update weights one step late, while the next step runs."
     ),
     gradients: Literal["auto", "float32", "bfloat16"] = Option(
-        "auto", help="What those of layers are kept as; auto: bfloat16 if weights are."
+        "auto", help="Type of the layers' gradients; auto: bfloat16 if the weights are."
     ),
-    device: str = Option("cpu", help="What computes: cpu, or a GPU, like cuda."),
+    device: str = Option("cpu", help="cpu, or a GPU such as cuda."),
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
-        "auto", help="Of weights; auto: the model's."
+        "auto", help="Type of the weights; auto: the model's."
     ),
-    seed: int = Option(0, min=0, max=(1 << 31) - 1, help="Of order, adapters and dropout."),
-    save_every: int = Option(100, min=1, help="Steps between two checkpoints."),
-    tensorboard: Path | None = Option(None, help="Folder for curves that TensorBoard shows."),
+    seed: int = Option(
+        0, min=0, max=(1 << 31) - 1, help="Seed of data order, adapters and dropout."
+    ),
+    save_every: int = Option(100, min=1, help="Steps between checkpoints."),
+    tensorboard: Path | None = Option(None, help="Folder for TensorBoard logs."),
     plot: Path | None = Option(None, help="Draw the losses as FILE.svg and FILE.png."),
     packed: Path | None = Option(
-        None, help="With --full: write the result there, too, in 4 bits, as qoff convert does."
+        None,
+        help="With --full: also write the result in 4 bits to this folder, as qoff convert does.",
     ),
-    strict: bool = Option(False, "--strict", help="End at the first line that is broken."),
-    overwrite: bool = Option(False, "--overwrite", help="Begin anew, whatever OUTPUT has."),
+    strict: bool = Option(False, "--strict", help="Stop at the first broken line."),
+    overwrite: bool = Option(False, "--overwrite", help="Start over, whatever is in OUTPUT."),
 ) -> None:
     """Fine-tune a model whose weights or optimizer states need not fit into memory.
 
-    A run that was ended goes on from its last checkpoint when the same command is given again.
+    Repeat the command to continue a stopped run from its last checkpoint.
     """
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer

@@ -47,7 +47,11 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: bool = Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print it and exit."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
     ),
 ) -> None:
     """Run language models larger than memory: 4-bit weights, streamed from disk."""
@@ -68,29 +72,35 @@ def convert(
     weights: ConversionOptions,
     head_bits: int = Option(6, help="Bits of embedding and head: 2 to 6, or 8."),
     weight: list[str] | None = Option(
-        None, help="Another format for some matrices, like '*.down_proj=8,64'; repeatable."
+        None, help="Bits and group size of some matrices, like '*.down_proj=8,64'; repeatable."
     ),
     target_bits: float | None = Option(
-        None, help="Choose each matrix's format for a size: bits a weight, like 4.5."
+        None, help="Choose each matrix's format for this average size, in bits per weight."
     ),
-    max_kl: float | None = Option(None, help="Mix formats for a loss: nats a token like 0.02."),
+    max_kl: float | None = Option(
+        None, help="Choose each matrix's format for this loss, like 0.02 nats per token."
+    ),
     plan: Annotated[
         Path | None,
-        Option(exists=True, dir_okay=False, help="Bits as qoff plan --max-kl --save chose them."),
+        Option(
+            exists=True,
+            dir_okay=False,
+            help="Use the bits of a plan that qoff plan --max-kl --save wrote.",
+        ),
     ] = None,
     calibration: Path | None = Option(
-        None, exists=True, dir_okay=False, help="Text for --target-bits, --max-kl, gptq."
+        None, exists=True, dir_okay=False, help="Text for gptq, --target-bits and --max-kl."
     ),
     calibration_tokens: int | None = Option(
-        None, min=512, help="Of it for gptq: more lose less, and take longer; by default 8192."
+        None, min=512, help="Tokens of it for gptq; more lose less and take longer. Default: 8192."
     ),
     for_: str = Option("any", "--for", help="Device to pack for: any or cpu."),
     requantize: bool = Option(
-        False, "--requantize", help="Quantize again what cannot be taken over exactly."
+        False, "--requantize", help="Requantize what cannot be kept exactly."
     ),
     overwrite: bool = Option(False, "--overwrite", help="Replace a checkpoint at OUT."),
     trust_remote_code: TrustRemoteCode = False,
-    measure: bool = Option(True, help="Measure what is lost, on a short text: some seconds."),
+    measure: bool = Option(True, help="Measure the loss on a short text; takes seconds."),
     as_json: Json = False,
 ) -> None:
     """Convert a model to a qoff checkpoint. Quantized weights keep their codes."""
@@ -134,11 +144,11 @@ def convert(
 @command
 def generate(
     model: Model,
-    prompt: Annotated[str, Argument(help='What to answer; "-": standard input.')],
+    prompt: Annotated[str, Argument(help='What to answer; "-" reads standard input.')],
     how: RunOptions,
     cache: CacheOptions,
     draw: DrawOptions,
-    max_new_tokens: int = Option(128, min=1, help="Tokens of the answer, at most."),
+    max_new_tokens: int = Option(128, min=1, help="Most tokens of the answer."),
     raw: Raw = False,
     trace: Trace = None,
     stats: bool = Option(False, "--stats", help="Print what each token waited for."),
@@ -181,11 +191,11 @@ def chat(
     how: RunOptions,
     cache: CacheOptions,
     draw: DrawOptions,
-    max_new_tokens: int = Option(1024, min=1, help="Tokens of an answer, at most."),
-    context: int = Option(4096, min=1, help="Tokens of the conversation."),
-    system: str = Option("", help="What the model is told first."),
+    max_new_tokens: int = Option(1024, min=1, help="Most tokens of an answer."),
+    context: int = Option(4096, min=1, help="Most tokens of the conversation."),
+    system: str = Option("", help="System message."),
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer; /help lists commands."""
+    """Chat with a model. Ctrl-C stops an answer; /help lists commands."""
     from qoff.hf.chat import ChatRenderer
     from qoff.hf.load import open_runtime
     from qoff.hf.tokenizer import load_tokenizer
@@ -215,7 +225,7 @@ app.command()(finetune)
 @app.command()
 @command
 def verify(
-    checkpoint: Annotated[Path, Argument(help="A qoff checkpoint directory.")],
+    checkpoint: Annotated[Path, Argument(help="A qoff checkpoint.")],
     as_json: Json = False,
 ) -> None:
     """Compare every byte of a checkpoint with its checksums."""
@@ -234,12 +244,14 @@ def verify(
 @app.command()
 @command
 def env(
-    path: Path = Option(Path(), exists=True, help="Folder whose disk to look at."),
-    measure: bool = Option(False, "--measure", help="Measure its rates, for qoff plan."),
+    path: Path = Option(Path(), exists=True, help="Folder whose disk is shown."),
+    measure: bool = Option(False, "--measure", help="Measure the machine's rates, for qoff plan."),
     spill_folder: Path | None = Option(
-        None, exists=True, help="Another disk to measure; default: of temporary files."
+        None,
+        exists=True,
+        help="Folder of the disk tier, also measured; default: that of temporary files.",
     ),
-    save: Path | None = Option(None, help="With --measure: write the machine to this file, too."),
+    save: Path | None = Option(None, help="With --measure: also write the machine to this file."),
     as_json: Json = False,
 ) -> None:
     """Show versions, processor, memory, disk and GPU."""

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from qoff.plan import Plan
     from qoff.quant import Format, QuantConfig
 
-Model = Annotated[str, Argument(help="A qoff checkpoint, another model, or a hub id.")]
+Model = Annotated[
+    str, Argument(help="A qoff checkpoint, another model (directory or file), or a hub id.")
+]
 Raw = Annotated[bool, Option("--raw", help="Do not apply the chat template.")]
 Trace = Annotated[Path | None, Option(help="Write a Chrome trace to this file.")]
 TrustRemoteCode = Annotated[
@@ -37,12 +39,12 @@ Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")
 class ModelOptions:
     """How a model is found and opened, with the meaning that `qoff.load` gives these."""
 
-    device: str = Option("auto", help="cpu, or a GPU such as cuda; auto: a GPU if any.")
-    dtype: str = Option("auto", help="On a GPU: float16, bfloat16; auto: the model's.")
-    host_memory: str | None = Option(None, help="Bound of everything in host memory.")
-    max_memory: str | None = Option(None, help="Both bounds, like 0=12GiB,cpu=32GiB.")
-    slots: int = Option(2, min=2, help="Buffers that offloaded layers pass through.")
-    cache_dir: Path | None = Option(None, help="Of converted models; else QOFF_CACHE.")
+    device: str = Option("auto", help="cpu, or a GPU such as cuda; auto: a GPU if there is one.")
+    dtype: str = Option("auto", help="On a GPU: float16 or bfloat16; auto: the model's type.")
+    host_memory: str | None = Option(None, help="Limit of host memory, like 32GiB.")
+    max_memory: str | None = Option(None, help="Both limits, like 0=12GiB,cpu=32GiB.")
+    slots: int = Option(2, min=2, help="Buffers for streamed layers.")
+    cache_dir: Path | None = Option(None, help="Folder for converted models; default: QOFF_CACHE.")
     revision: str | None = Option(None, help="Branch, tag or commit of a model on the hub.")
     trust_remote_code: TrustRemoteCode = False
 
@@ -100,9 +102,9 @@ OF_PLANS = (  # options of commands that a saved plan stands for, beside those o
 class RunOptions(ModelOptions, Checked):
     """The same, and what `qoff bench` has several of."""
 
-    device_memory: str | None = Option(None, help="Bound of all on the device, like 8GB.")
-    activation_bits: int = Option(16, help="16; or 8 on a CPU: faster prefill, less accurate.")
-    plan: Path | None = Option(None, help="A file of qoff plan --save: bounds, sizes, placement.")
+    device_memory: str | None = Option(None, help="Limit of device memory, like 8GB.")
+    activation_bits: int = Option(16, help="16, or on a CPU 8: faster prefill, less accurate.")
+    plan: Path | None = Option(None, help="Use a plan that qoff plan --save wrote.")
 
     def check(self, context: Context) -> None:
         """Raise ArgumentError for options of the command line that a saved plan has, too.
@@ -159,23 +161,23 @@ class CacheOptions:
     kv: str = Option(
         "auto",
         help=(
-            "Bits of the KV cache: 2, 3, 4, 8, or 8,4 for K and V; 4/0-3:8,4/9:8 uses other bits "
-            "in some layers; none: not packed; auto: 4 where the model allows."
+            "Bits of the KV cache: 2, 3, 4 or 8; 8,4 for K and V; 4/0-3:8,4/9:8 with other bits in "
+            "some layers; none: not packed; auto: 4 if the model allows it."
         ),
     )
     kv_target_bits: float | None = Option(
         None,
         min=2,
         help=(
-            "Bits a value of the KV cache, scales included, like 3.5: each layer's bits by what "
-            "few cost it, measured once for a checkpoint and kept with it."
+            "Average bits per value of the KV cache, scales included, like 3.5; chooses each "
+            "layer's bits by their measured cost."
         ),
     )
     attention_top: float = Option(
         1.0,
         parser=fraction,
         metavar="FRACTION|on",
-        help="Fraction of packed KV that is attended to; on: 0.6.",
+        help="Fraction of the packed KV blocks that a token attends to; on: 0.6.",
     )
 
     def check(self, how: RunOptions) -> None:
@@ -224,8 +226,8 @@ class QuantOptions:
     """Fields of `qoff.QuantConfig`, for weights that are not quantized yet."""
 
     bits: int = Option(4, help="Bits of the layers' matrices: 2 to 6, or 8.")
-    group_size: int = Option(32, help="Columns that share a scale: 32, 64, 128.")
-    solver: str = Option("hqq", help="Of weights to quantize: hqq, mse or rtn; gptq calibrates.")
+    group_size: int = Option(32, help="Columns that share a scale: 32, 64 or 128.")
+    solver: str = Option("hqq", help="How floats are quantized: hqq, mse or rtn; gptq calibrates.")
 
 
 @dataclass(frozen=True)
@@ -235,8 +237,8 @@ class ConversionOptions(QuantOptions):
     solver: str = Option(
         "auto",
         help=(
-            "Of weights to quantize: gptq, which calibrates on a text, or hqq, mse or rtn; auto: "
-            "gptq where any get fewer than 8 bits, for a model with a tokenizer."
+            "How floats are quantized: gptq (calibrates on a text), hqq, mse or rtn; auto: gptq if "
+            "any get fewer than 8 bits and the model has a tokenizer."
         ),
     )
 
@@ -260,9 +262,12 @@ class DrawOptions(Checked):
     """How a token is drawn, with the meaning that `qoff.SamplingParams` gives these."""
 
     temperature: float = Option(0.0, min=0, help="0 takes the likeliest token.")
-    top_k: int = Option(0, min=-1, help="Sample from the k likeliest tokens; 0, -1: from all.")
+    top_k: int = Option(0, min=-1, help="Sample from the k likeliest tokens; 0 or -1: from all.")
     top_p: float = Option(
-        1.0, min=0, max=1, help="Sample from the likeliest tokens of this probability."
+        1.0,
+        min=0,
+        max=1,
+        help="Sample from the likeliest tokens that have this probability together.",
     )
     seed: int = Option(0, min=0, max=2**63 - 1, help="Seed for sampling.")
 
@@ -280,12 +285,16 @@ class DrawOptions(Checked):
 class TextOptions:
     """Which text, and how it is cut."""
 
-    text: Path | None = Option(None, help="Text in UTF-8; default: one that comes with qoff.")
-    dataset: str | None = Option(None, help="A dataset instead of a text: wikitext2.")
+    text: Path | None = Option(
+        None, help="Text file in UTF-8; default: a text that comes with qoff."
+    )
+    dataset: str | None = Option(None, help="Dataset instead of a text: wikitext2.")
     window: int = Option(1024, min=2, help="Tokens of a window.")
-    stride: int | None = Option(None, min=1, help="Tokens to the next window; default: no overlap.")
+    stride: int | None = Option(
+        None, min=1, help="Tokens from one window to the next; default: no overlap."
+    )
     definition: str = Option("strided", help="What is scored: strided, llama.cpp or lm_eval.")
-    limit: int | None = Option(None, min=1, help="Windows, at most; with --tasks: documents.")
+    limit: int | None = Option(None, min=1, help="Most windows; with --tasks: most documents.")
 
     def content(self) -> str:
         """The text. Raises ArgumentError for both a text and a dataset, and for options of cuts."""
@@ -325,14 +334,12 @@ class TextOptions:
 class ReferenceOptions:
     """What a model is compared with."""
 
-    reference: str | None = Option(
-        None, help="Original model to compare with; it reads each window beside the other."
-    )
+    reference: str | None = Option(None, help="Original model to compare with, on each window.")
     reference_memory: str | None = Option(
-        None, help="Bound of its weights, like 8GiB; more come layer by layer from its files."
+        None, help="Limit of its weights in memory, like 8GiB; the others are read layer by layer."
     )
     reference_file: Path | None = Option(
-        None, help="File of its likeliest tokens: used if it is there, made by --reference."
+        None, help="File with its likeliest tokens; used if it exists, made by --reference."
     )
 
     def check(self) -> None:

@@ -64,35 +64,39 @@ _FORMULAS = _OF_FORMULAS | {"model", "memory", "as_json", "link", *_OF_WEIGHTS}
 class WorkOptions:
     """What is to be computed."""
 
-    prompt: str = Option("512", help="Tokens of a prompt; 100-900: all alike likely.")
-    tokens: str = Option("128", help="Tokens of an answer, in the same way.")
-    requests: int = Option(256, min=1, help="How many there are.")
+    prompt: str = Option("512", help="Tokens of a prompt, or a range like 100-900.")
+    tokens: str = Option("128", help="Tokens of an answer, or a range.")
+    requests: int = Option(256, min=1, help="Number of requests.")
     objective: str = Option("throughput", help="throughput, or latency of one request.")
-    token_s: float | None = Option(None, help="Seconds to the next token at most.")
+    token_s: float | None = Option(None, help="Most seconds between two tokens.")
     shared: float = Option(
-        0.0, min=0, max=0.99, help="Part of each prompt with which others begin, too."
+        0.0, min=0, max=0.99, help="Fraction of each prompt that others begin with, too."
     )
     acceptance: float = Option(
         0.0,
         min=0,
         max=0.99,
-        help="Chance of a drafted token to be right after right ones: draft as many as pay.",
+        help="Plan drafts: chance that a drafted token is right if those before it are.",
     )
     attention_top: float = Option(
         1.0,
         parser=fraction,
         metavar="FRACTION|on",
-        help="Fraction of packed KV that is attended to; on: 0.6.",
+        help="Fraction of the packed KV blocks that a token attends to; on: 0.6.",
     )
-    activation_bits: int = Option(16, help="16; or 8 on a CPU: faster prefill, less accurate.")
+    activation_bits: int = Option(16, help="16, or on a CPU 8: faster prefill, less accurate.")
     routes: Path | None = Option(
-        None, exists=True, help="Of a mixture: which experts a text took (qoff bench --experts)."
+        None, exists=True, help="Mixture of experts: file of qoff bench --experts -o json."
     )
     max_kl: float | None = Option(
-        None, min=0, help="Choose the bits of weights and KV cache: nats a token lost at most."
+        None,
+        min=0,
+        help="Choose the bits of weights and KV cache for at most this loss, nats per token.",
     )
     losses: Path | None = Option(
-        None, exists=True, help="With --max-kl: the folder of a sweep of this model (qoff eval)."
+        None,
+        exists=True,
+        help="With --max-kl: folder of a sweep of this model (qoff eval --sweep).",
     )
 
 
@@ -100,10 +104,10 @@ class WorkOptions:
 class TrainingOptions:
     """For `--memory`; the second for `--train`, too."""
 
-    batch: int = Option(1, min=1, help="With --memory: sequences of a micro-batch.")
-    sequence: int = Option(2048, min=1, help="With --memory, --train: tokens of a sequence.")
+    batch: int = Option(1, min=1, help="With --memory: sequences per micro-batch.")
+    sequence: int = Option(2048, min=1, help="With --memory or --train: tokens per sequence.")
     checkpoint_every: int = Option(1, min=1, help="With --memory: layers between checkpoints.")
-    peak: str = Option("100T", help="With --memory: arithmetic of the GPU in flop/s.")
+    peak: str = Option("100T", help="With --memory: the GPU's flop/s.")
 
 
 @command
@@ -116,13 +120,15 @@ def plan(
     training: TrainingOptions,
     finetuning: FinetuneOptions,
     kv: str = Option("4", help="Bits of the KV cache: 2, 3, 4, 8, or 8,4 for K and V."),
-    spill_folder: Path | None = Option(None, help="Folder for what is on the disk tier."),
-    save: Annotated[Path | None, Option(help="Write the plan, for --plan and qoff.LLM.")] = None,
-    memory: bool = Option(False, "--memory", help="Print standard formulas' bytes instead."),
+    spill_folder: Path | None = Option(None, help="Folder of the disk tier."),
+    save: Annotated[
+        Path | None, Option(help="Write the plan to this file, for --plan and qoff.LLM.")
+    ] = None,
+    memory: bool = Option(False, "--memory", help="Print memory by the standard formulas instead."),
     plot: Annotated[
         Path | None, Option(help="Draw memory against tokens/s as FILE.svg and FILE.png.")
     ] = None,
-    brief: bool = Option(False, "--brief", help="Do not look for what changes would do."),
+    brief: bool = Option(False, "--brief", help="Skip what changes of the machine would do."),
     as_json: Json = False,
 ) -> None:
     """Choose batch sizes and placement for a model, and explain them. No weights are needed.

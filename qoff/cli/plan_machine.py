@@ -25,17 +25,17 @@ _LINK = 12e9  # bytes/s to a GPU that is described, and back: PCIe 3.0 x16, or h
 class MachineOptions:
     """A machine: the one at hand, one from a file, or one of given sizes and rates."""
 
-    machine: Path | None = Option(None, help="A machine that qoff env --measure --save wrote.")
-    gpu: str | None = Option(
-        None, help="Memory that may be used of a GPU that need not be here, like 24GiB."
+    machine: Path | None = Option(None, help="File of qoff env --measure --save.")
+    gpu: str | None = Option(None, help="Plan for a GPU with this usable memory, like 24GiB.")
+    gpu_rates: str = Option("1TB/s,100T", help="With --gpu: its memory bandwidth and flop/s.")
+    host: str | None = Option(None, help="Usable host memory, like 64GiB.")
+    disk: str | None = Option(
+        None, help="Free disk, like 1TB; a checkpoint to be made takes part of it."
     )
-    gpu_rates: str = Option("1TB/s,100T", help="Its memory, and its arithmetic in flop/s.")
-    host: str | None = Option(None, help="Host memory that may be used, like 64GiB.")
-    disk: str | None = Option(None, help="Free disk, like 1TB, also for the checkpoint.")
-    link: str | None = Option(None, help="From host to GPU, like 25GB/s.")
-    disk_rate: str | None = Option(None, help="Reads of the disk, like 3GB/s.")
-    disk_write_rate: str | None = Option(None, help="Writes to it, in the same way.")
-    device: str = Option("auto", help="What computes here: cpu, or a GPU such as cuda.")
+    link: str | None = Option(None, help="Bandwidth from host to GPU, like 25GB/s.")
+    disk_rate: str | None = Option(None, help="Read rate of the disk, like 3GB/s.")
+    disk_write_rate: str | None = Option(None, help="Write rate of the disk.")
+    device: str = Option("auto", help="Device of this machine: cpu, or a GPU such as cuda.")
 
     def check(self, context: Context) -> None:
         """Raise ArgumentError for options that others make void, or whose own they lack."""

@@ -23,19 +23,17 @@ class FinetuneOptions:
     """For `--train`: as `qoff finetune` has them."""
 
     train: bool = Option(False, "--train", help="Plan qoff finetune instead.")
-    lora: str | None = Option(
-        None, help="With --train: adapters like r=16 beside the packed model; else all learns."
-    )
-    micro_batches: int = Option(8, min=1, help="With --train: sequences of a step.")
+    lora: str | None = Option(None, help="With --train: adapters like r=16; default: all weights.")
+    micro_batches: int = Option(8, min=1, help="With --train: sequences per step.")
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "lion"] = Option(
-        "adamw", help="With --train: with moments of 32 or 8 bits, of rows and columns, or one."
+        "adamw", help="With --train: the optimizer of qoff finetune."
     )
-    clip: bool = Option(False, "--clip", help="With --train: gradients are clipped (--max-norm).")
+    clip: bool = Option(False, "--clip", help="With --train: clip gradients (--max-norm).")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Option(
-        "auto", help="With --train: of weights that learn; auto: the model's."
+        "auto", help="With --train: type of the trained weights; auto: the model's."
     )
     gradients: Literal["auto", "float32", "bfloat16"] = Option(
-        "auto", help="With --train: what those of layers are kept as."
+        "auto", help="With --train: type of the layers' gradients."
     )
 
 

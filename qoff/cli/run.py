@@ -39,13 +39,13 @@ class Passing(TyperCommand):
 def run(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="A Python script unless -m names a module, and its arguments."),
+        typer.Argument(help="A Python script (without -m) and its arguments."),
     ] = None,
     module: Annotated[str | None, typer.Option("-m", help="Run this module.")] = None,
 ) -> None:
-    """Run another Python program that can then load qoff checkpoints.
+    """Run another Python program so that it can load qoff checkpoints.
 
-    Programs that never import qoff, like lm_eval, do not know its checkpoints. This imports qoff,
+    Programs like lm_eval do not import qoff, so they do not know its checkpoints. This imports qoff
     and then runs the program as `python` would: qoff run -m lm_eval --model hf ...
     """
     given = list(arguments or ())

@@ -48,38 +48,44 @@ def serve(
     how: RunOptions,
     cache: CacheOptions,
     planned: ServePlanOptions,
-    host: str = Option("127.0.0.1", help="Address to listen at; 0.0.0.0: all."),
-    port: int = Option(8000, min=0, max=65535, help="0: any that is free."),
-    served_model_name: str | None = Option(None, help="Its name for clients; default: MODEL's."),
+    host: str = Option("127.0.0.1", help="Address to listen on; 0.0.0.0: all."),
+    port: int = Option(8000, min=0, max=65535, help="Port; 0: any free one."),
+    served_model_name: str | None = Option(
+        None, help="The model's name for clients; default: that of MODEL."
+    ),
     api_key: list[str] | None = Option(
         None, envvar="QOFF_API_KEY", help="Key that clients must send; repeatable."
     ),
-    ssl_certfile: Path | None = Option(None, exists=True, dir_okay=False, help="PEM, for TLS."),
-    ssl_keyfile: Path | None = Option(None, exists=True, dir_okay=False, help="PEM, for TLS."),
+    ssl_certfile: Path | None = Option(
+        None, exists=True, dir_okay=False, help="PEM certificate, for TLS."
+    ),
+    ssl_keyfile: Path | None = Option(None, exists=True, dir_okay=False, help="PEM key, for TLS."),
     cors_origin: list[str] | None = Option(
-        None, help="Origin whose pages may ask, like https://example.com; repeatable."
+        None, help="Origin whose pages may send requests, like https://example.com; repeatable."
     ),
     files: Path | None = Option(
-        None, help="Folder for files and batches; default: one of the model in ~/.cache/qoff."
+        None, help="Folder for files and batches; default: one per model in ~/.cache/qoff."
     ),
-    max_file_size: str = Option("200MiB", help="Size of a file that is uploaded, at most."),
-    max_files_size: str = Option("10GiB", help="Size of all files together, at most."),
+    max_file_size: str = Option("200MiB", help="Largest uploaded file."),
+    max_files_size: str = Option("10GiB", help="Largest total size of files."),
     reasoning_format: Literal["auto", "none"] = Option(
-        "auto", help="none: thinking stays in content, with its marks."
+        "auto", help="none: leave thinking in content, with its marks."
     ),
-    max_queue: int = Option(64, min=0, help="Answers that may wait; more are refused with 429."),
-    max_connections: int = Option(1024, min=1, help="Open connections, at most."),
-    max_request_size: str = Option("4MiB", help="Size of a request's body, at most."),
+    max_queue: int = Option(64, min=0, help="Answers that may wait; more get status 429."),
+    max_connections: int = Option(1024, min=1, help="Most open connections."),
+    max_request_size: str = Option("4MiB", help="Largest body of a request."),
     request_timeout: float = Option(600, min=0.1, help="Seconds for a whole answer."),
-    read_timeout: float = Option(20, min=0.1, help="Seconds for a client to send or to read."),
-    shutdown_timeout: float = Option(10, min=0.1, help="Seconds for open answers at the end."),
+    read_timeout: float = Option(20, min=0.1, help="Seconds for a client to send or read."),
+    shutdown_timeout: float = Option(
+        10, min=0.1, help="Seconds for open answers when the server stops."
+    ),
     log_level: Literal["info", "warning", "error"] = Option(
-        "info", help="Least of what is logged."
+        "info", help="Lowest level that is logged."
     ),
 ) -> None:
-    """Answer OpenAI's API over HTTP: chat, completions, models, metrics.
+    """Serve OpenAI's API over HTTP: chat, completions, embeddings, batches.
 
-    The log goes to standard error, a line of JSON for each request. SIGTERM or Ctrl-C ends it.
+    The log is one line of JSON per request, on standard error. SIGTERM or Ctrl-C stops the server.
     """
     try:
         from qoff.serve.batches import open_batches
