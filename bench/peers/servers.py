@@ -75,7 +75,13 @@ def vllm_cpu(clients: int) -> Iterator[Address]:
         yield Address(f"http://127.0.0.1:{port}/v1", "default")
 
 
-OURS = {"qoff": (), "qoff, 8-bit": ("--activation-bits", "8")}  # with their options
+_8_BIT = ("--activation-bits", "8")
+_WHOLE = ("--prefill-tokens", "4096", "--mixed-prefill-tokens", "4096")  # a pass, as vLLM has it
+OURS: dict[str, tuple[str, ...]] = {  # with their options
+    "qoff": (),
+    "qoff, 8-bit": _8_BIT,
+    "qoff, 8-bit, whole prompts": _8_BIT + _WHOLE,
+}
 PEERS: dict[str, Start] = {
     "llama-server": llama_server,
     "llama-server, one slot": partial(llama_server, slots=1),  # as Ollama has it by default
