@@ -22,7 +22,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.convert.convert import convert
 from qoff.models.modules import configs
-from qoff.models.modules.structure import CACHE_ARGUMENTS, Structure, UnitWeight, matrices_of
+from qoff.models.modules.structure import Structure, UnitWeight, cache_argument, matrices_of
 from tests.tiny_families import BOS, EOS, PAD, TINY
 from tests.tiny_models import QUANT, save_tokenizer
 
@@ -235,7 +235,7 @@ def padded(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
 def expected_logits(model: Any, prompts: list[Tensor], decoded: Tensor) -> list[Tensor]:
     """transformers' logits of the real tokens of a prefill, and of every decode step."""
     known = signature(model.forward).parameters
-    cache = next(name for name in CACHE_ARGUMENTS if name in known)
+    cache = str(cache_argument(model))
     ids, mask = padded(prompts)
     past, found = None, []
     for step, new in enumerate((ids, *decoded.T[:, :, None])):
