@@ -90,7 +90,8 @@ of transformers on the dequantized weights. What differs from the families above
   of `generate` for each prompt alone.
   Refused there, with a hint at `qoff.load`: models that count padding among their positions (the
   decoders of BART and its kin), those that attend by an index of keys (GLM MoE with DSA,
-  DeepSeek V3.2), and those whose cache forgets tokens that their mask shows (Moshi, where its
+  DeepSeek V3.2), those that compute layers several times in a pass and keep K and V of each
+  (Inkling 2 Loop), and those whose cache forgets tokens that their mask shows (Moshi, where its
   `sliding_window` is smaller than `max_position_embeddings`).
 - `AutoModelForCausalLM.from_pretrained` reads their checkpoints too, streams their layers, and
   `qoff finetune` trains adapters beside these ([transformers.md](transformers.md)).
@@ -103,13 +104,16 @@ models of `tests/models/test_modules_packed.py`; in batches, `tests/engine/test_
 
 """
 _REFUSED = """
+Lara Mini, Apertus 1.5 and Inkling 2 Loop, which transformers has since 5.24, are compared within
+the minimal budget, and the first two in batches.
+
 Refused, each with a message: encoder-decoder models and encoders; models that keep their states
 within their modules (RecurrentGemma) or in a cache of their own (RWKV, xLSTM, MiniMax 01); models
 whose layers share weights (Zamba and Zamba 2 with `tie_word_embeddings`; without it transformers
 gives each layer its own, and they run); models whose passes are unlike those of the others
-(CPM-Ant, ProphetNet); X-MOD without a `default_language`; a `model_type` that transformers does
-not know, unless the model's own code is trusted with `trust_remote_code=True`
-(`--trust-remote-code`).
+(CPM-Ant, ProphetNet) or whose head is more than a matrix (Dory); X-MOD without a
+`default_language`; a `model_type` that transformers does not know, unless the model's own code is
+trusted with `trust_remote_code=True` (`--trust-remote-code`).
 """
 _TRAITS = {
     "stablelm": "StableLM: LayerNorm, part of each head rotated",

@@ -82,7 +82,10 @@ def layer_memory(
                 raise _RefusedError(f"its cache has a {type(layer).__name__}")
             if hasattr(layer, "indexer_keys"):
                 raise _RefusedError("it attends by an index of keys")
+        before = len(states.layers)
         _try(model, call, states, _Shapes(states, limit))
+        if len(states.layers) > before:
+            raise _RefusedError("a pass adds layers to its cache, for what it computes again")
     except Exception as error:  # the code of any model
         raise UnsupportedModelError(
             f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(error)}; "
