@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -192,11 +192,10 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         """
         self._check_open()
         for name in {"cache", "past_key_values"} - {CACHE}:
-            if name in kwargs:
-                kwargs.setdefault(CACHE, kwargs.pop(name))
+            if name in kwargs and CACHE not in kwargs:
+                kwargs[CACHE] = kwargs.pop(name)
         with one_torch_thread(), nullcontext() if self.budget is None else self.budget.turns.call():
-            generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
-            return generate(*args, **kwargs)
+            return cast(Any, super()).generate(*args, **kwargs)  # typed for their own models
 
     def _sample(
         self,
