@@ -71,11 +71,14 @@ def layer_memory(
     `head_shapes`, the model's attention too. Raises UnsupportedModelError for what qoff does not
     know how to keep.
     """
-    from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionCacheLayerMixin
+    from transformers import cache_utils
+    from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
     from .slots import LayerMemory
 
-    known = (DynamicLayer, LinearAttentionCacheLayerMixin, DummyLayer)
+    known: tuple[type, ...] = (DynamicLayer, LinearAttentionCacheLayerMixin)
+    if hasattr(cache_utils, "DummyLayer"):  # not in transformers 5.17
+        known += (cache_utils.DummyLayer,)
     try:
         for layer in states.layers:
             if not isinstance(layer, known) or type(layer).__module__ != DynamicLayer.__module__:
