@@ -120,7 +120,8 @@ What differs from the native families:
 
 `qoff.LLM` refuses some of these models, and points to `qoff.load`: those that count padding among
 their positions (the decoders of BART and its kin), those that attend by an index of keys (GLM MoE
-with DSA, DeepSeek V3.2), and those whose cache forgets tokens that their mask shows (Moshi, if its
+with DSA, DeepSeek V3.2), those that compute layers several times in a pass and keep K and V of each
+(Inkling 2 Loop), and those whose cache forgets tokens that their mask shows (Moshi, if its
 `sliding_window` is smaller than `max_position_embeddings`).
 
 ### Tested
@@ -128,7 +129,9 @@ with DSA, DeepSeek V3.2), and those whose cache forgets tokens that their mask s
 With tiny random models: logits at prefill with left padding and at four decode steps, resident,
 within the minimal budget, in tiles, and with passes that take turns at every layer
 (`tests/models/test_modules.py`, `tests/hf/test_modules.py`); qoff's cache in
-`tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`.
+`tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`. Lara Mini,
+Apertus 1.5 and Inkling 2 Loop, which transformers has since 5.24, are compared within the minimal
+budget, and the first two in batches.
 
 """
 _REFUSED = """
@@ -141,7 +144,7 @@ Each of these gets a message:
   (RWKV, xLSTM, MiniMax 01);
 - models whose layers share weights (Zamba and Zamba 2 with `tie_word_embeddings`; without it
   transformers gives each layer its own, and they run);
-- models whose passes are unlike those of the others (CPM-Ant, ProphetNet);
+- models whose passes are unlike those of the others (CPM-Ant, ProphetNet), or whose head is more than a matrix (Dory);
 - X-MOD without a `default_language`;
 - a `model_type` that transformers does not know, unless the model's own code is trusted with
   `trust_remote_code=True` (`--trust-remote-code`).

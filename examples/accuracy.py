@@ -24,6 +24,6 @@ for name, kv in {"float32": None, "4 bits": qoff.KVQuant(4, 4, window=0)}.items(
         ids = tokenizer(text, return_tensors="pt").input_ids[:, :TOKENS]
         cache = qoff.QoffCache(model)
         pieces = ids[:, :-1].split(PIECE, dim=1)
-        logits = torch.cat([model(x, past_key_values=cache).logits for x in pieces], dim=1)
+        logits = torch.cat([model(x, cache=cache).logits for x in pieces], dim=1)
         loss = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:])
     print(f"KV cache in {name}: perplexity {math.exp(loss):.3f}")

@@ -26,6 +26,10 @@ from tests import gguf_linear
 Array = NDArray[Any]
 ARCHITECTURES = {  # by model_type
     **dict.fromkeys(("llama", "mistral", "mixtral"), ARCH.LLAMA),
+    "exaone": ARCH.EXAONE,
+    "internlm2": ARCH.INTERNLM2,
+    "pangu_embedded": ARCH.PANGU_EMBED,
+    "minicpm": ARCH.MINICPM,
     "ministral3": ARCH.MISTRAL3,
     "smollm3": ARCH.SMOLLM3,
     "qwen2": ARCH.QWEN2,
@@ -69,7 +73,7 @@ ARCHITECTURES = {  # by model_type
 }
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
-_PERMUTED += ("arcee",)
+_PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3")
 _NUMBERS = {  # keys of GGUF by keys of a config

@@ -12,6 +12,8 @@ import torch
 from accelerate import disk_offload
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qoff.hf.cache import CACHE
+
 
 class Offloaded:
     """A random model of a config, offloaded into `folder`, which must have room for it.
@@ -44,8 +46,8 @@ class Offloaded:
     def token(self) -> float:
         """Generate one token; returns the seconds it took."""
         start = time.perf_counter()
-        output = self._model(self._next, past_key_values=self._cache, use_cache=True)
-        self._cache = output.past_key_values
+        output = self._model(self._next, use_cache=True, **{CACHE: self._cache})
+        self._cache = output[CACHE]
         self._next = output.logits[:, -1:].argmax(dim=-1)
         return time.perf_counter() - start
 

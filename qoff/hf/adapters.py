@@ -38,10 +38,21 @@ def load_adapter(self: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
     found = load(self, *arguments, ignore_mismatched_sizes=True, **options)
     if found.mismatched_keys and not ignored:
         key, given, own = min(found.mismatched_keys)
-        for name in set(self.peft_config) - before:
-            self.delete_adapter(name)
+        _take_out(self, set(self.peft_config) - before)
         raise _other_shape(key, given, own)
     return found
+
+
+def _take_out(model: Any, names: Iterable[str]) -> None:
+    """As transformers' `delete_adapter`, which since 5.24 refuses PEFT before 0.22."""
+    from peft.functional import delete_adapter
+
+    for name in names:
+        kind = model.peft_config.pop(name).peft_type.value.lower()
+        delete_adapter(model, adapter_name=name, prefix=f"{kind}_")
+    if not model.peft_config:
+        del model.peft_config
+        model._hf_peft_config_loaded = False
 
 
 def _other_shape(name: str, given: Iterable[int], own: Iterable[int]) -> ArgumentError:

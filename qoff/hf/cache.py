@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from inspect import signature
 from types import EllipsisType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, GenerationMixin
 
 from qoff.errors import OpError
 from qoff.kernels.layout.delta import DeltaShape
@@ -23,9 +24,14 @@ from qoff.models.runtime import Runtime
 from .budget import Budget
 from .padded_batch import PaddedBatch
 
+# What transformers calls the cache of a forward pass: "cache" since 5.24.
+CACHE = "past_key_values"
+if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+    CACHE = "cache"
+
 
 class QoffCache(Cache):
-    """What a qoff model remembers; pass it as `past_key_values` to read on from there.
+    """What a qoff model remembers; pass it as `cache` to read on from there.
 
     model: from `qoff.load`; others with the same attention can go on with the cache, too.
     batch_size: sequences; an empty cache takes on those of the first batch it meets. kv: as for
@@ -85,6 +91,11 @@ class QoffCache(Cache):
             with budget.rows(found, found.batch_size):
                 budget.count(found)
         return found
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for each layer: `generate` hands over only the tokens that are not read yet."""
+        return [False] * len(self)
 
     def __len__(self) -> int:
         return len(self.shapes)

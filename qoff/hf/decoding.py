@@ -33,9 +33,9 @@ from qoff.kernels.sampling import follows_torch, likeliest, multinomial
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.runtime import Runtime
 
-from .cache import QoffCache
+from .cache import CACHE, QoffCache
 
-_ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep", "past_key_values", "use_cache"}
+_ARGUMENTS = {"attention_mask", "position_ids", "logits_to_keep", CACHE, "use_cache"}
 _TOGETHER = 64  # steps without Python in between, at most
 _GROWTH = 256  # columns, where nothing says how many there will be
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -180,7 +180,7 @@ def is_plain(
         and not (config.output_attentions or config.output_hidden_states)
         and arguments.keys() <= _ARGUMENTS
         and arguments.get("use_cache") is True
-        and isinstance(arguments.get("past_key_values"), QoffCache)
+        and isinstance(arguments.get(CACHE), QoffCache)
     )
 
 

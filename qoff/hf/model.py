@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from qoff.models.runtime import Runtime, RuntimeStats
 from qoff.system_memory import refusals
 
 from .budget import Budget
-from .cache import QoffCache
+from .cache import CACHE, QoffCache
 from .decoding import Decoding, Ends, TokenChoice, is_plain
 from .padded_batch import PaddedBatch
 from .placed import PlacedModel
@@ -85,25 +85,27 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        past_key_values: Cache | None = None,
         **unsupported: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """One forward pass over int64 ids [B, T], padded on one side as attention_mask says.
 
         attention_mask: [B, columns in the cache + T], or None where nothing is padded. Returns
         logits float32 [B, T or logits_to_keep, vocab_size], zero at padding, but with
-        logits_to_keep=1 those of each row's last token; and the cache as `past_key_values`. A model
-        with a bound of memory reads a prompt that has no room in one pass in pieces; with a packed
-        cache, later pieces attend to packed tokens, which rounds. Raises OpError for what cannot be
+        logits_to_keep=1 those of each row's last token; and the cache. A model with a bound of
+        memory reads a prompt that has no room in one pass in pieces; with a packed cache, later
+        pieces attend to packed tokens, which rounds. Raises OpError for what cannot be
         done (embeddings as input, hidden states or attention weights as output, another kind of
         cache) and BudgetError for what the bound has no room for, before anything is computed;
         QoffError for logits that are not finite, of which `generate` would make token 0 for ever.
-        num_items_in_batch: the loss is a sum, divided by it; None: a mean.
+        num_items_in_batch: the loss is a sum, divided by it; None: a mean. past_key_values: `cache`
+        as transformers before 5.24 calls it.
         """
         self._check_open()
         for name in _IN_TORCH:
@@ -116,10 +118,13 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         device, input_ids = input_ids.device, input_ids.cpu()
         if attention_mask is not None:
             attention_mask = attention_mask.cpu()
-        cache = QoffCache(self, batch) if past_key_values is None else past_key_values
+        if cache is not None and past_key_values is not None:
+            raise OpError("cache and past_key_values are the same: give one of them")
+        cache = past_key_values if cache is None else cache
+        cache = QoffCache(self, batch) if cache is None else cache
         if not isinstance(cache, QoffCache):
             raise OpError(
-                "past_key_values must come from a qoff model or be a qoff.QoffCache, not a "
+                "the cache must come from a qoff model or be a qoff.QoffCache, not a "
                 f"{type(cache).__name__}"
             )
         cache.prepare(self.runtime.decoder.cache_shapes, batch)
@@ -147,9 +152,8 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
                 vocab_size=logits.shape[-1],
                 num_items_in_batch=num_items_in_batch,
             )
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache if use_cache is not False else None
-        )
+        held: dict[str, Any] = {CACHE: cache if use_cache is not False else None}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **held)
         return output if return_dict is not False else output.to_tuple()
 
     def _read(
@@ -184,11 +188,14 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         """transformers' `generate`, with torch's own operations on one thread meanwhile.
 
         Where memory is bounded, it waits until there is room beside the calls of other threads.
+        The cache may be given by any version's name, `cache` or `past_key_values`.
         """
         self._check_open()
+        for name in {"cache", "past_key_values"} - {CACHE}:
+            if name in kwargs and CACHE not in kwargs:
+                kwargs[CACHE] = kwargs.pop(name)
         with one_torch_thread(), nullcontext() if self.budget is None else self.budget.turns.call():
-            generate: Any = super().generate  # type: ignore[misc]  # typed for their own models
-            return generate(*args, **kwargs)
+            return cast(Any, super()).generate(*args, **kwargs)  # typed for their own models
 
     def _sample(
         self,
@@ -212,7 +219,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         pad = generation_config._pad_token_tensor
         decoding = Decoding(
             self.runtime,
-            model_kwargs["past_key_values"],
+            model_kwargs[CACHE],
             TokenChoice(logits_processor, bool(generation_config.do_sample)),
             Ends(stopping_criteria),
             None if pad is None else int(pad),
@@ -241,7 +248,7 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         if not generation_config.use_cache:
             return prepared
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        cache, rows = model_kwargs.get("past_key_values"), batch_size * copies
+        cache, rows = model_kwargs.get(CACHE), batch_size * copies
 
         def made() -> QoffCache:
             found = QoffCache(self, rows, keeps=False) if cache is None else cache
@@ -250,9 +257,9 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
             return found
 
         if cache is None and self.budget is not None:
-            model_kwargs["past_key_values"] = self.budget.turns.when_room(made)
+            model_kwargs[CACHE] = self.budget.turns.when_room(made)
         elif cache is None or isinstance(cache, QoffCache):
-            model_kwargs["past_key_values"] = made()
+            model_kwargs[CACHE] = made()
         return prepared
 
     @classmethod

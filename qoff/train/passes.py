@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
@@ -75,7 +76,8 @@ class StoppingLayer:
         """The layer's hidden states, and what makes its whole result of others like them."""
         given = (stop.args, dict(stop.kwargs))
         before = [id(x) for x in _tensors(given)]
-        result = self.own(hidden, *stop.args, **stop.kwargs)
+        with _for_itself(self.module):
+            result = self.own(hidden, *stop.args, **stop.kwargs)
         if [id(x) for x in _tensors(given)] != before:
             _refuse(_LEAVES)  # without gradients
         if isinstance(result, Tensor):
@@ -85,6 +87,22 @@ class StoppingLayer:
         kind: Callable[[Iterable[Any]], Any] = list if isinstance(result, list) else tuple
         others = tree_map_only(Tensor, _unused, result[1:])
         return result[0], lambda x: kind((x, *others))
+
+
+@contextmanager
+def _for_itself(layer: nn.Module) -> Iterator[None]:
+    """Without the keys and values that Gemma 4 leaves for an assistant model (transformers 5.24).
+
+    `check_order` has refused models in which other layers use them.
+    """
+    leave: list[Any] = [x for x in layer.modules() if getattr(x, "store_full_length_kv", False)]
+    for one in leave:
+        one.store_full_length_kv = False
+    try:
+        yield
+    finally:
+        for one in leave:
+            one.store_full_length_kv = True
 
 
 class _Unused(Tensor):

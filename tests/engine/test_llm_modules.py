@@ -83,6 +83,12 @@ def test_unusual_models_answer_as_generate_does(
     assert answers(path, PLAN) == alone(path, None)
 
 
+@pytest.mark.parametrize("name", ["lara_mini", "apertus1p5_text"])
+def test_newer_models_answer_as_generate_does(base: Path, name: str) -> None:
+    path = module_checkpoint(base, name)
+    assert answers(path, PLAN) == alone(path, None)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -197,6 +203,14 @@ def test_states_of_another_kind_are_refused(base: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(DynamicLayer, "indexer_keys", None, raising=False)
     with pytest.raises(UnsupportedModelError, match=r"what Bloom.* remembers.*; use qoff\.load"):
         LLM(module_checkpoint(base, "bloom"), PLAN, device="cpu")
+
+
+def test_layers_that_are_computed_again_are_refused(base: Path) -> None:
+    """Their cache grows by layers during the first pass; `qoff.load` runs them."""
+    path = module_checkpoint(base, "inkling2_loop_text")
+    with pytest.raises(UnsupportedModelError, match=r"adds layers to its cache.*use qoff\.load"):
+        LLM(path, PLAN, device="cpu")
+    assert len(set(alone(path, None))) > 1
 
 
 def test_positions_that_count_padding_are_refused(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+import qoff
 from qoff.errors import OpError, QoffError
 from tests.tolerances import DECODER_LOGITS, assert_close
 
@@ -157,6 +158,19 @@ def test_ids_that_are_no_batch_are_refused(model: Any) -> None:
     ):
         with pytest.raises(OpError, match=re.escape(message)):
             model(wrong)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@torch.no_grad()
+def test_the_cache_goes_by_the_names_of_all_versions(name: str, ids: Tensor, model: Any) -> None:
+    """Of transformers from 5.24 on, and of those before."""
+    cache, more = qoff.QoffCache(model), {"max_new_tokens": 2, "do_sample": False}
+    model(ids[:1, :-1], **{name: cache})
+    found = model.generate(ids[:1], **{name: cache}, **more, pad_token_id=0)
+    assert torch.equal(found, model.generate(ids[:1], **more, pad_token_id=0))
+    assert cache.get_seq_length() == WIDTH + 1
+    with pytest.raises(OpError, match="cache and past_key_values are the same"):
+        model(ids[:1], cache=cache, past_key_values=cache)
 
 
 def test_a_cache_of_another_batch_is_refused(ids: Tensor, model: Any) -> None:

@@ -201,7 +201,7 @@ def test_transformers_own_way_to_load_an_adapter_names_the_weight_too(
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, before)
     model.load_adapter(tmp_path, ignore_mismatched_sizes=True)
-    assert model.active_adapters() == ["default"]
+    assert list(model.peft_config) == ["default"]
 
 
 def test_lm_eval_takes_the_model(checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import PlainCache
 from qoff.memory import Weights
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.modules.structure import cache_argument
 from qoff.models.native.linear import Steps
 from tests.module_models import padded
 from tests.tiny_families import FAMILIES
@@ -69,6 +70,7 @@ def expected_logits(path: Path, prompts: list[Tensor], decoded: Tensor) -> list[
         rows = zip(prompts, decoded, strict=True)
         alone = [expected_logits(path, [prompt], row[None]) for prompt, row in rows]
         return [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    cache = str(cache_argument(model))
     ids, mask = padded(prompts)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
@@ -80,7 +82,7 @@ def expected_logits(path: Path, prompts: list[Tensor], decoded: Tensor) -> list[
             column,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=out.past_key_values,
+            **{cache: out[cache]},
         )
         found.append(out.logits[:, 0])
     return found

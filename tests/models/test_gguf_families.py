@@ -104,13 +104,17 @@ def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
     ("family", "kind", "apart"),
     [
         ("internlm3", "llama", {"model_type"}),
+        ("llama3-rope", "exaone", set()),
+        ("llama-gqa-tied", "internlm2", set()),
+        ("llama-biased", "pangu_embedded", set()),
+        ("granite", "minicpm", set()),
         ("solar-open", "glm4_moe", {"model_type", "intermediate_size", "rope"}),
     ],
 )
 def test_files_of_another_architecture(
     family: str, kind: str, apart: set[str], base: Path, tmp_path: Path
 ) -> None:
-    """llama.cpp writes these as ones that compute the same: the MLP's size is of no layer."""
+    """Some compute the same by other names: those that transformers does not know, and others."""
     model = GGUFModel.of(tiny_model(base, family), kind)
     found = convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", quant=QUANT, for_cpu=True)
     wanted = tiny_checkpoint(base, family)
@@ -122,6 +126,34 @@ def test_files_of_another_architecture(
     assert weights.keys() == same.keys()
     for name, parts in weights.items():
         assert all(map(torch.equal, parts, same[name])), name
+
+
+def test_the_first_qwen_becomes_the_second(base: Path, tmp_path: Path) -> None:
+    """Its queries, keys and values are one matrix, and its gates count as rows of the MLP."""
+    model = GGUFModel.of(tiny_model(base, "qwen2"))
+    tensors, inner = dict(model.tensors), "feed_forward_length"
+    for name in [name for name in tensors if ".attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{x}")) for x in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    first = GGUFModel("qwen", {**model.metadata, inner: 2 * model.metadata[inner]}, tensors)
+    found = convert(first.write(tmp_path / "m.gguf"), tmp_path / "out", quant=QUANT, for_cpu=True)
+    wanted = tiny_checkpoint(base, "qwen2")
+    specs = [DecoderSpec.from_config(Checkpoint.open(x).config) for x in (found, wanted)]
+    assert specs[0] == specs[1]
+    weights, same = all_weights(found), all_weights(wanted)
+    assert weights.keys() == same.keys()
+    for name, parts in weights.items():
+        assert all(map(torch.equal, parts, same[name])), name
+
+
+@pytest.mark.parametrize("key", ["embedding_scale", "residual_scale"])
+def test_files_from_before_their_factors_were_written_are_refused(
+    base: Path, tmp_path: Path, key: str
+) -> None:
+    model = GGUFModel.of(tiny_model(base, "granite"), "minicpm")
+    del model.metadata[key]
+    with pytest.raises(FormatError, match=key):
+        open_source(model.write(tmp_path / "m.gguf")).config()
 
 
 def test_keys_and_values_that_no_layer_attends_to(base: Path, tmp_path: Path) -> None:
@@ -138,7 +170,8 @@ def test_keys_and_values_that_no_layer_attends_to(base: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("qwen3-tied", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")]
+    ("family", "kind"),
+    [("qwen2", "qwen2vl"), ("qwen3-tied", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")],
 )
 def test_text_models_of_vision_models(family: str, kind: str, base: Path, tmp_path: Path) -> None:
     """For text, the three positions of a token are one, and no layer adds what is seen."""

@@ -35,6 +35,7 @@ from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.module_models import (
     MODULES,
+    NEWEST,
     changed,
     dense,
     expected_logits,
@@ -114,6 +115,17 @@ def test_logits_are_those_of_transformers(
         found = logits_of(runtime, prompts, decoded)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", NEWEST)
+def test_so_are_those_of_newer_models(base: Path, name: str) -> None:
+    prompts, decoded = tokens(LENGTHS)
+    path = module_checkpoint(base, name)
+    wanted = expected_logits(module_reference(base, name), prompts, decoded)
+    with Runtime(path, device_memory=budgets(path)[0], instrumentation=POISON) as runtime:
+        found = logits_of(runtime, prompts, decoded)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, tolerance=DECODER_LOGITS)
 
 
 def test_streaming_changes_no_bit(base: Path, name: str, resident: Tensor) -> None:

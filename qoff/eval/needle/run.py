@@ -126,7 +126,7 @@ def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        cache=cache,
         max_new_tokens=most,
         do_sample=False,
         num_beams=1,
@@ -139,7 +139,7 @@ def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[
         inputs = torch.cat([ids[0, -1:], key[:-1]])
     except ArgumentError:  # states cannot go back
         cache, inputs = QoffCache(model), torch.cat([ids[0], key[:-1]])
-    logits = model(inputs[None], past_key_values=cache, logits_to_keep=len(key)).logits[0]
+    logits = model(inputs[None], cache=cache, logits_to_keep=len(key)).logits[0]
     chosen = logits.log_softmax(-1).gather(1, key[:, None])
     return out[0, read:].tolist(), float(chosen.sum())
 

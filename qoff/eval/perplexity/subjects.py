@@ -18,6 +18,7 @@ from qoff.models.convert.builder import Builder
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.unconverted import Unconverted
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.modules.structure import cache_argument
 from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.quant import QuantConfig
@@ -141,12 +142,12 @@ class TransformersSubject:
         count, length = windows.shape
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self._model.config)
+        cache, name = DynamicCache(config=self._model.config), str(cache_argument(self._model))
         piece = max(1, min(length, _LOGITS // (count * self.vocab_size)))
         for past in range(0, length - 1, piece):
             end = min(past + piece, length - 1)
             kept = max(1, min(end - place + 1, end - past))
-            options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": kept}
+            options = {name: cache, "use_cache": True, "logits_to_keep": kept}
             out = self._model(windows[:, past:end], **options)
             if end >= place:
                 for number, found in enumerate(out.logits.float().cpu()):

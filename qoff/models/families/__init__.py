@@ -9,7 +9,18 @@ from typing import Any
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
-from . import corrected, experts, gemma, hunyuan, latent, layer_norm, linear, llama, with_vision
+from . import (
+    corrected,
+    experts,
+    gemma,
+    hunyuan,
+    latent,
+    layer_norm,
+    linear,
+    llama,
+    renamed,
+    with_vision,
+)
 from .config_fields import as_transformers_5, check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
 
@@ -26,7 +37,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 # What becomes one of these when it is converted.
-SOURCES: Mapping[str, Family] = MappingProxyType({**with_vision.SOURCES, **latent.SOURCES})
+SOURCES: Mapping[str, Family] = MappingProxyType({**with_vision.SOURCES, **renamed.SOURCES})
 
 
 def read_spec(config: Mapping[str, Any]) -> Fields:

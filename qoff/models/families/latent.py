@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM 4.7 Flash, Kimi K2, ..."""
+"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM 4.7 Flash, Youtu-LLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from qoff.models.spec_parts import LatentSpec, unsupported
 
 from .corrected import NAMES, SHARED, after, deepseek_experts
-from .family import Config, Family, Fields, Has, TensorNames, mixture, positive
+from .family import Family, Fields, TensorNames, mixture, positive
 
 
 def _latent(config: Any) -> Fields:
@@ -81,11 +81,6 @@ def _glm4_moe_lite(config: Any) -> Fields:
     return {**_latent(config), "experts": deepseek_experts(config, layers)}
 
 
-def _kimi(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
-    """Kimi K2 is DeepSeek V3 by another name."""
-    return {**config, "model_type": "deepseek_v3"}, _V3
-
-
 _V3 = replace(NAMES, rope_pairs=True)
 FAMILIES = {
     "deepseek_v2": Family(
@@ -97,4 +92,3 @@ FAMILIES = {
     "glm4_moe_lite": Family("GLM 4.7 Flash", _glm4_moe_lite, _V3),
     "youtu": Family("Youtu-LLM 2B", _latent, _V3),
 }
-SOURCES = {"kimi_k2": Family("Kimi K2", _deepseek_v3, _V3, _kimi)}

@@ -39,9 +39,9 @@ from .configs import DTYPE, LAYOUT, build, layer_configs, position_limit, read_c
 from .current import current
 from .linear import Head, Multiply
 from .structure import (
-    CACHE_ARGUMENTS,
     Structure,
     buffers_from_config,
+    cache_argument,
     has_position_table,
     layer_width,
     matrices_of,
@@ -294,7 +294,7 @@ class ModuleDecoder:
 
     def _call(self, model: Any, ids: Tensor, states: Any, **more: Tensor | None) -> Any:
         """transformers' forward pass, with what it takes of `more`."""
-        offered: dict[str, Any] = {**more, **dict.fromkeys(CACHE_ARGUMENTS, states)}
+        offered: dict[str, Any] = {**more, str(cache_argument(model)): states}
         known = {name: value for name, value in offered.items() if name in self._parameters}
         return model(input_ids=ids, use_cache=True, return_dict=True, **known)
 

@@ -71,18 +71,24 @@ def layer_memory(
     `head_shapes`, the model's attention too. Raises UnsupportedModelError for what qoff does not
     know how to keep.
     """
-    from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionCacheLayerMixin
+    from transformers import cache_utils
+    from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
     from .slots import LayerMemory
 
-    known = (DynamicLayer, LinearAttentionCacheLayerMixin, DummyLayer)
+    known: tuple[type, ...] = (DynamicLayer, LinearAttentionCacheLayerMixin)
+    if hasattr(cache_utils, "DummyLayer"):  # not in transformers 5.17
+        known += (cache_utils.DummyLayer,)
     try:
         for layer in states.layers:
             if not isinstance(layer, known) or type(layer).__module__ != DynamicLayer.__module__:
                 raise _RefusedError(f"its cache has a {type(layer).__name__}")
             if hasattr(layer, "indexer_keys"):
                 raise _RefusedError("it attends by an index of keys")
+        before = len(states.layers)
         _try(model, call, states, _Shapes(states, limit))
+        if len(states.layers) > before:
+            raise _RefusedError("a pass adds layers to its cache, for what it computes again")
     except Exception as error:  # the code of any model
         raise UnsupportedModelError(
             f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(error)}; "

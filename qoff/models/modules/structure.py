@@ -15,7 +15,8 @@ from qoff.budgets import CPU
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of transformers' models
+# Of transformers' models: since 5.24, and before.
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
 ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
 _BEFORE_FIRST = 8  # rows of a table of positions before that of the first token, at most
@@ -81,9 +82,8 @@ class Structure:
         tied to others than the embedding, without an embedding and a linear head, and for a model
         that remembers what it read within its modules.
         """
-        known = set(signature(model.forward).parameters)
         inside = any(hasattr(module, "_setup_cache") for module in model.modules())
-        if inside or not known & {*CACHE_ARGUMENTS} or not model._supports_default_dynamic_cache():
+        if inside or not cache_argument(model) or not model._supports_default_dynamic_cache():
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps its states outside of transformers' DynamicCache, "
                 "where those of several sequences would get mixed up; it is not supported"
@@ -150,6 +150,12 @@ class Structure:
         if place is self.layer_table:
             return PER_LAYER
         return LM_HEAD if place is self.head else place.name
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """What a model's forward pass calls its cache; None: it has none."""
+    known = signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in known), None)
 
 
 def has_position_table(model: nn.Module, limit: int | None, others: Sequence[nn.Module]) -> bool:

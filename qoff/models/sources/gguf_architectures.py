@@ -137,15 +137,21 @@ _OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", dense.olmo3)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
     "llama": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
+    "exaone": Architecture("llama", "LlamaForCausalLM", dense.llama),
+    "internlm2": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
+    "pangu-embedded": Architecture("llama", "LlamaForCausalLM", dense.llama),
     "mistral3": Architecture(
         "ministral3", "Ministral3ForCausalLM", dense.mistral3, rope_pairs=True
     ),
+    "qwen": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen1),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),
     "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),  # pictures are in other files
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", dense.llama, rope_pairs=True),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", dense.phi3, partial=True, fused_gate_up=True),
     "granite": Architecture("granite", "GraniteForCausalLM", dense.granite, rope_pairs=True),
+    "minicpm": Architecture("granite", "GraniteForCausalLM", dense.minicpm, rope_pairs=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", dense.olmo2),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", dense.exaone4),
     "arcee": Architecture("arcee", "ArceeForCausalLM", dense.llama, rope_pairs=True),

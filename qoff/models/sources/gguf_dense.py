@@ -43,8 +43,20 @@ def qwen(metadata: Metadata, config: Config) -> Config:
     return dense(metadata)
 
 
+def qwen1(metadata: Metadata, config: Config) -> Config:
+    """Qwen 1, whose files count the rows of gate and up together."""
+    return {**dense(metadata), "intermediate_size": config["intermediate_size"] // 2}
+
+
 def granite(metadata: Metadata, config: Config) -> Config:
     return {**llama(metadata, config), **scales(metadata, config)}
+
+
+def minicpm(metadata: Metadata, config: Config) -> Config:
+    """MiniCPM 1, 2 and 4; old files do not have its factors."""
+    for key in ("embedding_scale", "residual_scale"):
+        metadata.need(key)
+    return granite(metadata, config)
 
 
 def olmo2(metadata: Metadata, config: Config) -> Config:

@@ -115,7 +115,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum"), _PLAIN),
         **dict.fromkeys(("jais", "trillion", "granite-docling", "exaone4"), _PLAIN),
         **dict.fromkeys(("olmo", "mpt"), Kind(_GPT2, nfc=True)),  # as GPT-NeoX's
-        **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), _DIGITS),
+        **dict.fromkeys(
+            ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _DIGITS
+        ),
         "command-r": Kind(_DIGITS.pre_tokenizer, nfc=True),
         **dict.fromkeys(
             ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "midm-2.0"), _LLAMA3
