@@ -6,8 +6,10 @@ Where there is no GPU, `tests.tape` records instead of CUDA, and Triton interpre
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,35 @@ def test_only_so_many_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert (replays.recorded, replays.replayed) == (2, 4)
     assert doubled(3, 2, 1, 1) == [6, 4, 2, 2]  # the third takes the place of the first
     assert (replays.recorded, replays.replayed) == (3, 6)
+
+
+def test_a_thread_records_only_what_it_has_computed() -> None:
+    """What libraries have for each thread (handles of cuBLAS) cannot be made in a recording."""
+    recording, handles, found = [False], threading.local(), list[float]()
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        recording[0] = True
+        work()
+        recording[0] = False
+        return work
+
+    def work(x: Tensor) -> Tensor:
+        assert hasattr(handles, "mine") or not recording[0]
+        handles.mine = True
+        return 2 * x
+
+    replays = Replays(CPU, record)
+
+    def run() -> None:
+        found.append(float(replays.run("key", None, torch.tensor([len(found)]), work)))
+
+    run()
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(3):
+            other.submit(run).result()
+    run()
+    assert found == [0, 2, 4, 6, 8]
+    assert (replays.recorded, replays.replayed, replays.failed) == (1, 3, 0)
 
 
 def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Recording:
     replay: Any = None  # a Replay, or a WorkReplay
     steps: StepsAhead | None = None  # what does those that follow it
     kept: object = None  # in the scratch of the ops, once it was replayed
+    threads: set[int] = field(default_factory=set)  # that have done the work
 
 
 class Replays:
@@ -39,12 +41,14 @@ class Replays:
 
     A key says everything but the values in memory that the work depends on: addresses, sizes,
     numbers that the host hands to kernels. The first call only runs the work, which compiles what
-    has to be. Inputs and results are in memory of fixed addresses, which is this object's; all else
-    that a recording reads or writes belongs to others. record: makes a replay of work without
-    running it (default: as a CUDA graph). If that fails once, nothing is recorded or replayed any
-    more, with a warning that says why. while_done: makes it of work that it does, so that the first
-    call is recorded; None if it cannot. scratch: of the ops; recordings that dequantize are of
-    what it keeps, which comes back after a replay. For one thread and one stream at a time.
+    has to be. So does the first one of another thread, as long as nothing is recorded: cuBLAS has a
+    handle for each thread, and cannot make one within a recording. Inputs and results are in memory
+    of fixed addresses, which is this object's; all else that a recording reads or writes belongs to
+    others. record: makes a replay of work without running it (default: as a CUDA graph). If that
+    fails once, nothing is recorded or replayed any more, with a warning that says why. while_done:
+    makes it of work that it does, so that the first call is recorded; None if it cannot. scratch:
+    of the ops; recordings that dequantize are of what it keeps, which comes back after a replay.
+    For one thread and one stream at a time.
     """
 
     def __init__(
@@ -104,8 +108,12 @@ class Replays:
                 self._dequantizing.add(base)
                 whole = (base, found)
             there = fixed if result is fixed else self._memory("result", result)
-            self._entries[whole] = Recording(keep, fixed, there)
+            self._entries[whole] = Recording(keep, fixed, there, threads={threading.get_ident()})
             return result
+        if entry.replay is None and threading.get_ident() not in entry.threads:
+            entry.threads.add(threading.get_ident())
+            self._entries[whole] = entry
+            return work(fixed)
         if entry.replay is None:
             kept = None if scratch is None else scratch.snapshot()
             entry.replay = self._recording_of(lambda: _into(entry.result, work(fixed)))
