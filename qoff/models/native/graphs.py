@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,7 +256,7 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):  # makes its device the current one, too
+        with _uncollected(), torch.cuda.stream(self._stream):  # whose device is current, too
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -278,6 +279,19 @@ class CudaRecorder:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
         can_draw_again(self._stream.device)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: what it finds, like a model that nobody closed, may wait for
+    the GPU or free pinned memory, and either ends a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def can_draw_again(device: torch.device) -> None:
