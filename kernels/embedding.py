@@ -55,7 +55,7 @@ def rows_of_each(ids: Tensor, count: int, rows: int) -> Tensor:
 
 def _dequantized(ids: Tensor, weight: QTensor) -> Tensor:
     n, k = weight.shape
-    if ids.numel() and not ids.is_cuda and not (int(ids.min()) >= 0 and int(ids.max()) < n):
+    if ids.numel() and ids.is_cpu and not (int(ids.min()) >= 0 and int(ids.max()) < n):
         raise OpError(
             f"embedding: ids from {int(ids.min())} to {int(ids.max())}, rows 0 to {n - 1}"
         )

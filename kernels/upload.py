@@ -15,5 +15,6 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device; itself where it is there already."""
-    return pinned(x, device).to(device, non_blocking=True)
+    """x on a device; itself where it is there already. In host memory it is there on return."""
+    # Of a GPU's tensor, a copy that does not block is read before it has arrived.
+    return pinned(x, device).to(device, non_blocking=device.type != "cpu")

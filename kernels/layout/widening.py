@@ -41,7 +41,7 @@ def widen_in_place(memory: Tensor, nbytes: int, bits: int) -> None:
     blocks = nbytes // size
     wide = memory[:nbytes].view(blocks, size)
     packed = memory[len(memory) - 4 * bits * blocks :].view(blocks, 4 * bits)
-    step = _BLOCKS if memory.device.type == "cpu" else _GPU_BLOCKS
+    step = _together(memory)
     for some, out in zip(packed.split(step), wide.split(step), strict=True):
         _widen_blocks(some.clone(), out, bits)
 
@@ -58,7 +58,7 @@ def spread(codes: Tensor, scale_min: Tensor, bits: int) -> None:
     if scale_min.dtype == COMPACT:
         codes.bitwise_left_shift_(shift)
     elif wide == 8:
-        step = max(1, 32 * _BLOCKS // codes.shape[1])
+        step = max(1, 32 * _together(codes) // codes.shape[1])
         for some, scale in zip(
             codes.split(step), scale_min[..., 0].split(step, dim=1), strict=True
         ):
@@ -67,6 +67,11 @@ def spread(codes: Tensor, scale_min: Tensor, bits: int) -> None:
             scale.copy_(torch.where(exact, smaller, scale))
             by = exact.T.to(torch.uint8) * shift
             some.view(*by.shape, -1).bitwise_left_shift_(by[..., None])
+
+
+def _together(x: Tensor) -> int:
+    """Blocks that are worked on at a time where x is."""
+    return _BLOCKS if x.device.type == "cpu" else _GPU_BLOCKS
 
 
 def _widen_blocks(packed: Tensor, out: Tensor, bits: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
+from qoff.kernels.upload import on_device
 
 from .elementwise import wide
 from .linear import normalized
@@ -23,15 +24,17 @@ def low_rank(
 ) -> Tensor:
     """Return norm(x) @ down.T @ up.T + bias, [M, rows], each row with its own adapter (LoRA).
 
-    x: [M, K]. which: int64 [M], the adapter of each row, -1 for none. rows: of the matrix, whole
-    blocks of 16. bias: of these rows. The result is float32, float64 of such x. (arXiv 2106.09685)
+    x: [M, K]. which: int64 [M], the adapter of each row, -1 for none; in host memory, so that a GPU
+    is not waited for. rows: of the matrix, whole blocks of 16. bias: of these rows. The result is
+    float32, float64 of such x. (arXiv 2106.09685)
     """
     x = wide(x if norm is None else normalized(x, norm))
     found = x.new_zeros(len(x), rows.stop - rows.start)
     if bias is not None:
         found += bias
     blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
-    for number in which.unique().tolist():
+    numbers, which = which.unique().tolist(), on_device(which, x.device)
+    for number in numbers:
         one = None if number < 0 else ranks.each[number]
         if one is not None:
             added = _product(x, one, blocks)

@@ -17,7 +17,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from qoff.budgets import CPU, device_guard
+from qoff.budgets import device_guard
 from qoff.errors import FormatError
 from qoff.kernels.layout.low_rank import BLOCK, LowRank, LowRanks
 from qoff.memory.arena import map_pages, round_up
@@ -133,7 +133,6 @@ class AdapterLayers(Sequence[Mapping[str, LowRanks]]):
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
         self._planned = layers
-        self.device = CPU
         self._memory: dict[tuple[Place, int], Tensor] = {}  # of each adapter's factors
         self._there: list[dict[str, LowRanks]] = []
         self._far: dict[int, Tensor] = {}  # of layers, in host memory
@@ -158,12 +157,12 @@ class AdapterLayers(Sequence[Mapping[str, LowRanks]]):
 
         through_slot: the device has a slot, to which the latter come layer by layer.
         """
-        self.device, self._near = device, frozenset(near)
+        self._near = frozenset(near)
         with device_guard(device):  # which memory is pinned for
-            self._allocate(through_slot)
+            self._allocate(device, through_slot)
 
-    def _allocate(self, through_slot: bool) -> None:
-        device, near = self.device, self._near
+    def _allocate(self, device: torch.device, through_slot: bool) -> None:
+        near = self._near
         pages = _pinned if device.type == "cuda" else map_pages
         for layer, nbytes in enumerate(self._far_bytes(near)):
             here = [place for place in self._of(layer) if place in near]

@@ -227,8 +227,7 @@ class Adapters:
         key = tuple(numbers)
         if max(key, default=-1) < 0:
             return None
-        which = torch.tensor(key, dtype=torch.int64, device=self.layers.device)
-        return AdaptedRows(key, which, self.layers)
+        return AdaptedRows(key, torch.tensor(key, dtype=torch.int64), self.layers)
 
 
 def adapter_number(names: Sequence[str], name: str | None) -> int:

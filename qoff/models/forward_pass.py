@@ -77,7 +77,7 @@ class AdaptedRows:
     """Which adapter each row of a pass has, and what they add to the matrices of each layer."""
 
     key: tuple[int, ...]  # of each row, -1 for none
-    which: Tensor  # the same, int64 [M]
+    which: Tensor  # the same, int64 [M] in host memory
     layers: Sequence[Mapping[str, LowRanks]]
 
     def padded(self, rows: int) -> AdaptedRows:

@@ -23,6 +23,7 @@ class Driver:
     def __init__(self, code: int) -> None:
         self._code = code
         self.freed: list[int] = []
+        self.contexts = [7]  # of the thread that allocates; others have none
         self.memory = mmap.mmap(-1, 1 << 16)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
@@ -32,7 +33,17 @@ class Driver:
         return self._code
 
     def cuMemFreeHost(self, address: Any) -> None:  # noqa: N802
-        self.freed.append(address.value)
+        if self.contexts == [7]:
+            self.freed.append(address.value)
+
+    def cuCtxGetCurrent(self, context: Any) -> None:  # noqa: N802
+        context._obj.value = self.contexts[-1]
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        self.contexts.append(context.value)
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        context._obj.value = self.contexts.pop()
 
 
 def test_pinned_memory_lives_as_long_as_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +56,10 @@ def test_pinned_memory_lives_as_long_as_its_tensors(monkeypatch: pytest.MonkeyPa
     del memory
     gc.collect()
     assert driver.freed == []
+    driver.contexts.clear()  # in another thread
     del piece
     gc.collect()
-    assert driver.freed == [driver.address]
+    assert (driver.freed, driver.contexts) == ([driver.address], [])
 
 
 def test_memory_that_is_refused_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:

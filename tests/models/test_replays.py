@@ -6,11 +6,15 @@ Where there is no GPU, `tests.tape` records instead of CUDA, and Triton interpre
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVQuant
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.graphs import Replays, can_draw_again
+from qoff.models.native.graphs import CudaRecorder, Replays, can_draw_again
 from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
 from tests.tiny_models import PlainRun
 from tests.tolerances import assert_close
@@ -164,6 +168,35 @@ def test_only_so_many_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert (replays.recorded, replays.replayed) == (3, 6)
 
 
+def test_a_thread_records_only_what_it_has_computed() -> None:
+    """What libraries have for each thread (handles of cuBLAS) cannot be made in a recording."""
+    recording, handles, found = [False], threading.local(), list[float]()
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        recording[0] = True
+        work()
+        recording[0] = False
+        return work
+
+    def work(x: Tensor) -> Tensor:
+        assert hasattr(handles, "mine") or not recording[0]
+        handles.mine = True
+        return 2 * x
+
+    replays = Replays(CPU, record)
+
+    def run() -> None:
+        found.append(float(replays.run("key", None, torch.tensor([len(found)]), work)))
+
+    run()
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(3):
+            other.submit(run).result()
+    run()
+    assert found == [0, 2, 4, 6, 8]
+    assert (replays.recorded, replays.replayed, replays.failed) == (1, 3, 0)
+
+
 def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted\n  when stream is capturing")
@@ -183,6 +216,27 @@ def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
             step(key)
     assert x.tolist() == [4] * 3
     assert (replays.recorded, replays.replayed, replays.failed) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_in_a_capture(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that nobody closed would wait for the GPU there."""
+    found = list[bool]()
+
+    def work() -> None:
+        found.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    monkeypatch.setattr(CudaRecorder, "_abandon", lambda *_: None)
+    assert gc.isenabled()
+    if fails:
+        with pytest.raises(RuntimeError, match="no"):
+            CudaRecorder(CPU)(work)
+    else:
+        CudaRecorder(CPU)(work)
+    assert (found, gc.isenabled()) == ([False], True)
 
 
 class Generator:

@@ -17,6 +17,7 @@ from qoff.hf.packed.module import CodesModule
 from qoff.kernels.layout.packing import ROW_BLOCK, packed_shapes
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
+from qoff.kernels.upload import on_device
 from qoff.memory import Weights, WeightStore
 from qoff.memory.plan import local_names
 from qoff.quant.rows import reordered
@@ -166,7 +167,9 @@ def _rows(name: str, order: Tensor, rows: int) -> _Find:
         assert isinstance(matrix, QTensor)
         if (start, stop) == (0, rows) and neighbours:
             return matrix
-        return matrix.rows(start, stop) if neighbours and whole_blocks else reordered(matrix, order)
+        if neighbours and whole_blocks:
+            return matrix.rows(start, stop)
+        return reordered(matrix, on_device(order, matrix.device))
 
     return find
 

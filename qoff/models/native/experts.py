@@ -217,13 +217,15 @@ class Experts:
 
     def _biases_of(self, wave: ExpertWave, weights: Weights) -> list[Tensor | None]:
         """The same of a wave's experts, at the numbers of their slots."""
-        found: list[Tensor | None] = []
-        for bias, memory in zip(self._biases(weights), wave.biases, strict=True):
-            if bias is not None:
-                numbers = torch.tensor(wave.numbers)
-                memory[wave.table[numbers]] = bias[numbers].to(memory.dtype)
-            found.append(None if bias is None else memory)
-        return found
+        biases = self._biases(weights)
+        if biases[0] is None:
+            return biases
+        device, numbers = biases[0].device, torch.tensor(wave.numbers)
+        places, these = (on_device(x, device) for x in (wave.table[numbers], numbers))
+        for bias, memory in zip(biases, wave.biases, strict=True):
+            assert bias is not None
+            memory[places] = bias[these].to(memory.dtype)
+        return list(wave.biases)
 
     def _matrices(self, weights: Weights) -> list[QExperts]:
         """Those of gate and up and those down, of all experts of a layer."""

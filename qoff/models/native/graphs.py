@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class Recording:
     replay: Any = None  # a Replay, or a WorkReplay
     steps: StepsAhead | None = None  # what does those that follow it
     kept: object = None  # in the scratch of the ops, once it was replayed
+    threads: set[int] = field(default_factory=set)  # that have done the work
 
 
 class Replays:
@@ -39,12 +42,14 @@ class Replays:
 
     A key says everything but the values in memory that the work depends on: addresses, sizes,
     numbers that the host hands to kernels. The first call only runs the work, which compiles what
-    has to be. Inputs and results are in memory of fixed addresses, which is this object's; all else
-    that a recording reads or writes belongs to others. record: makes a replay of work without
-    running it (default: as a CUDA graph). If that fails once, nothing is recorded or replayed any
-    more, with a warning that says why. while_done: makes it of work that it does, so that the first
-    call is recorded; None if it cannot. scratch: of the ops; recordings that dequantize are of
-    what it keeps, which comes back after a replay. For one thread and one stream at a time.
+    has to be. So does the first one of another thread, as long as nothing is recorded: cuBLAS has a
+    handle for each thread, and cannot make one within a recording. Inputs and results are in memory
+    of fixed addresses, which is this object's; all else that a recording reads or writes belongs to
+    others. record: makes a replay of work without running it (default: as a CUDA graph). If that
+    fails once, nothing is recorded or replayed any more, with a warning that says why. while_done:
+    makes it of work that it does, so that the first call is recorded; None if it cannot. scratch:
+    of the ops; recordings that dequantize are of what it keeps, which comes back after a replay.
+    For one thread and one stream at a time.
     """
 
     def __init__(
@@ -104,8 +109,12 @@ class Replays:
                 self._dequantizing.add(base)
                 whole = (base, found)
             there = fixed if result is fixed else self._memory("result", result)
-            self._entries[whole] = Recording(keep, fixed, there)
+            self._entries[whole] = Recording(keep, fixed, there, threads={threading.get_ident()})
             return result
+        if entry.replay is None and threading.get_ident() not in entry.threads:
+            entry.threads.add(threading.get_ident())
+            self._entries[whole] = entry
+            return work(fixed)
         if entry.replay is None:
             kept = None if scratch is None else scratch.snapshot()
             entry.replay = self._recording_of(lambda: _into(entry.result, work(fixed)))
@@ -247,7 +256,7 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):  # makes its device the current one, too
+        with _uncollected(), torch.cuda.stream(self._stream):  # whose device is current, too
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -270,6 +279,19 @@ class CudaRecorder:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
         can_draw_again(self._stream.device)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: what it finds, like a model that nobody closed, may wait for
+    the GPU or free pinned memory, and either ends a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def can_draw_again(device: torch.device) -> None:
