@@ -65,9 +65,9 @@ def test_a_prompt_beyond_the_positions_of_a_model_fails_alone(
     assert len(results[2].token_ids) == 3
 
 
-def test_a_trace_that_cannot_be_written_is_refused_first(checkpoint: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_refused_first(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="no trace can be written"):
-        LLM(checkpoint, trace="/nonexistent/trace.json")
+        LLM(checkpoint, trace=tmp_path / "nowhere/trace.json")
 
 
 @pytest.mark.parametrize(
