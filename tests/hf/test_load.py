@@ -320,6 +320,9 @@ def test_models_that_are_not_supported_are_refused(source: Path, tmp_path: Path)
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(UnsupportedModelError, match="model_type is 'bert'"):
         qoff.load(copy, cache_dir=tmp_path / "cache")
+    (copy / "config.json").rename(copy / "adapter_config.json")
+    with pytest.raises(UnsupportedModelError, match="is an adapter, without the model"):
+        qoff.load(copy, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
