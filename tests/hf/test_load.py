@@ -101,6 +101,18 @@ def test_the_cache_directory_is_an_environment_variable(
     assert find_checkpoint(source, quant=QUANT).parent == tmp_path / "here"
 
 
+def test_a_checkpoint_needs_no_home(
+    source: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run as a user without a name."""
+    for name in ("QOFF_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["of this user"])
+    assert find_checkpoint(checkpoint) == checkpoint
+    with pytest.raises(ConversionError, match=r"cannot be written .*QOFF_CACHE or cache_dir"):
+        find_checkpoint(source, quant=QUANT)
+
+
 def test_a_checkpoint_is_taken_as_it_is(checkpoint: Path, conversions: list[Path]) -> None:
     assert is_checkpoint(checkpoint)
     assert find_checkpoint(str(checkpoint)) == checkpoint
