@@ -26,11 +26,17 @@ OPENMP_SPINS = 1000  # some 20 to 50 microseconds
 
 
 def cache_directory() -> Path:
-    """Return the directory for converted models; it need not exist yet."""
-    if explicit := os.environ.get("QOFF_CACHE"):
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "qoff"
+    """Return the directory for converted models; it need not exist yet.
+
+    Without a home, as a user of a container may be, it is one in which nothing can be.
+    """
+    try:
+        if explicit := os.environ.get("QOFF_CACHE"):
+            return Path(explicit).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "qoff"
+    except RuntimeError:
+        return Path(os.devnull) / "qoff"
 
 
 def cuda_graphs() -> bool:

@@ -28,11 +28,7 @@ class KnownFiles:
 
     def __init__(self, folder: Path) -> None:
         name = sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        try:
-            cache = cache_directory()
-        except RuntimeError:  # there is no home directory
-            cache = Path(os.devnull)
-        self._path = cache / "verified" / f"{name}.json"
+        self._path = cache_directory() / "verified" / f"{name}.json"
         self._lock = threading.Lock()
         # Of a file by its name: its checksum and its stamp.
         self._found: dict[str, list[object]] | None = None

@@ -104,6 +104,7 @@ def finetune(
     from qoff.train.gpu_link import device_for
     from qoff.train.logs import writer_class
     from qoff.train.room import Room, room_of
+    from qoff.train.same_model import model_digest
 
     if (lora is None) != full:
         raise ArgumentError("say what learns: --lora r=16, or --full")
@@ -175,6 +176,7 @@ def finetune(
         optimizer,
         delayed,
         gradients,
+        None if chosen is None else model_digest(path),
     )
     if not overwrite:
         work.check_run(output, recipe, found)  # before the model is loaded, which takes long

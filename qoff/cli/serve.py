@@ -103,6 +103,8 @@ def serve(
         raise ArgumentError("TLS needs both --ssl-certfile and --ssl-keyfile")
     if "" in (api_key or ()):
         raise ArgumentError("an API key is empty; leave --api-key out, or give one")
+    if any(x.isspace() or not x.isprintable() for key in api_key or () for x in key):
+        raise ArgumentError("an API key has blanks or control characters; clients cannot send it")
     _check_origins(cors_origin or ())
     request_bytes = parsed("--max-request-size", parse_size, max_request_size)
     sizes = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qoff.budgets import CPU, device_guard
-from qoff.errors import ArgumentError, ConversionError, FormatError
+from qoff.errors import ArgumentError, ConversionError, FormatError, UnsupportedModelError
 from qoff.models.convert.convert import convert
 from qoff.quant import QuantConfig
 from qoff.schema import read_object
@@ -52,7 +52,7 @@ def find_checkpoint(
     for_cpu = device.type == "cpu" if for_cpu is None else for_cpu
     suffix, other = ("", "-any") if for_cpu else ("-any", "")
     if exists(path_or_hub_id):
-        path = Path(path_or_hub_id)
+        path = _model(Path(path_or_hub_id))
         if is_checkpoint(path):
             _refuse_quant(path, quant)
             check_packing(path, read_if_there(path / "config.json"), device)
@@ -98,6 +98,16 @@ def find_checkpoint(
     return target
 
 
+def _model(path: Path) -> Path:
+    """The path; raises UnsupportedModelError where it has adapters alone."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"{path}: is an adapter, without the model that it was trained beside; give that, and "
+            "the adapter by --lora-modules NAME=FOLDER, or qoff.LLM(..., adapters={NAME: FOLDER})"
+        )
+    return path
+
+
 def _refuse_quant(name: object, quant: QuantConfig | None) -> None:
     if quant is not None:
         raise QuantizedError(
@@ -109,10 +119,11 @@ def _refuse_quant(name: object, quant: QuantConfig | None) -> None:
 def local_source(path_or_hub_id: str | PathLike[str], trust_remote_code: bool = False) -> Path:
     """Return the path itself where it exists, else the files of that model on the hub, downloaded.
 
-    Raises QoffError when there is neither, UnsupportedModelError before weights are downloaded.
+    Raises QoffError when there is neither, UnsupportedModelError before weights are downloaded, and
+    for an adapter.
     """
     if exists(path_or_hub_id):
-        return Path(path_or_hub_id)
+        return _model(Path(path_or_hub_id))
     download_config(str(path_or_hub_id), None, trust_remote_code)
     return download(str(path_or_hub_id), None, trust_remote_code)
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from qoff.checkpoint import Checkpoint, KnownFiles
@@ -204,6 +205,12 @@ class WeightStore:
     def holds(self, name: str) -> bool:
         """Whether all of a weight is on the device."""
         return name in self._resident
+
+    def has(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the memory of slots, where other weights come next."""
+        if not self._slots or x.layout is not torch.strided:
+            return False
+        return x.untyped_storage().data_ptr() == self._slots[0].untyped_storage().data_ptr()
 
     @property
     def all_resident(self) -> bool:

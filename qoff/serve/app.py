@@ -178,7 +178,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
         ("/stats", routes.stats),
         ("/", routes.page),
     ):
-        app.add_api_route(path, get, methods=["GET"], response_model=None)
+        app.add_api_route(path, get, methods=["GET", "HEAD"], response_model=None)
 
     BatchRoutes(engine, options).add_to(app)
 

@@ -37,9 +37,9 @@ class BatchRoutes:
             ("/v1/batches/{batch_id}", self.batch, None),
             ("/v1/batches/{batch_id}/cancel", None, self.cancel),
         ):
-            for method, route in (("GET", get), ("POST", post)):
+            for methods, route in ((["GET", "HEAD"], get), (["POST"], post)):
                 if route is not None:
-                    app.add_api_route(path, route, methods=[method], response_model=None)
+                    app.add_api_route(path, route, methods=methods, response_model=None)
         app.add_api_route("/v1/files/{file_id}", self.remove, methods=["DELETE"])
 
     @property

@@ -38,7 +38,7 @@ from .training import Training
 
 _CHECKPOINT, _LOG = "checkpoint", "log.csv"
 _SEEN = "sequences_seen"  # learned from so far, beside what makes a run what it is
-_UNNAMED = {"optimizer": "adamw", "delayed": False}  # of older runs
+_UNNAMED = {"optimizer": "adamw", "delayed": False}
 _MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # model types
 OPTIMIZERS: Mapping[str, Callable[[Schedule], Optimizer]] = MappingProxyType(
     {
@@ -84,7 +84,7 @@ class Recipe:
 
     decay_steps: after which the rate is 0; None: never. hold_out: share of sequences that are not
     learned. optimizer: one of OPTIMIZERS. delayed: weights change a step late. gradients: what
-    those of layers are kept as.
+    those of layers are kept as. model_digest: of the weights beside adapters, `model_digest`.
     """
 
     model: str
@@ -101,6 +101,7 @@ class Recipe:
     optimizer: str = "adamw"
     delayed: bool = False
     gradients: str = "auto"
+    model_digest: str | None = None
 
     @property
     def rate(self) -> Schedule:
@@ -213,7 +214,8 @@ def _said(recipe: Recipe, data: Sequences) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, position: Any, wanted: Mapping[str, Any]) -> None:
-    theirs = {**_UNNAMED, **(position if isinstance(position, dict) else {})}
+    unnamed = {**_UNNAMED, "model_digest": wanted["model_digest"]}  # of older runs
+    theirs = {**unnamed, **(position if isinstance(position, dict) else {})}
     for name, value in wanted.items():
         if theirs.get(name) != value:
             raise ArgumentError(

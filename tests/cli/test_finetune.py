@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -23,6 +23,7 @@ from qoff.cli.main import app
 from qoff.errors import ArgumentError
 from qoff.train import Training
 from qoff.train.finetune import check_place
+from qoff.train.same_model import model_digest
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
 peft = pytest.importorskip("peft")
@@ -150,6 +151,25 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(
     assert other.exit_code == 1
     assert "is of another run: its seed is 0, here 5" in other.output
     assert "begin anew with --overwrite" in other.output
+    here = tmp_path / "model"
+    shutil.copytree(path, here)
+    header = json.loads((parts / "checkpoint/run.json").read_text())
+    header["position"]["model"] = str(here)
+    (parts / "checkpoint/run.json").write_text(json.dumps(header))
+    assert "is of another run: its lr" in run(here, *options[1:], "-o", parts, "--lr", 1).output
+    shutil.rmtree(here)
+    shutil.copytree(tiny_checkpoint(base, "llama", bits=8), here)
+    assert "is of another run: its model_digest" in run(here, *options[1:], "-o", parts).output
+
+
+def test_a_model_is_known_by_its_weights(model: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(model, tmp_path / "copied")
+    assert model_digest(copied) == model_digest(model)
+    (file,) = copied.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"] += 1
+    save_file(weights, file, {"format": "pt"})
+    assert model_digest(copied) != model_digest(model)
 
 
 def test_a_result_of_the_other_kind_goes(model: Path, data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import re
 import threading
 import weakref
@@ -19,6 +20,7 @@ import qoff
 from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.dispatch.units import units_of
 from tests.tiny_families import TINY
+from tests.tolerances import RELATIVE_RMS, assert_close
 
 SIZES = {**TINY, "num_hidden_layers": 5}
 LLAMA = {**SIZES, "model_type": "llama"}
@@ -36,6 +38,13 @@ MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         AutoModelForSeq2SeqLM,
         {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 3,
          "num_heads": 4, "vocab_size": 128, "decoder_start_token_id": 0},
+    ),
+    "modernvbert": (  # calls the embeddings of its text model, a class that is not split, itself
+        AutoModel,
+        {"model_type": "modernvbert",
+         "text_config": {**SIZES, "model_type": "modernbert", "num_attention_heads": 4},
+         "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                           "num_attention_heads": 2, "image_size": 32, "patch_size": 16}},
     ),
 }  # fmt: skip
 HALF = {"tied": torch.bfloat16, "mixtral": torch.float16}
@@ -131,8 +140,28 @@ def test_it_has_no_gradients_and_can_be_neither_copied_nor_saved() -> None:
         model(inputs_embeds=torch.zeros(1, 3, 64, requires_grad=True))
     with pytest.raises(ArgumentError, match="neither copied nor pickled"):
         deepcopy(model)
+    for saved in (model, model.model):
+        with pytest.raises(ArgumentError, match="cannot be saved"):
+            saved.save_pretrained("/nonexistent")
     with pytest.raises(ArgumentError, match="cannot be saved"):
-        model.save_pretrained("/nonexistent")
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+def test_adapters_of_peft_come_with_layers(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    tuned = peft.get_peft_model(model_of("llama"), config).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    model = model_of("llama")
+    options: Any = {"host_memory": 0, "offload_folder": tmp_path / "layers"}
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0], **options)
+    same = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        wanted, found = (m(torch.ones(1, 3, dtype=torch.int64)).logits for m in (tuned, same))
+    assert_close(found, wanted, tolerance=RELATIVE_RMS[torch.float32])
+    same.save_pretrained(tmp_path / "again")
+    for name in ("adapter", "again"):
+        assert (tmp_path / name / "adapter_model.safetensors").is_file()
 
 
 def test_it_is_neither_cast_nor_moved(tmp_path: Path) -> None:
@@ -159,6 +188,11 @@ def test_it_is_neither_cast_nor_moved(tmp_path: Path) -> None:
 def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
     model = model_of("llama")
     least, _ = least_of(model)
+    small = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": 2})
+    )
+    with pytest.raises(BudgetError, match=r"its weights take ([\d,]+), and no less .* to that"):
+        qoff.dispatch(small, device="cpu", device_memory=0)
     with pytest.raises(ArgumentError, match=r"5 layers of [\d,]+ bytes go to disk: say where"):
         qoff.dispatch(model, device="cpu", device_memory=least, host_memory=0)
     (tmp_path / "file").touch()
@@ -177,3 +211,23 @@ def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"of torch.float8_e4m3fn; only parameters of float64"):
         qoff.dispatch(whole, device="cpu")
     assert units_of(nn.Linear(3, 3)) == []
+
+
+class Positions(nn.Module):
+    """Gives rows of its weight themselves away, as tables of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, length: int) -> Tensor:
+        return self.rows[:length]
+
+
+def test_weights_that_a_layer_returns_stay_as_they_are(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ModuleList(Positions() for _ in range(5)))
+    wanted = [layer.rows[:3].clone() for layer in model[1]]
+    options: Any = {"host_memory": 0, "offload_folder": tmp_path}
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0], **options)
+    found = [layer(3) for layer in model[1]]
+    assert all(map(torch.equal, found, wanted))

@@ -101,6 +101,18 @@ def test_the_cache_directory_is_an_environment_variable(
     assert find_checkpoint(source, quant=QUANT).parent == tmp_path / "here"
 
 
+def test_a_checkpoint_needs_no_home(
+    source: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run as a user without a name."""
+    for name in ("QOFF_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}["of this user"])
+    assert find_checkpoint(checkpoint) == checkpoint
+    with pytest.raises(ConversionError, match=r"cannot be written .*QOFF_CACHE or cache_dir"):
+        find_checkpoint(source, quant=QUANT)
+
+
 def test_a_checkpoint_is_taken_as_it_is(checkpoint: Path, conversions: list[Path]) -> None:
     assert is_checkpoint(checkpoint)
     assert find_checkpoint(str(checkpoint)) == checkpoint
@@ -319,6 +331,9 @@ def test_models_that_are_not_supported_are_refused(source: Path, tmp_path: Path)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     with pytest.raises(UnsupportedModelError, match="model_type is 'bert'"):
+        qoff.load(copy, cache_dir=tmp_path / "cache")
+    (copy / "config.json").rename(copy / "adapter_config.json")
+    with pytest.raises(UnsupportedModelError, match="is an adapter, without the model"):
         qoff.load(copy, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

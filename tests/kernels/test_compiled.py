@@ -1,5 +1,6 @@
 """Kernels cached on disk are compiled again after a change to any source that they inline."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,21 @@ def test_compiling_is_refused_where_a_limit_has_no_room(monkeypatch):
     monkeypatch.setattr(compiled, "stamp", lambda *_: "none")
     with pytest.raises(BudgetError, match="not compiled yet"):
         ops.ops_for(cpu)
+
+
+def test_that_nothing_can_be_kept_is_said_once():
+    """Not for each of some hundred functions, at every start of a container."""
+
+    def compiling(name):
+        def compile_(cache):
+            if cache:
+                raise RuntimeError(f"cannot cache function {name!r}: no locator available")
+            return name
+
+        return compiled._with_disk_cache(compile_)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        assert [compiling(name) for name in "ab"] == ["a", "b"]
+    (one,) = said
+    assert "set NUMBA_CACHE_DIR" in str(one.message)

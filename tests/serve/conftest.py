@@ -79,17 +79,22 @@ class Running:
         return OpenAI(base_url=self.url, api_key="any", max_retries=0, **options)
 
     def ask(
-        self, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        method: str | None = None,
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, document and headers; body: JSON, or bytes as they are."""
         connection = HTTPConnection("127.0.0.1", self.server.port, timeout=20)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-            connection.request("GET" if data is None else "POST", path, data, headers or {})
+            method = method or ("GET" if data is None else "POST")
+            connection.request(method, path, data, headers or {})
             answer = connection.getresponse()
             text = answer.read()
             found = {name.lower(): value for name, value in answer.getheaders()}
-            is_json = found.get("content-type", "").startswith("application/json")
+            is_json = text and found.get("content-type", "").startswith("application/json")
             return answer.status, json.loads(text) if is_json else text.decode(), found
         finally:
             connection.close()

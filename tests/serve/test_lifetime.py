@@ -212,6 +212,7 @@ def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> N
         (["--kv", "none"], "KV cache of a batch is packed"),
         (["--host", "999.0.0.1"], ""),
         (["--api-key", ""], "an API key is empty"),
+        (["--api-key", "from a file\n"], "an API key has blanks"),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -184,3 +184,11 @@ def test_a_body_of_a_million_lists_is_refused_at_once() -> None:
     with pytest.raises(ValidationError):
         CompletionRequest.model_validate_json(body)
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models", "/v1/batches"])
+def test_what_can_be_had_can_be_asked_about(served: Running, path: str) -> None:
+    """By HEAD, as those do who watch servers."""
+    status, text, headers = served.ask(path, method="HEAD")
+    assert (status, text) == (200, "")
+    assert headers.get("content-type") == served.ask(path)[2].get("content-type")

@@ -82,10 +82,10 @@ def _with_disk_cache(compile_: Callable[[bool], Any]) -> Any:
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
-        warnings.warn(
-            f"{error}: kernels are compiled anew in every process; set NUMBA_CACHE_DIR to a "
-            "folder that can be written",
-            stacklevel=3,
+        warnings.warn(  # always the same, from the same place: it is shown once
+            "no folder for compiled CPU kernels can be written, so that they are compiled anew in "
+            "every process; set NUMBA_CACHE_DIR to one that can be",
+            stacklevel=1,
         )
         return compile_(False)
 

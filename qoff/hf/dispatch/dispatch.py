@@ -96,10 +96,12 @@ def chosen(
         return {}
     least = least_bytes(model, units, device, slots)
     if least > room:
+        takes = f"with its layers streamed its weights take {least:,}, of {everything:,} in all"
+        if least >= everything:
+            takes = f"its weights take {everything:,}, and no less with its layers streamed"
         raise BudgetError(
-            f"device memory: {room:,} bytes are too few for this {type(model).__name__}: with "
-            f"its layers streamed its weights take {least:,}, of {everything:,} in all; raise "
-            "device_memory to that"
+            f"device memory: {room:,} bytes are too few for this {type(model).__name__}: {takes}; "
+            "raise device_memory to that"
         )
     kept = _evenly(sizes, room - least)
     streamed = {unit: size for unit, size in sizes.items() if unit not in kept}
@@ -143,7 +145,9 @@ def placed(
         hosted = [unit for unit in units if unit not in on_disk]
         _stream(model, files, hosted, device, values, slots, resources)
         back.close = weakref.finalize(model, only_here(resources.pop_all().close))
-    model.save_pretrained = _refuse_saving  # type: ignore[assignment]
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = _refuse_saving  # type: ignore[assignment]
     return back
 
 
@@ -240,7 +244,7 @@ def _stream(
     resources.callback(store.close)
     turn = threading.Lock()
     for number, unit in enumerate(units):
-        OffloadedLayer(unit.module, store, turn, number, [UnitPlace(unit)])
+        OffloadedLayer(unit.module, store, turn, number, [UnitPlace(unit, device)])
     StreamedMethods(model, device, plan)
 
 

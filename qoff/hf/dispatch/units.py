@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
+from qoff.budgets import CPU
 from qoff.checkpoint import TensorEntry, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT, DTYPE_NAMES
 from qoff.errors import ArgumentError, StreamedError
@@ -70,7 +74,19 @@ class ModelUnit:
 
 
 class Absent(nn.Parameter):
-    """What a module is without; torch would multiply by what happens to be in memory."""
+    """What a module is without; torch would multiply by what happens to be in memory.
+
+    It is said to be on the device that computes, where PEFT then puts what it adds to the module.
+    """
+
+    home = CPU
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.home
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StreamedError("a weight that streams cannot be saved; save it before qoff.dispatch")
 
     @classmethod
     def __torch_function__(
@@ -90,7 +106,8 @@ class Absent(nn.Parameter):
 class UnitPlace:
     """Puts the weights of a unit into its modules, and takes them back."""
 
-    def __init__(self, unit: ModelUnit) -> None:
+    def __init__(self, unit: ModelUnit, device: torch.device = CPU) -> None:
+        """device: where they are when they are there."""
         there = unit.tensors
         self._places = [
             (name, [(table_of(*place), place[1]) for place in places])
@@ -98,6 +115,8 @@ class UnitPlace:
         ]
         self._learn = [isinstance(there[name], nn.Parameter) for name in unit.owned]
         self.empty = [Absent(x.detach().to("meta"), False) for x in there.values()]
+        for x in self.empty:
+            x.home = device
 
     def find(self, weights: Weights) -> list[Tensor]:
         """The unit's tensors, in memory of `weights`."""
@@ -134,13 +153,15 @@ def units_from(
 ) -> list[ModelUnit]:
     """These parts as units, those aside that own nothing.
 
+    first_stays: so do the parts with the first parameter and with embeddings of tokens, which
+    programs and models call by themselves.
     shared: whether a tensor that several places share streams, if all of them are in these parts.
     buffers: whether those that a checkpoint has stream with the parameters.
     """
     parts = list({id(part): (path, part) for path, part in parts}.values())
     users = Counter(_storage(x) for _, x in _tensors(model, buffers))
     inside = Counter(_storage(x) for _, part in parts for _, x in _tensors(part, buffers))
-    first = next((id(p) for p in model.parameters()), None) if first_stays else None
+    stay = _stay(model) if first_stays else frozenset[int]()
     found: list[ModelUnit] = []
     for path, part in parts:
         places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -151,7 +172,7 @@ def units_from(
             if (alone or together) and _can_stream(module, x):
                 places.setdefault(id(x), []).append((module, own))
                 tensors[id(x)] = x
-        if not places or any(id(p) == first for p in part.parameters()):
+        if not places or any(id(p) in stay for p in part.parameters()):
             continue
         order = sorted(places, key=lambda key: -_divisor(tensors[key].nbytes))
         number = len(found)
@@ -241,6 +262,18 @@ def _tensors(model: nn.Module, buffers: bool) -> Iterator[tuple[tuple[nn.Module,
         for name, x in module._buffers.items() if buffers else ():
             if x is not None and name not in module._non_persistent_buffers_set:
                 yield (module, name), x
+
+
+def _stay(model: nn.Module) -> frozenset[int]:
+    """The first parameter, which the device is read of, and the embeddings of tokens."""
+    found = {id(p) for p in islice(model.parameters(), 1)}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            with suppress(NotImplementedError):  # of other inputs than tokens
+                tokens = module.get_input_embeddings()
+                if isinstance(tokens, nn.Embedding):
+                    found.add(id(tokens.weight))
+    return frozenset(found)
 
 
 def _can_stream(module: nn.Module, x: Tensor) -> bool:

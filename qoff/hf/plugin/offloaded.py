@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from qoff.checkpoint.layout import QuantEntry, WeightFile
@@ -88,9 +89,18 @@ class OffloadedLayer:
                 )
         self.hold()
         try:
-            return self.own(*args, **kwargs)
+            return self._to_keep(self.own(*args, **kwargs))
         finally:
             self.give_back()
+
+    def _to_keep(self, result: Any) -> Any:
+        """A result that has memory of its own: a layer may return weights, as of positions."""
+        leaves, structure = tree_flatten(result)
+        lent = [isinstance(x, Tensor) and self.store.has(x) for x in leaves]
+        if not any(lent):
+            return result
+        kept = [x.clone() if its else x for x, its in zip(leaves, lent, strict=True)]
+        return tree_unflatten(kept, structure)
 
     def hold(self) -> None:
         """Wait for the weights; `own` computes with them until `give_back`."""
