@@ -144,7 +144,8 @@ Each of these gets a message:
   (RWKV, xLSTM, MiniMax 01);
 - models whose layers share weights (Zamba and Zamba 2 with `tie_word_embeddings`; without it
   transformers gives each layer its own, and they run);
-- models whose passes are unlike those of the others (CPM-Ant, ProphetNet), or whose head is more than a matrix (Dory);
+- models whose passes are unlike those of the others (CPM-Ant, ProphetNet), or whose head is more
+  than a matrix (Dory);
 - X-MOD without a `default_language`;
 - a `model_type` that transformers does not know, unless the model's own code is trusted with
   `trust_remote_code=True` (`--trust-remote-code`).

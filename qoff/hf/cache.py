@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from inspect import signature
 from types import EllipsisType
 from typing import Any, Self
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import Cache, GenerationMixin
+from transformers import Cache
 
 from qoff.errors import OpError
 from qoff.kernels.layout.delta import DeltaShape
@@ -24,10 +24,10 @@ from qoff.models.runtime import Runtime
 from .budget import Budget
 from .padded_batch import PaddedBatch
 
-# What transformers calls the cache of a forward pass: "cache" since 5.24.
-CACHE = "past_key_values"
-if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters:
-    CACHE = "cache"
+# What transformers calls the cache of a forward pass. `GenerationMixin` would tell, and bring
+# torch's compiler along.
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+CACHE = "cache" if _VERSION >= (5, 24) else "past_key_values"
 
 
 class QoffCache(Cache):
