@@ -21,6 +21,7 @@ from .batches import Limits
 from .building import engine_of
 from .fused_lora import fuse
 from .gpu_link import device_for, streams_of
+from .heap import GAPS
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer, checked, from_zero
@@ -125,7 +126,10 @@ def offload(
     except BaseException:
         homes.close()
         raise
-    training = Training(built, engine, optimizer, homes, placement, max_norm, micro_batches, limits)
+    gaps = None if room is host is None else GAPS
+    training = Training(
+        built, engine, optimizer, homes, placement, max_norm, micro_batches, limits, gaps
+    )
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, BudgetError, TrainingError, UnsupportedModelError
+from qoff.train.heap import GAPS
+from tests.instruments import allocated
 from tests.tiny_families import TINY
 
 LAYERS, TOKENS = 3, 12
@@ -229,6 +232,25 @@ def test_arenas_are_what_the_placement_counts(tmp_path: Path) -> None:
         training.step([batch(0)])
         device, host, _ = training.placement.totals
         assert (training.stats.device_peak, training.stats.host_peak) == (device, host)
+
+
+def test_memory_between_steps_is_not_kept_where_it_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("qoff.train.training.reused", lambda x: asked.append(x) or nullcontext())
+    for place in PLACES:
+        offloaded(model_of("llama"), place, tmp_path).step([batch(0)])
+    assert asked == [None, GAPS, GAPS]
+
+
+def test_weights_are_looked_through_without_a_copy(tmp_path: Path) -> None:
+    model = model_of("tied", vocab_size=1 << 16)
+    embedding = model.get_input_embeddings().weight
+    training = offloaded(model, PLACES[0], tmp_path)
+    assert allocated(training.is_finite) < embedding.nbytes / 2
+    embedding.data[-1, -1] = torch.inf
+    assert not training.is_finite()
 
 
 def test_memory_is_free_when_nobody_has_the_training(tmp_path: Path) -> None:
