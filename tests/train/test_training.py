@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -299,6 +301,14 @@ def test_the_model_computes_between_steps(tmp_path: Path) -> None:
     training.step([batch(0)])
     with torch.no_grad():
         assert not torch.equal(model(ids).logits, reference(ids).logits)
+
+
+def test_a_model_in_training_is_not_copied() -> None:
+    training = offloaded(model_of("tied"), PLACES[0], Path())
+    for how in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ArgumentError, match="neither copied nor pickled; use its training"):
+            how(training.model)
+    assert copy.deepcopy(training.state_dict())
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
