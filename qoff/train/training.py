@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,8 @@ class Training:
         self._check_whole()
         found = True
         for i, unit, flat in self._engine.parts.held.each():
-            weights = unit.views(flat) | self._engine.parts.steps.tiles.of_layer(i)
-            found = found and all(map(_finite, weights.values()))
+            in_tiles = (rows for _, rows in self._engine.parts.steps.tiles.each(i))
+            found = found and all(map(_finite, chain(unit.views(flat).values(), in_tiles)))
         return found
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -246,13 +246,19 @@ def test_memory_between_steps_is_not_kept_where_it_is_bounded(
     assert asked == [None, GAPS, GAPS]
 
 
-def test_weights_are_looked_through_without_a_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiles", [False, True])
+def test_weights_are_looked_through_without_a_copy(tiles: bool, tmp_path: Path) -> None:
     model = model_of("tied", vocab_size=1 << 16)
     embedding = model.get_input_embeddings().weight
-    training = offloaded(model, PLACES[0], tmp_path)
-    assert allocated(training.is_finite) < embedding.nbytes / 2
-    embedding.data[-1, -1] = torch.inf
-    assert not training.is_finite()
+    whole, memory = embedding.nbytes, "24MiB" if tiles else None
+    for wrong in (False, True):
+        training = offloaded(model, PLACES[2], tmp_path, device_memory=memory)
+        assert bool(training._engine.parts.steps.tiles.tiles) == tiles
+        found = list[bool]()
+        assert allocated(lambda f=found, t=training: f.append(t.is_finite())) < whole / 2
+        assert found == [not wrong]
+        model = model_of("tied", vocab_size=1 << 16)
+        model.get_input_embeddings().weight.data[-1, -1] = torch.inf
 
 
 def test_memory_is_free_when_nobody_has_the_training(tmp_path: Path) -> None:
