@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,3 +38,16 @@ def threads_beside(before: Set[threading.Thread]) -> list[str]:
     """The names of other threads that run, but of the pool of the CPU and of tqdm's, which stay."""
     left = [thread for thread in threading.enumerate() if thread not in before]
     return [x.name for x in left if not (x.name.startswith("qoff-cpu") or "TMonitor" in str(x))]
+
+
+def allocated(work: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator held at once of what it gave out meanwhile."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        work()
+    held = most = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most

@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -32,6 +32,7 @@ class Program(TyperGroup):
         """Run the command line as Typer does, and write the rest of standard output."""
         end: SystemExit | None = None
         _open_closed_streams()
+        _name_standard_output()
         try:
             try:
                 return super().main(*args, **options)
@@ -43,8 +44,7 @@ class Program(TyperGroup):
             if end is not None and end.code:  # why is said
                 raise end from None
             if not isinstance(error, BrokenPipeError):
-                place = "" if error.filename is not None else "standard output: "
-                print_error(f"{place}{_words(error)}")
+                print_error(_words(error))
             raise SystemExit(1) from None
         raise end
 
@@ -57,6 +57,32 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+
+
+class _StandardOutput(FileIO):
+    """Standard output, by whose name errors say that it cannot be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = "standard output"
+            raise
+
+
+def _name_standard_output() -> None:
+    """Have errors of writing there name it; not where something else has taken its place."""
+    now = sys.stdout
+    if now is sys.__stdout__ and isinstance(now, TextIOWrapper):
+        now.flush()
+        raw, at_once = _StandardOutput(now.fileno(), "w", closefd=False), now.write_through
+        sys.stdout = TextIOWrapper(
+            raw if at_once else BufferedWriter(raw),  # as Python does
+            now.encoding,
+            now.errors,
+            line_buffering=now.line_buffering,
+            write_through=at_once,
+        )
 
 
 class Checked(ABC):

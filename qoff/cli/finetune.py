@@ -58,7 +58,7 @@ def finetune(
         0.0, min=0, max=0.5, help="Fraction of the sequences kept for evaluation."
     ),
     max_norm: float | None = Option(None, min=0, help="Clip gradients to this global norm."),
-    device_memory: str | None = Option(None, help="Limit of what a step works with."),
+    device_memory: str | None = Option(None, help="Limit of what a step takes."),
     host_memory: str | None = Option(None, help="Limit of what is kept between steps."),
     activation_memory: str = Option(
         "0", help="Limit of kept activations, on top of the other limits."
@@ -96,14 +96,14 @@ def finetune(
     """
     from qoff.eval.charts import new_figure
     from qoff.hf.chat import ChatRenderer
-    from qoff.hf.checkpoints import is_checkpoint, local_source
+    from qoff.hf.checkpoints import is_checkpoint, local_source, read_if_there
     from qoff.hf.tokenizer import load_tokenizer
     from qoff.train import data as lines
     from qoff.train import finetune as work
     from qoff.train import offload
     from qoff.train.gpu_link import device_for
     from qoff.train.logs import writer_class
-    from qoff.train.room import Room, room_of
+    from qoff.train.room import Room, room_beside, room_of
     from qoff.train.same_model import model_digest
 
     if (lora is None) != full:
@@ -180,9 +180,11 @@ def finetune(
     )
     if not overwrite:
         work.check_run(output, recipe, found)  # before the model is loaded, which takes long
-    place = Room({})
+    place = Room({}, room)
     if chosen is not None and is_checkpoint(path):
         place = room_of(path, chosen, recipe, where, room, host, kept, dtype, swapped)
+    elif where.type == "cpu":
+        place = room_beside(read_if_there(path / "config.json"), chosen, recipe, room, host, dtype)
     # So is this.
     stepping = work.OPTIMIZERS[optimizer](recipe.rate)
     training = offload(
@@ -190,7 +192,7 @@ def finetune(
         stepping,
         tokens=sequence,
         micro_batches=micro_batches,
-        device_memory=place.device_memory or room,
+        device_memory=place.device_memory,
         host_memory=host,
         disk=disk,
         max_norm=max_norm,

@@ -293,10 +293,13 @@ class Executor(ABC):
         """What the plan takes beside the weights; more where layers have to stream in tiles."""
         places = frozenset[Place]() if self.adapters is None else self.adapters.layers.places
         layouts = Layouts(checkpoint, packing)
+        host_memory = self.plan.host_memory
+        if self.device.type == "cpu" and host_memory is None:
+            host_memory = 0  # what is promised is the device's memory, and host is the same memory
         self._near, memory, residency = settled(
             places,
             checkpoint,
-            self.plan.host_memory,
+            host_memory,
             lambda near: self._memory_with(near, layouts, staging),
         )
         on_host = memory.total(HOST)

@@ -399,6 +399,11 @@ class LLM:
         """
         return self._reader.read(prompt, most)[1]
 
+    @property
+    def device(self) -> torch.device:
+        """What computes."""
+        return self._device
+
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and purpose, weights included."""
         residency = self.residency

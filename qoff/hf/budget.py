@@ -31,7 +31,7 @@ _CONTEXTS = (2048, 1024, 512, 256)
 _PASSES = (MLP_TOKENS, 256, 128, 64, 32, 16)
 _LOGITS = 4  # copies: the model's, scaled or padded, and those that `generate` makes
 COMPARED_ROWS = 16  # of logits, of which values are computed that are compared
-_COMPARED = 2  # copies of these
+_COMPARED, _SCORED = 2, 12  # copies of these; where they are scored, in float64
 
 
 class BoundedCache(Protocol):
@@ -100,12 +100,14 @@ class Budget:
 
         def work(tokens: int, context: int, tiled: bool) -> int:
             count = max(1, min(tokens, size * context) // size)
-            rows = size
+            rows, logits = size, None
             if self._scoring is not None:
                 rows = size * count
+                logits = rows + max(rows, _SCORED * min(rows, COMPARED_ROWS))
             return working_bytes(
-                decoder, self._kv, size, count, rows, context, tiled, bound=self.memory
-            )
+                decoder, self._kv, size, count, rows, context, tiled, bound=self.memory,
+                logits=logits,
+            )  # fmt: skip
 
         longest = min(decoder.max_positions, _CONTEXTS[0])
         contexts = [longest, *(c for c in _CONTEXTS if c < longest)]
@@ -128,22 +130,30 @@ class Budget:
         outer = decoder.outer_bytes if isinstance(decoder, ModuleDecoder) else 0
         self.free = self.memory - plan.device_weight_bytes - outer
 
-    def admit(self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int) -> int:
+    def admit(
+        self,
+        cache: BoundedCache,
+        tokens: int,
+        counts: Sequence[int],
+        rows: int,
+        logits: int | None = None,
+    ) -> int:
         """Make room in a cache for `tokens` tokens of each sequence, beside a pass.
 
-        counts: new tokens of each sequence. rows: of logits. Returns how many new tokens of each
-        fit into one pass. Raises BudgetError naming the bytes wanted and there, OtherCachesError if
-        there will be enough without other caches.
+        counts: new tokens of each sequence. rows, logits: as in `working_bytes`; of a pass in
+        pieces, a piece's are copied. Returns how many new tokens of each fit into one pass. Raises
+        BudgetError naming the bytes wanted and there, OtherCachesError if there will be enough
+        without other caches.
         """
         with self._turn:
             running = self.turns.running()
             beside = 0 if cache in running else max(map(self._step, running), default=0)
-            at_once = self._fitting(cache, tokens, counts, rows, beside)
+            at_once = self._fitting(cache, tokens, counts, rows, logits, beside)
             self._largest = max(self._largest, len(counts))
             self._caches.add(cache)
             if tokens > cache.room:
                 grown = tokens + tokens // 2  # for passes to come
-                work = max(beside, self._pass(counts, at_once, rows, grown))
+                work = max(beside, self._pass(counts, at_once, rows, grown, logits))
                 wanted = self._others(cache) + cache.tokens.bytes_for(grown) + work
                 cache.room = grown if wanted <= self.free else tokens
                 cache.tokens.reserve(cache.room)
@@ -151,7 +161,13 @@ class Budget:
             return at_once
 
     def _fitting(
-        self, cache: BoundedCache, tokens: int, counts: Sequence[int], rows: int, beside: int
+        self,
+        cache: BoundedCache,
+        tokens: int,
+        counts: Sequence[int],
+        rows: int,
+        logits: int | None,
+        beside: int,
     ) -> int:
         """How many new tokens of each sequence fit into one pass; see `admit`.
 
@@ -161,7 +177,7 @@ class Budget:
         wanted, at_once = held.bytes_for(tokens), max(counts)
         whole = isinstance(held, ModuleCache) and (held.recurrent or len(set(counts)) > 1)
         while True:
-            own = self._pass(counts, at_once, rows, tokens)
+            own = self._pass(counts, at_once, rows, tokens, logits)
             work = max(beside, own)
             if others + wanted + work <= self.free:
                 return at_once
@@ -189,7 +205,8 @@ class Budget:
         while True:
             cache = decoder.new_cache(sequences, kv=self._kv).bytes_for(tokens)
             rows = sequences * min(most, predicted)
-            work = self._pass([most] * sequences, most, rows, tokens)
+            logits = rows + max(rows, _COMPARED * min(rows, COMPARED_ROWS))
+            work = self._pass([most] * sequences, most, rows, tokens, logits)
             if cache + work <= self.free:
                 more = 0
                 native = isinstance(decoder, Decoder) and decoder
@@ -219,11 +236,12 @@ class Budget:
         decoder = self._decoder
         assert isinstance(decoder, Decoder)
         each = -(-tokens // sequences)
+        logits = rows + _COMPARED * min(rows, COMPARED_ROWS)
         work = working_bytes(
-            decoder, None, sequences, each, rows, longest, self._tiled, bound=self.memory, copies=1
-        )
+            decoder, None, sequences, each, rows, longest, self._tiled, bound=self.memory,
+            logits=logits,
+        )  # fmt: skip
         work += 2 * PassingCache.bytes_for(decoder.head_shapes, sequences, longest)
-        work += 4 * _COMPARED * min(rows, COMPARED_ROWS) * decoder.spec.vocab_size
         return self._others(None) + work <= self.free
 
     def count(self, cache: BoundedCache) -> None:
@@ -268,10 +286,19 @@ class Budget:
             "KV caches and working space"
         )
 
-    def _pass(self, counts: Sequence[int], at_once: int, rows: int, longest: int) -> int:
+    def _pass(
+        self,
+        counts: Sequence[int],
+        at_once: int,
+        rows: int,
+        longest: int,
+        logits: int | None = None,
+    ) -> int:
         assert self._decoder is not None
         sequences = len(counts)
         rows = max(rows, sequences)
+        if logits is not None and at_once < max(counts):
+            logits += min(rows, sequences * at_once)
         return working_bytes(
             self._decoder,
             self._kv,
@@ -282,6 +309,7 @@ class Budget:
             self._tiled,
             self._largest,
             bound=self.memory,
+            logits=logits,
         )
 
 
@@ -296,14 +324,15 @@ def working_bytes(
     largest: int = 0,
     *,
     bound: int | None = None,
-    copies: int = _LOGITS,
+    logits: int | None = None,
 ) -> int:
     """The most bytes that a pass takes beside weights and KV cache, its logits included.
 
     The pass reads `count` tokens of each sequence, the longest of which then has `longest`, for
     `rows` rows of logits; tiled: layers stream in tiles. largest: sequences of a pass before.
-    bound: bytes of the device that may be used in all, None for all of it. copies: of logits, on a
-    CPU. For models that run through transformers' modules it is an estimate.
+    bound: bytes of the device that may be used in all, None for all of it. logits: rows that are
+    there at once, copies included, None: what `generate` makes of each row. For models that run
+    through transformers' modules it is an estimate.
     """
     if isinstance(decoder, ModuleDecoder):
         vocab = decoder.vocab_size
@@ -324,7 +353,7 @@ def working_bytes(
         device, dtype = decoder.device, decoder.dtype
         recorded = 0 if decoder.replays is None else max(sequences, largest)
         memory = memory_on_gpu(plan, spec, decoder.head_shapes, device, dtype, tiled, recorded)
-        needed, extra = memory.purposes["device"], max(0, rows - sequences)
+        needed, extra = memory.purposes["device"], max(0, (logits or rows) - sequences)
         more = logits_bytes(spec, extra, dtype) + 8 * extra * spec.hidden_size
         return needed["working space"] + needed["hidden states"] + more
     work = LayerWorkspace.nbytes(spec, tokens) + (
@@ -335,7 +364,8 @@ def working_bytes(
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)
         work += LayerWorkspace.nbytes(spec, steps, True) if tiled else 0
-    work += 4 * rows * (copies * spec.vocab_size + 2 * spec.hidden_size)
+    all_logits = _LOGITS * rows if logits is None else max(logits, _LOGITS * sequences)
+    work += 4 * (all_logits * spec.vocab_size + 2 * rows * spec.hidden_size)
     work += shared_bytes(decoder, kv, sequences, count, rows, longest, tiled, largest)
     if kv is not None:  # a layer's unpacked tokens, and those of them that a pass packs
         unpacked = count + kv.window + kv.sinks + 2 * 64

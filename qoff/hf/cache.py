@@ -151,14 +151,17 @@ class QoffCache(Cache):
         if self.batch_size != batch_size:
             raise OpError(f"the cache holds {self.batch_size} sequences, the batch {batch_size}")
 
-    def make_room(self, tokens: int, counts: Sequence[int], rows: int) -> int:
+    def make_room(
+        self, tokens: int, counts: Sequence[int], rows: int, logits: int | None = None
+    ) -> int:
         """Have room for `tokens` tokens of each sequence, within the model's bound of memory.
 
-        counts: new tokens of each; rows: of logits. Returns how many of each may be read in one
+        counts: new tokens of each; rows: of logits; logits: rows that are there at once, copies
+        included, None: what `generate` makes of each. Returns how many of each may be read in one
         pass. Raises BudgetError.
         """
         budget = self._budget
-        return max(counts) if budget is None else budget.admit(self, tokens, counts, rows)
+        return max(counts) if budget is None else budget.admit(self, tokens, counts, rows, logits)
 
     def _select(self, rows: list[int]) -> None:
         budget = self._budget

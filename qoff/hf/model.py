@@ -137,12 +137,17 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         rows, places = columns.logit_rows(logits_to_keep)
         kept = min(logits_to_keep, width) if logits_to_keep else width
         tokens = columns.tokens(input_ids)
-        logits = found = self._read(tokens, columns, cache, rows, batch * kept).to(device)
+        returned, room = batch * kept, None  # `generate` makes copies, but not of all columns
+        if not logits_to_keep:
+            # The head's, which torch allocates twice for a moment, then padded, and in the loss.
+            copied = returned * ((len(rows) < returned) + (labels is not None))
+            room = len(rows) + max(len(rows), copied)
+        logits = found = self._read(tokens, columns, cache, rows, returned, room).to(device)
         cache.add(columns)
         if found.numel() and not math.isfinite(found.amax()):  # NaN if one is
             raise QoffError(f"{self.runtime.checkpoint.path}: {NOT_FINITE}")
-        if len(rows) < batch * kept:
-            logits = torch.zeros(batch * kept, found.shape[1], device=device)
+        if len(rows) < returned:
+            logits = torch.zeros(returned, found.shape[1], device=device)
             logits[places.to(device)] = found
         logits, loss = logits.view(batch, kept, -1), None
         if labels is not None:
@@ -157,15 +162,22 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def _read(
-        self, tokens: Tensor, columns: PaddedBatch, cache: QoffCache, rows: Tensor, returned: int
+        self,
+        tokens: Tensor,
+        columns: PaddedBatch,
+        cache: QoffCache,
+        rows: Tensor,
+        returned: int,
+        room: int | None,
     ) -> Tensor:
         """Read a batch, in pieces where memory is bounded; float32 logits [R, vocab] of `rows`.
 
-        returned: rows of logits that become of these, padding included.
+        returned: rows of logits that become of these, padding included. room: rows that are there
+        at once, see `QoffCache.make_room`.
         """
         ragged = columns.ragged
         counts = [span.count for span in ragged.spans]
-        at_once = cache.make_room(ragged.longest + 1, counts, returned)
+        at_once = cache.make_room(ragged.longest + 1, counts, returned, room)
         if at_once == max(counts):
             return self.runtime.forward(ForwardPass(tokens, ragged, cache.tokens, rows))
         before, found = list(cache.tokens.lengths), torch.empty(0, 0)

@@ -9,31 +9,24 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.data import DataContext
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import RayError
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.jobs.file import FileJob, Reading
 from qoff.jobs.journal import BLOCK
-from qoff.jobs.lines import Bits, read_lines
-from qoff.jobs.requests import Bad, OpenAILines
 from qoff.jobs.runner import Counts
 
 from .ledger import Answers
 from .processor import ProcessorConfig, answered
+from .source import COLUMN, LineSource, pickled
 from .worker import Opening, Worker
 
 _OURS = re.compile(r"^qoff\.errors\.\w+: (.+)$", re.MULTILINE)  # in a traceback
-_COLUMN = "block"  # of datasets whose rows are pickled blocks
 
 
 @contextmanager
@@ -82,14 +75,15 @@ def run(
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
-    source = LineSource(job.requests, reading, sink.done, min(config.batch_size, BLOCK))
+    of_openai = reading.job if reading.openai else None
+    source = LineSource(job.requests, of_openai, sink.done, min(config.batch_size, BLOCK))
     lines = ray.data.read_datasource(source, num_cpus=0, override_num_blocks=1)
     more = {"reading": reading}
     kind = worker or LineWorker
     found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
     with _in_a_line():
         for row in found.iter_rows():
-            answers: Answers = pickle.loads(row[_COLUMN])
+            answers: Answers = pickle.loads(row[COLUMN])
             if answers.numbers[0] in sink.done:
                 continue  # of a task that Ray has repeated
             sink.write(answers.numbers, answers.output, answers.errors)
@@ -100,49 +94,6 @@ def run(
             noticed(counts)
 
 
-class LineSource(Datasource):
-    """The lines of a file that are not done, `block` of them in a row, read on this machine."""
-
-    supports_distributed_reads = False
-
-    def __init__(self, path: Path, reading: Reading, done: Bits, block: int) -> None:
-        super().__init__()
-        self._path, self._reading, self._done, self._block = path, reading, done, block
-
-    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
-        """One task, which reads as fast as its rows are taken."""
-        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        return [ReadTask(lambda: map(_table, self._blocks()), unknown)]
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def _blocks(self) -> Iterator[list[_Found]]:
-        with self._path.open("rb") as file:
-            left = self._left(read_lines(file))
-            while block := list(islice(left, self._block)):
-                yield block
-
-    def _left(self, lines: Iterator[Any]) -> Iterator[_Found]:
-        """What is not done; ids that occur twice are found here, where all lines are seen."""
-        frames = OpenAILines(self._reading.job) if self._reading.openai else None
-        for line in lines:
-            if line.number in self._done:
-                if frames is not None:
-                    frames.skip(line)
-                continue
-            wrong = None if frames is None else frames.check(line)
-            yield _Found(line, wrong.text if isinstance(wrong, Bad) else None)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A line, and what is said of it if it is no request."""
-
-    line: Any
-    wrong: bytes | None
-
-
 class LineWorker(Worker):
     """Answers blocks of a file's lines."""
 
@@ -151,17 +102,13 @@ class LineWorker(Worker):
         self._reading = reading
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        (block,) = (pickle.loads(one.as_py()) for one in table[_COLUMN])
+        (block,) = (pickle.loads(one.as_py()) for one in table[COLUMN])
         wrong = [(one.line.number, one.wrong) for one in block if one.wrong is not None]
         found = Answers([number for number, _ in wrong], [], [text for _, text in wrong])
         lines = [one.line for one in block if one.wrong is None]
         if lines:
             found.add(self.answer(lambda: self._reading.reader(self.llm), lines))
-        return _table(found)
-
-
-def _table(block: Any) -> pa.Table:
-    return pa.table({_COLUMN: pa.array([pickle.dumps(block)], pa.large_binary())})
+        return pickled(found)
 
 
 @contextmanager

@@ -49,13 +49,23 @@ def recent(rounds: Sequence[RoundStats], now: float, began: float | None = None)
 
 
 def memory(llm: LLM) -> dict[str, Any]:
-    """Bytes by tier: the budget (None: no bound), what is used, and for what."""
+    """Bytes by tier: the budget (None: no bound), what is used, and for what.
+
+    On a CPU what plans call host is the device's memory, too, and another plan divides the same
+    memory in another way: it is told as one.
+    """
     budgets = {DEVICE: llm.plan.device_memory, HOST: llm.plan.host_memory}
     tiers = llm.memory_by_tier()
     residency = llm.residency
     moved = residency.device_weight_bytes - residency.resident_bytes
     tiers[DEVICE] = {"weights": tiers[DEVICE]["weights"] - moved, "weights on the move": moved,
                      **{k: v for k, v in tiers[DEVICE].items() if k != "weights"}}  # fmt: skip
+    if llm.device.type == "cpu":
+        host = tiers.pop(HOST)
+        whats = [*tiers[DEVICE], *(host.keys() - tiers[DEVICE].keys())]
+        tiers[DEVICE] = {x: tiers[DEVICE].get(x, 0) + host.get(x, 0) for x in whats}
+        if budgets[DEVICE] is not None:
+            budgets[DEVICE] += budgets[HOST] or 0
     if residency.streamed or residency.expert_slots:
         files = {file.path: file.nbytes for file in unit_files(llm.checkpoint).values()}
         kept = residency.resident_bytes + residency.host_weight_bytes

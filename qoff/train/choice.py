@@ -17,6 +17,7 @@ from .activations import shared_out
 from .forecast import PHASES, StepForecast, forecast, layer_costs
 from .placement import PARTS, TILES, Placement, columns, fitted, placed, placed_with
 from .planned import Planned
+from .room import beside_arenas
 from .sizes import Sizes
 from .swaps import STAGES, Place
 
@@ -105,7 +106,8 @@ class TrainingPlan:
         if self.machine.on_gpu:
             found = {"--device": "cuda"}
         if self.device_memory is not None:
-            found["--device-memory"] = f"{self.device_memory}"
+            beside = 0 if self.machine.on_gpu else sum(beside_arenas(self.job).values())
+            found["--device-memory"] = f"{self.device_memory + beside}"
         if self.host_memory is not None:
             found["--host-memory"] = f"{self.host_memory}"
         if self.activation_memory:

@@ -7,6 +7,7 @@ import weakref
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from .batches import Limits
 from .building import engine_of
 from .fused_lora import fuse
 from .gpu_link import device_for, streams_of
+from .heap import GAPS
 from .homes import Homes
 from .needs import needs_of
 from .optimizers import AdamW, Optimizer, checked, from_zero
@@ -125,10 +127,22 @@ def offload(
     except BaseException:
         homes.close()
         raise
-    training = Training(built, engine, optimizer, homes, placement, max_norm, micro_batches, limits)
+    gaps = None if room is host is None else GAPS
+    training = Training(
+        built, engine, optimizer, homes, placement, max_norm, micro_batches, limits, gaps
+    )
+    built.__dict__["__reduce_ex__"] = _not_copied  # which `copy` and `pickle` ask the object for
     weakref.finalize(training, only_here(homes.close))  # the last is called first
     weakref.finalize(training, only_here(engine.parts.updater.close))
     return training
+
+
+def _not_copied(_: object) -> NoReturn:
+    """Refuse: threads, files and arenas of a training have no copy."""
+    raise ArgumentError(
+        "a model in training can be neither copied nor pickled; use its training's state_dict(), "
+        "which has copies of the weights, or save_model"
+    )
 
 
 def _loaded(path: str | PathLike[str]) -> nn.Module:

@@ -1,14 +1,15 @@
-"""Where the packed layers of a qoff checkpoint lie while adapters beside them learn."""
+"""What bounds of memory leave for the arenas of a training, and for packed layers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qoff.budgets import resolve_dtype
+from qoff.budgets import CPU, resolve_dtype
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.hf.plugin.streaming import frozen_of
@@ -16,8 +17,9 @@ from qoff.memory.arena import PAGE, round_up
 from qoff.system_memory import free_memory
 
 from .finetune import OPTIMIZERS, Lora, Recipe
-from .placement import columns, placed_with
-from .planned import planned
+from .heap import GAPS
+from .placement import PARTS, TILES, columns, fitted, placed_with
+from .planned import Planned, planned
 
 _SHARE = 0.9  # of what is free, where no bound is given
 _SAVED = 16  # times the hidden states, by a layer whose costs depend on what its router chooses
@@ -25,7 +27,7 @@ _SAVED = 16  # times the hidden states, by a layer whose costs depend on what it
 
 @dataclass(frozen=True)
 class Room:
-    """options: of `from_pretrained`. device_memory: of `offload`; None, where a CPU computes."""
+    """options: of `from_pretrained`. device_memory: of `offload`; None: as much as it takes."""
 
     options: dict[str, Any]
     device_memory: int | None = None
@@ -44,8 +46,9 @@ def room_of(
 ) -> Room:
     """What `from_pretrained` and `offload` are told for a qoff checkpoint.
 
-    On a CPU layers stream from their files. On a GPU they lie there, in host memory and in files,
-    as far as bounds allow beside the training: its arenas, as `offload` counts them, activations
+    On a CPU layers stream from their files, and device_memory is as of `arenas_within`. On a GPU
+    they lie there, in host memory and in files, as far as bounds allow beside the training: its
+    arenas, as `offload` counts them, activations
     that are kept, and twice what a layer saves, in float32. Hidden states of all micro-batches are
     on the GPU only where packed layers then still fit, inputs of layers where all of these do.
     device_memory, host_memory: bytes of all; None: nine tenths of what is free. dtype: what is
@@ -60,26 +63,18 @@ def room_of(
         if torch.cuda.is_available():  # "disk" would have it compute
             stays = frozen_of(checkpoint, device).stays
             options |= {"device_map": "auto", "max_memory": {"cpu": stays}}
-        return Room(options)
+        if device_memory is None:
+            return Room(options)
+        job = _job(checkpoint.config, lora, recipe, "float32", device, checkpoint)
+        return Room(options, arenas_within(device_memory, host_memory, job))
     if device_memory is None:
         device_memory = int(_SHARE * torch.cuda.mem_get_info(device)[0])
     if host_memory is None:
         host_memory = int(_SHARE * (free_memory() or 0))
-    job = planned(
-        checkpoint.config,
-        OPTIMIZERS[recipe.optimizer](recipe.rate),
-        lora=lora,
-        packed=checkpoint,
-        dtype=str(computes).removeprefix("torch."),
-        tokens=recipe.sequence,
-        micro_batches=recipe.micro_batches,
-        clips=recipe.max_norm is not None,
-        device=device.type,
-        delayed=recipe.delayed,
-        gradients=recipe.gradients,
-    )
+    named = str(computes).removeprefix("torch.")
+    job = _job(checkpoint.config, lora, recipe, named, device, checkpoint)
     job = replace(job, sizes=replace(job.sizes, swaps=bool(activation_disk)))
-    saved = max((cost.nbytes for cost in job.costs), default=_SAVED * job.sizes.hidden)
+    saved = _saved(job)
     assert job.frozen is not None
     most = None
     for column in columns(job.sizes):
@@ -102,3 +97,77 @@ def room_of(
         inputs = recipe.micro_batches * round_up(job.sizes.hidden, PAGE)  # of one
         most = arenas + max(left, inputs - 1)
     return Room(options, most)
+
+
+def room_beside(
+    config: Mapping[str, Any],
+    lora: Lora | None,
+    recipe: Recipe,
+    device_memory: int | None,
+    host_memory: int | None,
+    dtype: str = "auto",
+) -> Room:
+    """The same of a model of transformers that a CPU trains. Raises BudgetError."""
+    if device_memory is None:
+        return Room({})
+    job = _job(config, lora, recipe, dtype, CPU)
+    return Room({}, arenas_within(device_memory, host_memory, job))
+
+
+def arenas_within(device_memory: int, host_memory: int | None, job: Planned) -> int:
+    """What a bound of a CPU's memory leaves for the arenas of a step, which `offload` counts.
+
+    Beside these are a layer with its gradients, in float32, gaps that the heap keeps, and packed
+    weights that stay. Raises BudgetError with the bytes that are missing.
+    """
+    beside = beside_arenas(job)
+    left = device_memory - sum(beside.values())
+    try:
+        fitted(job.sizes, job.cut, left, host_memory, True)
+    except BudgetError:
+        sizes = job.cut(TILES[-1], PARTS[-1])
+        arenas = placed_with(columns(sizes)[-1], sizes, None, host_memory, True).totals[0]
+        rows = ", ".join(f"{n:,} {what}" for what, n in beside.items() if n)
+        raise BudgetError(
+            f"device memory: {device_memory:,} bytes are too few by {arenas - left:,}: what a step "
+            f"works with takes {arenas:,}, with {rows} beside it; train with shorter sequences or "
+            "fewer micro-batches"
+        ) from None
+    return left
+
+
+def beside_arenas(job: Planned) -> dict[str, int]:
+    """Bytes of a CPU's memory that a step takes beside its arenas, by purpose."""
+    return {
+        "for a layer with gradients": 2 * _saved(job),
+        "for gaps in the heap": GAPS,
+        "for packed weights that stay": 0 if job.frozen is None else job.frozen.stays,
+    }
+
+
+def _saved(job: Planned) -> int:
+    """Bytes that a layer saves for its backward, at most."""
+    return max((cost.nbytes for cost in job.costs), default=_SAVED * job.sizes.hidden)
+
+
+def _job(
+    config: Mapping[str, Any],
+    lora: Lora | None,
+    recipe: Recipe,
+    dtype: str,
+    device: torch.device,
+    packed: Checkpoint | None = None,
+) -> Planned:
+    return planned(
+        config,
+        OPTIMIZERS[recipe.optimizer](recipe.rate),
+        lora=lora,
+        packed=packed,
+        dtype=dtype,
+        tokens=recipe.sequence,
+        micro_batches=recipe.micro_batches,
+        clips=recipe.max_norm is not None,
+        device=device.type,
+        delayed=recipe.delayed,
+        gradients=recipe.gradients,
+    )

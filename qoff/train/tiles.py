@@ -232,14 +232,18 @@ class Tiles:
     def of_layer(self, layer: int) -> dict[str, Tensor]:
         """Copies of the whole weights of a layer that lie in tiles, by name; outside of steps."""
         found: dict[str, Tensor] = {}
-        for j in self.layers.get(layer, ()):
-            tile, memory = self.tiles[j], self._present[j].memory
+        for tile, rows in self.each(layer):
             weight = tile.weight
             if tile.name not in found:
                 found[tile.name] = torch.empty(weight.shape, dtype=weight.dtype)
-            rows = self._matrix(j, self._from_disk(j) if memory is None else memory)
             found[tile.name][tile.rows] = rows
         return found
+
+    def each(self, layer: int) -> Iterator[tuple[Tile, Tensor]]:
+        """The tiles of a layer with their weights, which stay until the next; outside of steps."""
+        for j in self.layers.get(layer, ()):
+            memory = self._present[j].memory
+            yield self.tiles[j], self._matrix(j, self._from_disk(j) if memory is None else memory)
 
     def _from_disk(self, j: int) -> Tensor:
         memory, home = self._stepped[0], self._present[j]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .checkpoints import Progress, kind_of_run, opened, restore, save
 from .exports import replacing, save_model
 from .heap import reused
 from .homes import Homes
+from .layout import PIECE
 from .loss_scale import LossScale, uses_float16
 from .needs import kept_as
 from .optimizers import Optimizer
@@ -57,7 +58,9 @@ class Training:
         max_norm: float | None,
         micro_batches: int,
         limits: Limits,
+        gaps: int | None = None,
     ) -> None:
+        """gaps: bytes of memory that the C library keeps in a step, see `heap.reused`."""
         self.model, self.optimizer, self.placement = model, optimizer, placement
         self.steps = 0
         self.skipped = 0
@@ -65,10 +68,9 @@ class Training:
         self.loss_scale = LossScale() if uses_float16(model) else None
         self._engine, self._homes = engine, homes
         self._max_norm, self._micro_batches = max_norm, micro_batches
-        self._limits = limits
+        self._limits, self._gaps = limits, gaps
         model.train()
 
-    @reused()
     def step(self, batches: Sequence[Batch]) -> float:
         """Train on the micro-batches of one step; returns the mean loss of their tokens.
 
@@ -78,6 +80,10 @@ class Training:
         are too large, TrainingError for a loss or another norm that is not finite, with weights as
         before the step; where updates are delayed, with that of the step before.
         """
+        with reused(self._gaps):
+            return self._step(batches)
+
+    def _step(self, batches: Sequence[Batch]) -> float:
         self._check_whole()
         given = [self._limits.checked(batch) for batch in batches]
         counts = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in given]
@@ -121,13 +127,16 @@ class Training:
         for batch in batches:
             self._limits.checked(batch)
 
-    @reused()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss of the tokens of batches as `step` takes, without dropout; learns nothing.
 
         Layers stream once for as many batches as a step takes. Logits are there in pieces, as in a
         step, from the first step on. Raises ArgumentError.
         """
+        with reused(self._gaps):
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[Batch]) -> float:
         self._check_whole()
         total, count = 0.0, 0
         self.model.eval()
@@ -170,8 +179,8 @@ class Training:
         self._check_whole()
         found = True
         for i, unit, flat in self._engine.parts.held.each():
-            weights = unit.views(flat) | self._engine.parts.steps.tiles.of_layer(i)
-            found = found and all(bool(x.isfinite().all()) for x in weights.values())
+            in_tiles = (rows for _, rows in self._engine.parts.steps.tiles.each(i))
+            found = found and all(map(_finite, chain(unit.views(flat).values(), in_tiles)))
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -282,3 +291,8 @@ class Training:
         """A batch where the model computes."""
         device = self._engine.parts.device
         return {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether all elements are; a piece at a time, as torch makes a copy."""
+    return all(bool(part.isfinite().all()) for part in x.reshape(-1).split(PIECE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from math import log
 
@@ -10,6 +11,7 @@ import pytest
 from bench.planner import flexgen, regret, rounds
 from bench.planner.__main__ import MEASURES
 from bench.planner.candidates import Candidates
+from qoff.kernels.processor import pool_threads
 from qoff.plan import Plan
 from qoff.plan.workload import Lengths, Workload
 from tests.plan.machines import MIB, machine, sizes
@@ -20,7 +22,8 @@ def test_every_plan_is_measured_and_predicted(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64-deep")
-    monkeypatch.setattr(rounds, "measured_profile", lambda *_: machine())
+    there = replace(machine(), cores=pool_threads())  # whose arenas the plans are opened with
+    monkeypatch.setattr(rounds, "measured_profile", lambda *_: there)
     work = rounds.works_of(True, 1)["135M"]
     runs = rounds.measured({"tiny": (path, work)}, 1)["tiny"]
     assert len(runs.found) + len(runs.refused) == 10

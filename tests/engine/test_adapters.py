@@ -106,18 +106,22 @@ def test_mixed_in_a_batch_each_answer_is_the_one_alone(
     if weights < 1:
         least, everything = budgets(checkpoint)
         bound = memory + int(least + weights * (everything - least))
-        plan = replace(plan, device_memory=bound)
+        host = llm.memory.total("host") + layers.nbytes(frozenset(), through_slot=False)[1]
+        plan = replace(plan, device_memory=bound, host_memory=host)
         with LLM(checkpoint, plan, device="cpu", adapters=adapters) as llm:
             assert llm.runtime.residency.slots
             on_host = llm.memory_by_tier()["host"]["adapters"]
             assert on_host > 0  # beside what streams
             found = llm.generate(PROMPTS * 2, PARAMS, adapter=EACH * 2)
         rest = llm.memory.total("host") - on_host
-        plan = replace(plan, device_memory=bound + on_host, host_memory=rest)
-        with LLM(checkpoint, plan, device="cpu", adapters=adapters) as llm:
-            assert llm.runtime.residency.slots
-            assert "adapters" not in llm.memory_by_tier()["host"]  # which has no room
-            assert llm.memory_by_tier()["device"]["adapters"] >= on_host
+        for left in (rest, None):  # has no room; is no other memory
+            plan = replace(plan, device_memory=bound + on_host, host_memory=left)
+            with LLM(checkpoint, plan, device="cpu", adapters=adapters) as llm:
+                assert llm.runtime.residency.slots
+                memory = llm.memory_by_tier()
+                assert "adapters" not in memory["host"]
+                assert memory["device"]["adapters"] >= on_host
+                assert sum(memory["device"].values()) <= bound + on_host
     if not changes.get("share_prefixes"):
         assert [one.token_ids for one in found] == expected * 2
 

@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,19 @@ import torch
 import qoff
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
+from qoff.hf.budget import Budget
 from qoff.kvcache import KVQuant
-from tests.tiny_models import load_budgets, tiny_checkpoint
+from qoff.models.convert.convert import convert
+from tests.instruments import allocated
+from tests.tiny_models import (
+    QUANT,
+    load_budgets,
+    save_model,
+    save_tokenizer,
+    tiny_checkpoint,
+)
 
 RUN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def allocated(work: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator held at once of what it gave out meanwhile."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        work()
-    held = most = 0
-    events = profile.profiler.kineto_results.events()
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
 
 
 @pytest.mark.parametrize("kv", [None, 4, KVQuant(8, 4, 16, {1: (16, 16)})], ids=str)
@@ -56,6 +51,33 @@ def test_nothing_goes_beyond_the_bound(base: Path, family: str, kv: Any) -> None
                     peak = allocated(lambda m=model, i=ids, r=run: m.generate(i, **r))
 
                     assert weights + peak <= memory
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_logits_of_all_tokens_take_what_is_reserved_for_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, source, path = 4096, tmp_path / "floats", tmp_path / "packed"
+    save_model(source, family, vocab_size=vocab)
+    save_tokenizer(source, vocab)
+    convert(source, path, quant=QUANT, for_cpu=True)
+    reserved, own = [], Budget._pass
+    monkeypatch.setattr(Budget, "_pass", lambda *a: reserved.append(own(*a)) or reserved[-1])
+    model, _ = qoff.load(path, device_memory="40MiB", context=256)
+    with model:
+        for batch, length, padding in ((1, 200, 0), (3, 100, 0), (3, 100, 40)):
+            ids = torch.randint(3, 120, (batch, length))
+            mask = torch.ones_like(ids)
+            mask[0, :padding] = 0
+            for labels in ({}, {"labels": ids}):
+                reserved.clear()
+                peak = allocated(
+                    lambda i=ids, m=mask, more=labels: model(i, attention_mask=m, **more)
+                )
+                with torch.inference_mode():
+                    cache = model.runtime.new_cache(1).bytes_for(length + 1) * batch
+                most = max(reserved) + cache
+                assert peak <= most < peak + 4 * vocab * batch * length / 2
 
 
 def test_a_refusal_says_what_takes_the_memory(checkpoint: Path) -> None:

@@ -125,3 +125,15 @@ def test_an_abandoned_list_ends_without_its_slots(reader: DiskReader, file: Path
     request.abandon()
     with pytest.raises(DiskReadError, match="abandoned"):
         request.result(20)
+
+
+def test_a_read_that_is_under_way_counts_until_now(reader: DiskReader) -> None:
+    """Else what it took before somebody looks would count as of what comes after."""
+    words = reader._busy_words()
+    words.reading, words.since = 1, time.perf_counter_ns() - 10**9
+    start, before = time.perf_counter(), reader.stats.busy_s
+    ended = time.perf_counter_ns()
+    words.ns, words.reading, words.since = words.ns + ended - words.since, 0, ended
+    after = reader.stats.busy_s
+    assert 0 < after - before <= time.perf_counter() - start
+    assert after == reader.stats.busy_s >= 1

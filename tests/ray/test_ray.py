@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +26,14 @@ from qoff.cli.main import app
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.jobs.file import Asked, FileJob, fingerprint
-from qoff.jobs.lines import Line
+from qoff.jobs.lines import Bits, Line
 from qoff.jobs.requests import Bad
 from qoff.plan import Plan, default
 from qoff.ray import ProcessorConfig, build_processor
 from qoff.ray.job import LineWorker, _in_a_line, cluster, run
 from qoff.ray.ledger import MOST, Answers, Ledger, groups
 from qoff.ray.processor import RowReader, Shares, shares
+from qoff.ray.source import LineSource
 from qoff.ray.worker import Opening, Worker, _Shared, open_llm
 
 
@@ -222,6 +225,33 @@ def test_a_worker_that_cannot_open_its_model_says_so_at_its_first_block(checkpoi
     worker = Worker(Opening(str(checkpoint), {"device_memory": 1024}), None)
     with pytest.raises(BudgetError, match="the budget is 1,024"):
         _ = worker.llm
+
+
+@pytest.mark.parametrize("job", ["a job", None])
+def test_lines_that_are_done_are_left_out_and_ids_that_occur_twice_are_known(
+    job: str | None, tmp_path: Path
+) -> None:
+    path, done = tmp_path / "in.jsonl", Bits()
+    lines = [line(i, "text") for i in range(5)]
+    path.write_text("\n".join([*lines, lines[0], lines[3]]) + "\n")
+    done.add(0)
+    blocks = list(LineSource(path, job, done, 4)._blocks())
+    assert [len(block) for block in blocks] == [4, 2]
+    found = [one for block in blocks for one in block]
+    assert len({one.line.number for one in found} | {0}) == 7
+    assert [one.wrong is not None for one in found] == [*[False] * 4, *[job is not None] * 2]
+
+
+def test_processes_that_keep_the_ledger_or_read_lines_have_no_torch() -> None:
+    """Each import of it takes seconds, on the processors on which the worker begins."""
+    program = (
+        "import sys; import qoff.ray.ledger, qoff.ray.source\n"
+        "print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_what_ends_workers_is_said_without_rays_words() -> None:

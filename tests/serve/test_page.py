@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from qoff.engine.round_stats import RoundStats
 from qoff.kernels.layout.heads import HeadShape
@@ -19,7 +21,7 @@ from qoff.kvcache.store.placement import DEVICE
 from qoff.plan import Plan
 from qoff.plan.gpu import device_block_plans
 from qoff.serve.page import PAGE
-from qoff.serve.stats import WINDOW_S, recent
+from qoff.serve.stats import WINDOW_S, memory, recent
 
 from .chromium import Browser, found
 from .conftest import OPTIONS, Running, running
@@ -94,6 +96,31 @@ def test_it_is_there_while_the_model_loads_and_without_a_key(checkpoint: Path) -
         stats = served.ask("/stats", None, {"Authorization": "Bearer one"})[1]
         assert stats == {"model": "m", "state": "loading"}
     engine.stop()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_another_plan_of_a_cpu_divides_the_same_memory(device: str) -> None:
+    residency = SimpleNamespace(
+        device_weight_bytes=3, resident_bytes=2, streamed=False, expert_slots=0
+    )
+    found = []
+    for given, there in (((100, 50), (20, 5)), ((150, None), (25, 0))):
+        tiers = {
+            "device": {"weights": 3, "KV blocks": there[0]},
+            "host": {"weights": 0, "KV blocks": there[1]},
+            "disk": {"weights": 0, "KV blocks": 0},
+        }
+        llm: Any = SimpleNamespace(
+            device=torch.device(device),
+            plan=Plan(device_memory=given[0], host_memory=given[1]),
+            residency=residency,
+            memory_by_tier=lambda x=tiers: x,
+        )
+        found.append(memory(llm))
+    assert (found[0] == found[1]) == (device == "cpu")
+    if device == "cpu":
+        assert "host" not in found[0]
+        assert (found[0]["device"]["budget"], found[0]["device"]["used"]) == (150, 28)
 
 
 def test_rates_and_limits_are_of_the_last_seconds() -> None:

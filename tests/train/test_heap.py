@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from qoff.system_memory import keep_large_apart
-from qoff.train.heap import reused
+from qoff.train.heap import GAPS, reused
 
 _MIB = 1 << 20
 
@@ -54,6 +54,18 @@ def test_gaps_go_back_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> 
         process.gaps = 200 * _MIB
         assert _comes(lambda: process.returned == 1)
         assert process.gaps == 0
+
+
+def test_gaps_go_back_where_whoever_trains_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = _Process(monkeypatch, 4000 * _MIB)
+    with reused(GAPS):
+        process.gaps = GAPS + 1
+        assert _comes(lambda: process.returned == 1)
+        process.gaps = 10 * _MIB
+    assert process.gaps == 0
+    with reused():
+        process.gaps = 200 * _MIB
+    assert process.gaps == 200 * _MIB
 
 
 def test_memory_that_is_in_use_is_not_looked_through_all_the_time(

@@ -25,6 +25,7 @@ from qoff.train.finetune import Lora, adapted
 from qoff.train.forecast import forecast
 from qoff.train.placement import placed
 from qoff.train.planned import Planned, _head_dim, planned
+from qoff.train.room import arenas_within
 from tests.module_models import module_checkpoint
 from tests.plan.machines import MIB, machine
 from tests.tiny_families import FAMILIES, TINY
@@ -197,13 +198,15 @@ def test_what_a_machine_is_too_small_for_is_planned_in_tiles(
         rule,
         tokens=TOKENS,
         micro_batches=2,
-        device_memory=found.options()["--device-memory"],
-        host_memory=found.options()["--host-memory"],
+        device_memory=found.device_memory,
+        host_memory=found.host_memory,
         disk=tmp_path,
         max_norm=1.0 if clips else None,
     )
     assert training.placement == found.placement
     assert found.placement.device["tiles of weights"] > 0
+    bounds = int(found.options()["--device-memory"]), found.host_memory  # of `qoff finetune`
+    assert arenas_within(*bounds, job) == found.device_memory
     training.step([batch(i, rows=1) for i in range(2)])  # the first looks at embeddings, too
     before = training.stats.moved
     training.step([batch(i, rows=1) for i in range(2)])

@@ -12,16 +12,19 @@ import pytest
 import torch
 
 from qoff import train
+from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError
 from qoff.memory.arena import PAGE
 from qoff.train.boundaries import STAGES, STAGES_WITHOUT_COLUMN
 from qoff.train.choice import _beside, training_plan
 from qoff.train.finetune import Lora, Recipe, loaded
+from qoff.train.heap import GAPS
 from qoff.train.placement import placed
 from qoff.train.planned import planned
-from qoff.train.room import Room, room_of
+from qoff.train.room import Room, room_beside, room_of
 from tests.plan.machines import machine
+from tests.tiny_families import TINY
 from tests.tiny_models import tiny_checkpoint
 
 LORA, TOKENS, HOST = Lora(4, 8), 64, 1 << 30
@@ -142,3 +145,27 @@ def test_a_cpu_computes_in_float32_whatever_the_checkpoint_has(
     assert {p.dtype for p in found.parameters() if p.is_floating_point()} == {torch.float32}
     with pytest.raises(ArgumentError, match="a CPU computes in float32; use dtype='auto'"):
         room_of(path, LORA, recipe, device, None, None, dtype="float16")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_bound_of_a_cpu_is_of_all_that_a_step_takes(path: Path, packed: bool) -> None:
+    lora = LORA if packed else None
+    recipe = Recipe(str(path), lora, TOKENS, 2, 1e-4, None, 0)
+    config = {**TINY, "model_type": "llama"}
+
+    def found(memory: int) -> int | None:
+        if packed:
+            return room_of(path, LORA, recipe, CPU, memory, 0).device_memory
+        return room_beside(config, None, recipe, memory, 0).device_memory
+
+    with pytest.raises(BudgetError, match=r"1,000 bytes are too few by [\d,]+: what a step") as no:
+        found(1000)
+    assert str(no.value).count("\n") == 0
+    assert ("packed weights" in str(no.value)) == packed
+    numbers = re.findall(r"(?:by|takes) ([\d,]+\d)", str(no.value))
+    missing, arenas = (int(x.replace(",", "")) for x in numbers)
+    least = 1000 + missing
+    assert found(least) == arenas
+    with pytest.raises(BudgetError, match="by 1: "):
+        found(least - 1)
+    assert least - arenas > GAPS  # and a layer beside them

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff import train
 from qoff.errors import ArgumentError, BudgetError, TrainingError, UnsupportedModelError
+from qoff.train.heap import GAPS
+from tests.instruments import allocated
 from tests.tiny_families import TINY
 
 LAYERS, TOKENS = 3, 12
@@ -231,6 +236,31 @@ def test_arenas_are_what_the_placement_counts(tmp_path: Path) -> None:
         assert (training.stats.device_peak, training.stats.host_peak) == (device, host)
 
 
+def test_memory_between_steps_is_not_kept_where_it_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("qoff.train.training.reused", lambda x: asked.append(x) or nullcontext())
+    for place in PLACES:
+        offloaded(model_of("llama"), place, tmp_path).step([batch(0)])
+    assert asked == [None, GAPS, GAPS]
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_weights_are_looked_through_without_a_copy(tiles: bool, tmp_path: Path) -> None:
+    model = model_of("tied", vocab_size=1 << 16)
+    embedding = model.get_input_embeddings().weight
+    whole, memory = embedding.nbytes, "24MiB" if tiles else None
+    for wrong in (False, True):
+        training = offloaded(model, PLACES[2], tmp_path, device_memory=memory)
+        assert bool(training._engine.parts.steps.tiles.tiles) == tiles
+        found = list[bool]()
+        assert allocated(lambda f=found, t=training: f.append(t.is_finite())) < whole / 2
+        assert found == [not wrong]
+        model = model_of("tied", vocab_size=1 << 16)
+        model.get_input_embeddings().weight.data[-1, -1] = torch.inf
+
+
 def test_memory_is_free_when_nobody_has_the_training(tmp_path: Path) -> None:
     training = offloaded(model_of("llama"), PLACES[0], tmp_path, max_norm=1.0)
     training.step(batches_of(0))
@@ -277,6 +307,14 @@ def test_the_model_computes_between_steps(tmp_path: Path) -> None:
     training.step([batch(0)])
     with torch.no_grad():
         assert not torch.equal(model(ids).logits, reference(ids).logits)
+
+
+def test_a_model_in_training_is_not_copied() -> None:
+    training = offloaded(model_of("tied"), PLACES[0], Path())
+    for how in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ArgumentError, match="neither copied nor pickled; use its training"):
+            how(training.model)
+    assert copy.deepcopy(training.state_dict())
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -126,7 +127,7 @@ class DiskReader:
             nbytes, words = self._bytes, self._busy
             if words is not None:
                 nbytes += words.nbytes
-                busy += words.ns * 1e-9
+                busy += _busy_ns(words) * 1e-9
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
             return DiskStats(nbytes, busy, buffered)
 
@@ -405,3 +406,16 @@ def _made(call: Callable[[], None]) -> Future[None]:
     else:
         future.set_result(None)
     return future
+
+
+def _busy_ns(words: BusyWords) -> int:
+    """Nanoseconds in which threads have read until now; theirs are counted when a read ends.
+
+    Words are of one moment if they are the same before and behind it: each change has its own time.
+    """
+    while True:
+        found = words.ns, words.reading, words.since
+        now = time.perf_counter_ns()
+        if not words.lock and found == (words.ns, words.reading, words.since):
+            ns, reading, since = found
+            return ns + (now - since if reading else 0)
