@@ -19,7 +19,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.memory.arena import PAGE
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 

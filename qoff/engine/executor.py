@@ -37,7 +37,8 @@ from qoff.memory.plan import Layouts
 from qoff.models.adapter_layers import Place
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import LayerWorkspace
-from qoff.models.native.decoder import Decoder, head_shapes, new_states
+from qoff.models.native.caches import head_shapes, new_states
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan

@@ -17,7 +17,7 @@ from qoff.kvcache.stateful import device_cache
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
-from qoff.models.native.decoder import new_states
+from qoff.models.native.caches import new_states
 from qoff.plan import Memory, Plan
 from qoff.plan.cost import CostModel
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu

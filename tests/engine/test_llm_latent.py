@@ -19,7 +19,7 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.decoder import check_kv
+from qoff.models.native.caches import check_kv
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from tests.engine.test_llm_plans import BATCHES, PLAN, PROMPTS, QUANT, answers

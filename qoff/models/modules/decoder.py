@@ -27,7 +27,7 @@ from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.quant import UnpackableError
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.decoder import check_top_on_gpu
+from qoff.models.native.caches import check_top_on_gpu
 from qoff.models.native.following import check_ids
 from qoff.models.native.linear import Steps
 
