@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.models.names import layer_prefix, layer_weights, outer_weights
+from qoff.models.layer_weights import layer_weights, outer_weights
+from qoff.models.names import layer_prefix
 from qoff.models.spec import DecoderSpec
 from tests.kernels.operands import random_weight
 from tests.tiny_families import VOCAB
