@@ -40,6 +40,14 @@ SMALL = TINYLLAMA | {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
+LLAMA_8B = TINYLLAMA | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 GROUP = 64
 
 

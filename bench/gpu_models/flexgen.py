@@ -147,7 +147,7 @@ def _bounded(
     if on_device == 100:
         return plan
     memory = _memory(plan, checkpoint, device)
-    files = [*checkpoint.layers, checkpoint.outer]
+    files = checkpoint.files
     total = sum(file.nbytes for file in files)
     pages = PAGE * sum(len(file.weights) for file in files)  # reads are of whole pages
     slot = max(file.nbytes for file in files) * (100 - on_device) // 100 + _SLOT_PAGES * PAGE
