@@ -249,6 +249,15 @@ def interleave16(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(blocks, dim=1).flatten(0, 2)
 
 
+def read_all(path: Path) -> dict[str, QTensor | Tensor]:
+    """The weights of a checkpoint, by their names."""
+    return {
+        name: read_weight(file, entry)
+        for file in Checkpoint.open(path).files
+        for name, entry in file.weights.items()
+    }
+
+
 class PlainRun:
     """The decoder on weights that are all in memory: no store, no slots, no threads of ours."""
 
