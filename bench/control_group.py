@@ -1,4 +1,7 @@
-"""Processes in a memory control group (v1, as root), whose limit counts cached pages of files."""
+"""What processes have in memory, and control groups of memory, whose limit bounds it.
+
+Such a group is one of v1, as root; it counts cached pages of files, too.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,12 @@ def control_group(limit: int | None) -> Iterator[ControlGroup]:
                 f"{folder}: {error.strerror}; this needs cgroup v1 and root"
             ) from error
         yield ControlGroup(folder)
+
+
+def status_bytes(name: str, pid: int | str = "self") -> int:
+    """What a process's status says of its memory, such as VmRSS, VmHWM (its peak) or RssAnon."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
 
 
 def forget(folder: Path) -> None:

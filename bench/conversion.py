@@ -27,15 +27,11 @@ import torch
 from bench.control_group import control_group
 from bench.demo import fetch_float
 from bench.harness import Bar, Report, arguments
-from bench.random_model import TINYLLAMA
+from bench.random_model import LLAMA_8B
 from bench.train_steps import random_model
 from qoff.units import parse_size
 
 BAR = 60  # seconds on two cores
-LLAMA_8B = TINYLLAMA | {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:

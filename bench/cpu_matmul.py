@@ -15,15 +15,13 @@ from bench import weight_bound
 from bench.bandwidth import BUFFER_BYTES, ReadBandwidth
 from bench.harness import Bar, Report, arguments
 from bench.peers.int4 import DequantizeGemm, TorchInt4
+from bench.random_model import GROUP, random_matrix
 from bench.weight_bound import HEADER, QOFF, Case, measure
 from qoff.kernels.cpu.linear.linear import w4_linear
-from qoff.kernels.layout.packing import packed_shapes
-from qoff.kernels.layout.qtensor import QTensor
 
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (576, 1536))
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 QUICK_SHAPES, QUICK_TOKENS = ((576, 1536),), (1, 16)
-GROUP = 64
 COPIES_BYTES = 64 << 20  # all copies of the packed weight together take more
 _TILE_ROWS = 256  # of the tiled dequantize + GEMM
 _TOLERANCE = 0.03  # of the result's RMS: the torch op rounds activations and scales to bfloat16
@@ -36,22 +34,14 @@ TORCH, WHOLE, TILED, READY = (
 )
 
 
-def random_weight(n: int, k: int, seed: int) -> QTensor:
-    """A matrix of random codes, packing rows16, whose elements are about 1 / sqrt(K)."""
-    generator = torch.Generator().manual_seed(seed)
-    codes_shape, scale_shape = packed_shapes((n, k), 4, GROUP, "rows16")
-    codes = torch.randint(256, codes_shape, dtype=torch.uint8, generator=generator)
-    scale = (0.5 + torch.rand(scale_shape, generator=generator)) / (4.6 * k**0.5)
-    scale[:, :, 1] *= -7.5
-    return QTensor(codes, scale.half(), (n, k), 4, GROUP, "rows16")
-
-
 class Operands:
     """The copies of one weight in every alternative's form."""
 
     def __init__(self, n: int, k: int) -> None:
-        nbytes = random_weight(16, k, 0).nbytes * n // 16
-        self.weights = [random_weight(n, k, i) for i in range(COPIES_BYTES // nbytes + 2)]
+        numbers = torch.Generator().manual_seed(0)
+        nbytes = random_matrix((16, k), 4, numbers).nbytes * n // 16
+        count = COPIES_BYTES // nbytes + 2
+        self.weights = [random_matrix((n, k), 4, numbers) for _ in range(count)]
         self.name, self.shape, self.nbytes = f"{n}x{k}", (n, k), self.weights[0].nbytes
         self.int4 = [TorchInt4(w) for w in self.weights]
         whole: dict[str, Tensor] = {}

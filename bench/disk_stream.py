@@ -95,7 +95,7 @@ def measure(folder: Path, config: dict[str, Any], rounds: int, tokens: int) -> R
     path = folder / "qoff"
     write_random_checkpoint(path, config)
     checkpoint = Checkpoint.open(path)
-    model_bytes = sum(f.nbytes for f in (*checkpoint.layers, checkpoint.outer))
+    model_bytes = sum(f.nbytes for f in checkpoint.files)
     with ExitStack() as stack:
         raw = RawRead(checkpoint)
         stack.callback(raw.reader.close)

@@ -20,17 +20,15 @@ import json
 import math
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +37,7 @@ import torch
 from bench.control_group import ControlGroup, control_group, forget
 from bench.experts_stream import QWEN3_MOE
 from bench.harness import Bar, Report, out_file
-from bench.peers import native
-from bench.peers.native import PeerNotBuiltError
+from bench.peers import native, servers
 from bench.random_gguf import RandomGguf
 from bench.random_model import write_random_checkpoint
 from bench.sampling import torch_threads
@@ -51,7 +48,6 @@ from qoff.units import format_size, parse_size
 _LAYER_BYTES = 360 << 20  # of one layer's weights, in each of the two files
 _BESIDE = 512 << 20  # of a limit: what Python, torch and caches of files take
 _SEQUENCES = 64
-_START_S, _ANSWER_S = 600, 3600  # that llama-server may take to load, and to answer
 BARS = {"one": 3.0, "many": 20.0}  # times llama.cpp
 DISK_BAR = 0.9
 
@@ -83,73 +79,36 @@ class Contest:
     def llama_many(self, prompt: int, tokens: int) -> float:
         """Tokens per second of 64 sequences that decode together, by llama-server."""
         self._forget()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = servers.free_port()
         context = _SEQUENCES * (prompt + tokens + 8)
         tool, *options = self._llama("llama-server")
         options += ["--no-repack", "--no-warmup", "--port", str(port), "-np", str(_SEQUENCES)]
         options += ["-c", str(context), "--no-webui", "--host", "127.0.0.1"]
-        server = subprocess.Popen(
-            [tool, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=self._group.join,
-        )
-        try:
-            address = f"http://127.0.0.1:{port}"
-            _wait_for(server, f"{address}/health")
-            numbers = torch.Generator().manual_seed(2)
-            prompts = torch.randint(31000, (_SEQUENCES, prompt), generator=numbers).tolist()
-            with ThreadPoolExecutor(_SEQUENCES) as pool:
-                found = list(pool.map(lambda ids: _complete(address, ids, tokens), prompts))
-        finally:
-            server.terminate()
-            server.wait()
-        return sum(count for count, _ in found) / max(seconds for _, seconds in found)
+        numbers = torch.Generator().manual_seed(2)
+        prompts = torch.randint(31000, (_SEQUENCES, prompt), generator=numbers).tolist()
+        ask = partial(servers.completed, f"http://127.0.0.1:{port}", tokens=tokens)
+        running = servers.process([tool, *options], port, join=self._group.join)
+        with running, ThreadPoolExecutor(_SEQUENCES) as pool:
+            found = list(pool.map(ask, prompts))
+        # The first token comes of the prompt.
+        count = sum(one["predicted_n"] - 1 for one in found)
+        return count / max(one["predicted_ms"] / 1e3 for one in found)
 
     def _llama(self, tool: str) -> list[str]:
-        path = native.llama_cpp(tool)
-        if path is None:
-            raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
-        return [str(path), "-m", str(self.gguf), "-t", str(self._threads), "-lm", "mmap"]
+        return [
+            str(native.built(tool)),
+            "-m",
+            str(self.gguf),
+            "-t",
+            str(self._threads),
+            "-lm",
+            "mmap",
+        ]
 
     def _forget(self) -> None:
         """Have no page of either model in memory."""
         forget(self.checkpoint.parent)
         forget(self.checkpoint)
-
-
-def _wait_for(server: subprocess.Popen[bytes], health: str) -> None:
-    """Return when a server answers. Raises ArgumentError when it has ended, or does not."""
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(health, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise ArgumentError(f"llama-server did not start; exit status {server.poll()}")
-
-
-def _complete(address: str, ids: list[int], tokens: int) -> tuple[int, float]:
-    """Tokens after the first one, and the seconds that they took."""
-    asked = {
-        "prompt": ids,
-        "n_predict": tokens,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        "temperature": 0,
-    }
-    request = urllib.request.Request(
-        f"{address}/completion",
-        json.dumps(asked).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-        timings = json.load(answer)["timings"]
-    return timings["predicted_n"] - 1, timings["predicted_ms"] / 1e3
 
 
 def write_both(folder: Path, layers: int) -> None:

@@ -12,7 +12,6 @@ left out.
 # ruff: noqa: RUF001 (texts with letters that look like others)
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import gguf
 import numpy as np
@@ -196,12 +194,7 @@ def llama_cpp(values: Mapping[str, Any]) -> Iterator[Ids]:
 
     Raises PeerNotBuiltError where it is not built or does not start.
     """
-    tool = native.llama_cpp("llama-server")
-    if tool is None:
-        raise native.PeerNotBuiltError(
-            "llama.cpp is not built: run `python -m bench.peers llama.cpp`"
-        )
-    port = servers.free_port()
+    tool, port = native.built("llama-server"), servers.free_port()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_model(values, path)
@@ -213,13 +206,7 @@ def llama_cpp(values: Mapping[str, Any]) -> Iterator[Ids]:
 
 def _asked(port: int, text: str, around: bool) -> list[int]:
     body = {"content": text, "add_special": around, "parse_special": True}
-    request = Request(
-        f"http://127.0.0.1:{port}/tokenize",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urlopen(request) as answer:
-        return list(json.load(answer)["tokens"])
+    return list(servers.asked(f"http://127.0.0.1:{port}/tokenize", body)["tokens"])
 
 
 def vocabularies() -> Path:

@@ -119,15 +119,9 @@ def compile_variant(variant: Variant, capability: int, keep: Path | None = None)
     Goes with `stand_in` for the same capability. A variant that does not launch or compile gives an
     Artefact with its `error`.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     try:
         launch = recorded(variant)
-        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-        target = GPUTarget("cuda", capability, WARP)
-        compiled = triton.compile(source, target=target, options=dict(launch.options))
+        compiled = launch.compiled(capability)
     except Exception as error:  # any error of the launcher or compiler is a result
         text = " ".join(str(error).split())[-400:]  # the reason stands last
         name = f"{type(error).__name__}: {text}"

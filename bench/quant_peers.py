@@ -59,6 +59,7 @@ from qoff.eval.texts import (
 from qoff.models import names
 from qoff.models.convert.convert import convert
 from qoff.models.convert.unconverted import Unconverted
+from qoff.models.layer_weights import layer_weights
 from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor, QuantConfig
@@ -104,7 +105,7 @@ def ours(inputs: Inputs, quant: QuantConfig) -> Weights:
         stored, count = 0, 0
         for i, file in enumerate(checkpoint.layers):
             prefix = names.layer_prefix(i)
-            for weight in names.layer_weights(spec, i):
+            for weight in layer_weights(spec, i):
                 entry = file.weights[prefix + weight.name]
                 if not isinstance(entry, QuantEntry):
                     continue

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.models import names
+from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.names import Weight
 from qoff.models.spec import DecoderSpec
 
@@ -82,8 +82,8 @@ class RandomGguf:
 
     def _in_order(self) -> Iterator[tuple[Weight, ...]]:
         for layer in range(self._spec.num_layers):
-            yield names.layer_weights(self._spec, layer)
-        yield names.outer_weights(self._spec)
+            yield layer_weights(self._spec, layer)
+        yield outer_weights(self._spec)
 
     def _declare(self, weights: Sequence[Weight]) -> None:
         """Announce the tensors of `write`, in its order."""

@@ -15,6 +15,7 @@ from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.plan import EMBEDDING
 from qoff.models import names
+from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import ROUTER_BITS
@@ -38,6 +39,14 @@ SMALL = TINYLLAMA | {
     "intermediate_size": 704,
     "num_attention_heads": 4,
     "vocab_size": 512,
+}
+LLAMA_8B = TINYLLAMA | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
 }
 GROUP = 64
 
@@ -106,11 +115,11 @@ def write_random_checkpoint(
     with CheckpointWriter(path) as writer, ThreadPoolExecutor(threads) as pool:
 
         def write(layer: int) -> None:
-            writer.write_layer(layer, draw(names.layer_weights(spec, layer), layer))
+            writer.write_layer(layer, draw(layer_weights(spec, layer), layer))
 
         for _ in pool.map(write, range(spec.num_layers)):
             pass
-        writer.write_outer(draw(names.outer_weights(spec), -1))
+        writer.write_outer(draw(outer_weights(spec), -1))
         writer.finish(
             {
                 **config,

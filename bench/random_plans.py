@@ -36,7 +36,7 @@ from qoff.engine import LLM, Completion, SamplingParams
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 

@@ -31,7 +31,7 @@ from qoff.kernels.layout.layer_cache import BlockTable, PackedTokens
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache.host.packed import PackedCache
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.runtime import Runtime
 
 KV_HEADS = 8

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.control_group import control_group, forget
+from bench.control_group import control_group, forget, status_bytes
 from bench.harness import Bar, Report, out_file
 from bench.random_model import SMALL, TINYLLAMA, write_random_checkpoint
 from bench.train_bound import bound
@@ -100,16 +100,11 @@ def trained(given: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]
         "wait_s": after.wait_s - before.wait_s,
         "device": after.device_peak,
         "host": after.host_peak,
-        "rss": _peak_rss(),
+        "rss": status_bytes("VmHWM"),
         "bound": options.get("device_memory"),
         "weights": sum(p.numel() * p.itemsize for p in training.model.parameters()),
         "largest": max(p.numel() * p.itemsize for p in training.model.parameters()),
     }
-
-
-def _peak_rss() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
 
 
 def write(given: argparse.Namespace, config: dict[str, Any]) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.harness import Bar, Report, arguments
 from bench.random_model import TINYLLAMA
+from bench.train_steps import random_model
 from qoff import train
 from qoff.eval.texts import read_text
 
@@ -43,16 +43,6 @@ KINDS = {
 }
 
 
-def _model(seed: int) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    wanted = {k: v for k, v in _CONFIG.items() if k != "architectures"}
-    made = AutoConfig.for_model(**wanted)
-    model: Any = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
-    return model.train()
-
-
 def steps_of(seed: int, steps: int, micro_batches: int) -> Steps:
     """Micro-batches of each step, from anywhere in the text."""
     text = torch.tensor(list(read_text().encode()))
@@ -66,14 +56,18 @@ def ours(seed: int, steps: Steps, gradients: str, bits: int) -> list[float]:
     """The loss of each step."""
     optimizer = train.AdamW(lr=_RATE, bits=bits)
     training = train.offload(
-        _model(seed), optimizer, tokens=_TOKENS, micro_batches=len(steps[0]), gradients=gradients
+        random_model(_CONFIG, torch.bfloat16, seed),
+        optimizer,
+        tokens=_TOKENS,
+        micro_batches=len(steps[0]),
+        gradients=gradients,
     )
     return [training.step(step) for step in steps]
 
 
 def theirs(seed: int, steps: Steps) -> list[float]:
     """The same by torch."""
-    model = _model(seed)
+    model = random_model(_CONFIG, torch.bfloat16, seed)
     narrow = list(model.parameters())
     masters = [p.detach().float().requires_grad_() for p in narrow]
     optimizer = torch.optim.AdamW(masters, lr=_RATE)

@@ -44,11 +44,11 @@ _MEMORY_KEPT = f"{_MEMORY}, activations kept"
 Step = Callable[[], object]
 
 
-def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model of transformers with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     wanted = {k: v for k, v in config.items() if k != "architectures"}
     made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wanted), dtype=dtype)
     return made.train()

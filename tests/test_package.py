@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import qoff
 from qoff import errors
 from qoff.models.convert.convert import convert
 from qoff.settings import shorten_openmp_spins
+from tests.programs import printed
 
 
 @pytest.mark.parametrize("name", qoff.__all__)
@@ -44,10 +44,7 @@ def test_importing_and_listing_import_nothing_heavy() -> None:
         "import sys, qoff; dir(qoff); qoff.BudgetError, qoff.__version__\n"
         "print(sorted({'torch', 'transformers', 'numba', 'numpy', 'triton'} & set(sys.modules)))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "[]"
+    assert printed("-c", program).strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from qoff.memory.plan import (
 from qoff.models import names
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.native.decoder import Decoder
 from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
@@ -200,11 +201,11 @@ def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The tensors of Hugging Face that the weights of a checkpoint were made of."""
     spec = DecoderSpec.from_config(checkpoint.config)
     units = [
-        (names.layer_prefix(i), names.layer_weights(spec, i), file)
+        (names.layer_prefix(i), layer_weights(spec, i), file)
         for i, file in enumerate(checkpoint.layers)
     ]
     experts: dict[str, dict[int, Tensor]] = {}  # parts of one tensor
-    for prefix, weights, file in [*units, ("", names.outer_weights(spec), checkpoint.outer)]:
+    for prefix, weights, file in [*units, ("", outer_weights(spec), checkpoint.outer)]:
         for weight in weights:
             stored = read_weight(file, file.weights[prefix + weight.name])
             value = stored.dequantize() if isinstance(stored, QTensor) else stored
@@ -246,6 +247,15 @@ def interleave16(gate: Tensor, up: Tensor) -> Tensor:
     """Join two tensors [rows, ...] in blocks of 16 rows in turn, as `mlp.gate_up_proj` is."""
     blocks = [torch.unflatten(x, 0, (-1, 16)) for x in (gate, up)]
     return torch.stack(blocks, dim=1).flatten(0, 2)
+
+
+def read_all(path: Path) -> dict[str, QTensor | Tensor]:
+    """The weights of a checkpoint, by their names."""
+    return {
+        name: read_weight(file, entry)
+        for file in Checkpoint.open(path).files
+        for name, entry in file.weights.items()
+    }
 
 
 class PlainRun:

@@ -14,20 +14,15 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from bench.gpu import child, ops, tune
 from bench.gpu.case import TimedCase
 from bench.gpu.child import Ended, Event, Job
 from bench.gpu.model_shapes import shapes
-from bench.gpu_limits import WARP
 from bench.variants.variant import Launch, recording
 from qoff.kernels.triton.launch.gpu import Gpu
 
@@ -35,14 +30,16 @@ LIMIT_S = 90.0  # of one kernel
 WORK = ("checks", "cases", "searches")
 
 
-@dataclass(frozen=True)
-class CompileRequest:
-    """One kernel as a launch would have Triton compile it."""
+class CompileRequest(NamedTuple):
+    """A launch of an op, whose kernel is to be compiled."""
 
     op: str
-    kernel: str
-    source: Any
-    options: Mapping[str, Any]
+    launch: Launch
+
+    @property
+    def kernel(self) -> str:
+        name: str = self.launch.kernel.__name__
+        return name
 
 
 def collect(
@@ -53,9 +50,7 @@ def collect(
     now = ""
 
     def keep(launch: Launch) -> None:
-        source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-        key = f"{source.hash()} {sorted(map(str, launch.options.items()))}"
-        found.setdefault(key, CompileRequest(now, launch.kernel.__name__, source, launch.options))
+        found.setdefault(launch.key, CompileRequest(now, launch))
 
     with recording(gpu, exact, keep):
         for now in op_names:
@@ -105,7 +100,7 @@ def compile_all(
     def on_end(ended: Ended) -> list[Job]:
         request = by_name[ended.job.name]
         row: Event = {"op": request.op, "kernel": request.kernel, "error": ended.lost}
-        row |= {"warps": request.options["num_warps"], "seconds": ended.seconds}
+        row |= {"warps": request.launch.options["num_warps"], "seconds": ended.seconds}
         if ended.lost:
             row["error"] = f"{ended.lost}: {' '.join(ended.tail.split())[-300:]}"
         emit({"compiled": row | rows.get(ended.job.name, {})})
@@ -122,8 +117,7 @@ def _compile(request: CompileRequest, exact: int, emit: Callable[[Event], None])
     from bench.offline import resource_usage
 
     try:
-        target = GPUTarget("cuda", exact, WARP)
-        compiled = triton.compile(request.source, target=target, options=dict(request.options))
+        compiled = request.launch.compiled(exact)
         registers, spilled = resource_usage(compiled.asm["cubin"])
     except Exception as error:
         emit({"error": " ".join(f"{type(error).__name__}: {error}".split())[-400:]})

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as triton_compile
 
 from bench import ptx, ttgir
 from bench.gpu.tune import TIMED, Search
@@ -111,11 +108,9 @@ _known: dict[str, Figures] = {}  # by source and options: many searches launch t
 
 def figures_of(launch: Launch, exact: int) -> Figures:
     """What the code of a launch shows; from Triton's cache where it was compiled before."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    key = f"{exact} {source.hash()} {sorted(map(str, launch.options.items()))}"
+    key = f"{exact} {launch.key}"
     if key not in _known:
-        target = GPUTarget("cuda", exact, WARP)
-        compiled = triton_compile(source, target=target, options=dict(launch.options))
+        compiled = launch.compiled(exact)
         code, tiles = ptx.read(compiled.asm["ptx"]), ttgir.read(compiled.asm["ttgir"])
         registers, spilled = resource_usage(compiled.asm["cubin"])
         warps = launch.options["num_warps"]

@@ -19,7 +19,7 @@ from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.memory.arena import PAGE
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 
@@ -147,7 +147,7 @@ def _bounded(
     if on_device == 100:
         return plan
     memory = _memory(plan, checkpoint, device)
-    files = [*checkpoint.layers, checkpoint.outer]
+    files = checkpoint.files
     total = sum(file.nbytes for file in files)
     pages = PAGE * sum(len(file.weights) for file in files)  # reads are of whole pages
     slot = max(file.nbytes for file in files) * (100 - on_device) // 100 + _SLOT_PAGES * PAGE

@@ -165,7 +165,7 @@ def _params(new: int) -> SamplingParams:
 
 def _weight_bytes(path: Path) -> int:
     checkpoint = Checkpoint.open(path)
-    return sum(file.nbytes for file in (*checkpoint.layers, checkpoint.outer))
+    return sum(file.nbytes for file in checkpoint.files)
 
 
 def _decode_rounds(rounds: list[RoundStats]) -> list[RoundStats]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from bench.random_model import LLAMA_8B
+
 PROMPT, NEW = 512, 32  # tokens of a sequence
 Config = Mapping[str, Any]
 
 
-def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """A config of OPT in float16."""
     return {
         "model_type": "opt",
         "architectures": ["OPTForCausalLM"],
@@ -27,19 +30,7 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+_LLAMA = LLAMA_8B | {"dtype": "bfloat16"}
 _MIXTRAL = _LLAMA | {
     "model_type": "mixtral",
     "architectures": ["MixtralForCausalLM"],
@@ -76,8 +67,8 @@ _DEEPSEEK: dict[str, Any] = {
 MODELS: Mapping[str, Config] = MappingProxyType(
     {
         "llama-8b": _LLAMA,
-        "opt-30b": _opt(7168, 48, 56),
-        "opt-6.7b": _opt(4096, 32, 32),
+        "opt-30b": opt(7168, 48, 56),
+        "opt-6.7b": opt(4096, 32, 32),
         "mixtral-8x7b": _MIXTRAL,
         "deepseek-v2-lite": _DEEPSEEK,
     }
@@ -169,7 +160,7 @@ def rehearsed() -> tuple[Mapping[str, Config], tuple[Row, ...]]:
     gated = tiny | {"hidden_size": 128, "intermediate_size": 64, "num_key_value_heads": 1}
     models: dict[str, Config] = {
         "llama-8b": _LLAMA | gated,
-        "opt-30b": _opt(128, 6, 2) | tiny,
+        "opt-30b": opt(128, 6, 2) | tiny,
         "mixtral-8x7b": _MIXTRAL | gated,
         "deepseek-v2-lite": _DEEPSEEK
         | tiny

@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypedDict
 
+from bench.control_group import status_bytes
 from bench.peers.packages import use_deepspeed
 
 _AIO = {
@@ -133,11 +134,6 @@ def trained(work: Work) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def _peak_rss() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
-
-
 def build() -> None:
     """Compile its kernels, where that is not done yet: minutes, and more memory than a limit."""
     from deepspeed.ops.op_builder import (  # type: ignore[import-not-found]
@@ -162,7 +158,8 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     for found in trained(json.loads(sys.argv[1])):
-        print(json.dumps(found | {"at": time.time(), "rss": _peak_rss()}), file=answers, flush=True)
+        found |= {"at": time.time(), "rss": status_bytes("VmHWM")}
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ bits, as a model of other sizes would not have them.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.peers import native
-from bench.peers.native import PeerNotBuiltError
-from qoff.errors import FormatError
+from bench.peers.llama_cpp import run
 
 _BLOCK = 256
 _CONTEXT = 512  # tokens of a chunk of the calibration text
 Array = NDArray[Any]
-
-
-def _run(tool: str, *options: str | Path) -> None:
-    path = native.llama_cpp(tool)
-    if path is None:
-        raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
-    done = subprocess.run(
-        [path, *options], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
-    if done.returncode:
-        last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
-        raise FormatError(f"{tool}: exit status {done.returncode}: {last}")
 
 
 class GgufWeights:
@@ -68,7 +53,7 @@ class GgufWeights:
         padded = self._folder / f"importance-{chunks}.gguf"
         if not padded.exists():
             self._write(plain, self._tensors(pad=False))
-            _run("llama-imatrix", "-m", plain, "-f", text, "-o", raw, "-c", str(_CONTEXT),
+            run("llama-imatrix", "-m", plain, "-f", text, "-o", raw, "-c", str(_CONTEXT),
                  "--chunks", str(chunks), "--no-ppl")  # fmt: skip
             plain.unlink()
             self._pad_importance(raw, padded)
@@ -78,7 +63,7 @@ class GgufWeights:
         """The layers' matrices after a type of llama-quantize, and bits a weight of them."""
         plain, out = self._folder / "padded.gguf", self._folder / f"{kind}.gguf"
         self._write(plain, self._tensors(pad=True))
-        _run("llama-quantize", "--imatrix", importance, plain, out, kind)
+        run("llama-quantize", "--imatrix", importance, plain, out, kind)
         found, bits, count = dict[str, Tensor](), 0.0, 0
         for tensor in gguf.GGUFReader(out).tensors:
             if not self._is_matrix(tensor.name):

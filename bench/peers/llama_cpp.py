@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers import native
-from bench.peers.native import PeerNotBuiltError
 from qoff.errors import FormatError
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
@@ -41,7 +40,7 @@ def quantized(path: Path, form: str) -> Path:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".partial")
-        _run("llama-quantize", "--allow-requantize", str(path), str(partial), form)
+        run("llama-quantize", "--allow-requantize", str(path), str(partial), form)
         partial.rename(target)
     return target
 
@@ -65,7 +64,7 @@ class LlamaCpp:
     def perplexity(self, text: Path, window: int, windows: int) -> float:
         """Perplexity of the second halves of the first `windows` windows of a text file."""
         cut = ("-c", str(window), "--chunks", str(windows))
-        out = _run("llama-perplexity", "-m", str(self.path), "-f", str(text), *cut,
+        out = run("llama-perplexity", "-m", str(self.path), "-f", str(text), *cut,
                    "-t", str(self.threads))  # fmt: skip
         found = re.findall(r"\[\d+\]([0-9.]+)", out)  # of the windows so far
         if len(found) != windows:
@@ -77,18 +76,20 @@ class LlamaCpp:
     def _rate(self, *options: str) -> float:
         fixed = ("-t", str(self.threads), "-r", "1", "-o", "json", "-fa", "1")
         kv = ("-ctk", self.kv, "-ctv", self.kv)
-        out = _run("llama-bench", "-m", str(self.path), *fixed, *kv, *options)
+        out = run("llama-bench", "-m", str(self.path), *fixed, *kv, *options)
         (test,) = json.loads(out)
         return float(test["avg_ts"])
 
 
-def _run(tool: str, *options: str) -> str:
-    path = native.llama_cpp(tool)
-    if path is None:
-        raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
-    command = [str(path), *options]
+def run(tool: str, *options: str | Path) -> str:
+    """What one of llama.cpp's tools prints.
+
+    Raises `PeerNotBuiltError` without llama.cpp, `FormatError` where the tool fails.
+    """
+    command = [native.built(tool), *options]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise FormatError(f"{tool} {' '.join(options)}: exit status {done.returncode}: {last}")
+        last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
+        said = " ".join(map(str, options))
+        raise FormatError(f"{tool} {said}: exit status {done.returncode}: {last}")
     return done.stdout

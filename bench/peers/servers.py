@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,15 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from bench.demo import fetch_float, fetch_gguf
 from bench.peers import llama_cpp, native
 from bench.peers.native import PeerNotBuiltError
 from bench.peers.qoff_server import CONTEXT, Address, serving
 
-_START_S = 300  # vLLM compiles the model
+_START_S = 600  # vLLM compiles the model, and others read it from a slow disk
+_ANSWER_S = 3600
 _ANY_SLOTS = 64
 
 
@@ -40,9 +43,7 @@ def llama_server(
 
     fit: bytes of main memory that it fits its context into.
     """
-    tool = native.llama_cpp("llama-server")
-    if tool is None:
-        raise PeerNotBuiltError("llama.cpp is not built: run `python -m bench.peers llama.cpp`")
+    tool = native.built("llama-server")
     path, port = llama_cpp.quantized(fetch_gguf(), "Q4_0"), free_port()
     count, threads = slots or clients, str(len(os.sched_getaffinity(0)))
     command = [str(tool), "--model", str(path), "--port", str(port), "--parallel", str(count)]
@@ -96,16 +97,24 @@ def free_port() -> int:
 
 @contextmanager
 def process(
-    command: Sequence[str], port: int, environment: dict[str, str] | None = None
+    command: Sequence[str],
+    port: int,
+    environment: dict[str, str] | None = None,
+    join: Callable[[], None] | None = None,
 ) -> Iterator[int]:
     """A server that answers at /health when it is ready, by its number.
 
-    Raises PeerNotBuiltError if it ends.
+    join: called in its process, before the command. Raises PeerNotBuiltError if it ends.
     """
     log = native.folder() / f"{Path(command[0]).name}-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            preexec_fn=join,
         )
     try:
         until = time.monotonic() + _START_S
@@ -122,6 +131,21 @@ def process(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def asked(url: str, body: object) -> Any:
+    """What a server answers to JSON, as JSON."""
+    data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    with urlopen(Request(url, data, kind), timeout=_ANSWER_S) as answer:
+        return json.load(answer)
+
+
+def completed(base: str, ids: Sequence[int], tokens: int) -> dict[str, Any]:
+    """Have a llama-server continue a prompt by so many tokens; its timings."""
+    fixed = {"ignore_eos": True, "cache_prompt": False, "temperature": 0}
+    found = asked(f"{base}/completion", {"prompt": ids, "n_predict": tokens, **fixed})
+    timings: dict[str, Any] = found["timings"]
+    return timings
 
 
 def _healthy(port: int) -> bool:

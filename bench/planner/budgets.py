@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.control_group import control_group
+from bench.control_group import control_group, status_bytes
 from bench.demo import fetch_checkpoint
 from bench.harness import Bar, Report
 from bench.offload import Work
@@ -196,10 +196,10 @@ def _child(argv: Sequence[str] | None = None) -> None:
 
     counted = answer()  # compiles, and allocates what a process keeps
     trim()
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     answer()
-    print(json.dumps([counted, _status("VmHWM") - before]), flush=True)
+    print(json.dumps([counted, status_bytes("VmHWM") - before]), flush=True)
     trim()
     usage = int((group / "memory.usage_in_bytes").read_text())
     lines = (group / "memory.stat").read_text().splitlines()
@@ -220,18 +220,12 @@ def tokenizer_bytes(path: Path) -> int:
     trim()
     kept, found = list[object](), list[int]()
     for _ in range(3):
-        before = _status("VmRSS")
+        before = status_bytes("VmRSS")
         kept.append(load_tokenizer(path))
-        found.append(_status("VmRSS") - before)
+        found.append(status_bytes("VmRSS") - before)
     kept.clear()
     trim()
     return max(found)
-
-
-def _status(name: str) -> int:
-    """Bytes of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
 
 
 def trim() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
+from bench.gpu_models.rows import opt
 from bench.harness import Bar, Report
 from qoff.engine.simulated import simulated
 from qoff.plan.processor import Processor
@@ -37,6 +38,10 @@ class Shape:
     layers: int
     hidden: int
     heads: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return opt(self.hidden, self.layers, self.heads)
 
     @property
     def layer_bytes(self) -> int:
@@ -241,7 +246,7 @@ def _row(
 def _ours(result: Report, name: str, prompt: int) -> None:
     """What qoff's plan reaches in virtual time, with 4-bit weights and KV cache."""
     shape, requests = SHAPES[name], 512
-    sizes = ModelSizes.of(opt_config(shape), QuantConfig(packing="split32"))
+    sizes = ModelSizes.of(shape.config, QuantConfig(packing="split32"))
     work = Workload(Lengths.of(prompt), Lengths.of(_NEW), requests)
     policy, wanted = FLOAT16["OPT-175B"][512]
     machine = t4(disk_fitted(OPT_175B, policy, 512, wanted))
@@ -275,19 +280,3 @@ def t4(by: Constants) -> MachineProfile:
         Link(by.hidden_from_gpu, 1e-5),
         {"device": 15 * _GB, "host": 200 * _GB, "disk": 1400 * _GB},
     )
-
-
-def opt_config(shape: Shape) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "hidden_size": shape.hidden,
-        "word_embed_proj_dim": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "ffn_dim": 4 * shape.hidden,
-        "num_attention_heads": shape.heads,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "tie_word_embeddings": True,
-    }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,16 +21,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import torch
 
+from bench.control_group import status_bytes
 from bench.demo import fetch_checkpoint, fetch_float
 from bench.harness import Bar, Report
 from bench.peers.native import PeerNotBuiltError
-from bench.peers.servers import llama_server
+from bench.peers.servers import completed, llama_server
 from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import BudgetError, QoffError
@@ -124,13 +125,7 @@ def _llama_cpp(budget: int, new: int) -> Ran:
     ids = [prompt.tolist() for prompt in _prompts()]
     with llama_server(_COUNT, fit=budget) as address:
         base = address.url.removesuffix("/v1")
-
-        def ask(prompt: list[int]) -> None:
-            body = {"prompt": prompt, "n_predict": new, "ignore_eos": True, "temperature": 0}
-            data = json.dumps({**body, "cache_prompt": False}).encode()
-            with urlopen(Request(f"{base}/completion", data)) as answer:
-                answer.read()
-
+        ask = partial(completed, base, tokens=new)
         with urlopen(f"{base}/props") as answer:
             context = json.loads(answer.read())["default_generation_settings"]["n_ctx"]
         with watched(address.pid) as most, ThreadPoolExecutor(_COUNT) as pool:
@@ -160,9 +155,8 @@ def watched(pid: int | str = "self") -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def _anonymous(pid: int | str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("RssAnon:"))
+def _anonymous(pid: int | str = "self") -> int:
+    return status_bytes("RssAnon", pid)
 
 
 def _prompts() -> torch.Tensor:
@@ -223,7 +217,7 @@ def _child(argv: Sequence[str] | None = None) -> None:
     answer = {"qoff": _qoff, "accelerate": _accelerate}[args.kind]
     answer(args.budget, args.new)  # compiles, and allocates what a process keeps
     own = tokenizer_bytes(fetch_checkpoint())
-    before = _anonymous(os.getpid())
+    before = _anonymous()
     with watched() as most:
         planned, seconds = answer(args.budget, args.new)
     print(json.dumps([planned, most() - before, seconds, own]))

@@ -23,7 +23,7 @@ from qoff.train.optimizers import AdamW
 from qoff.train.planned import planned
 from qoff.units import format_size
 
-from .flexgen import OPT_175B, opt_config
+from .flexgen import OPT_175B
 
 _GB, _GIB = 10**9, 1 << 30
 # For each parameter and token: all learn, or adapters; and where a layer is computed again.
@@ -125,7 +125,7 @@ def papers(quick: bool) -> dict[str, Paper]:
     )
     return found | {
         "70B, adapters r = 16": Paper(seventy, small, Lora(16, 32), 32, 2048),
-        "175B, all weights": Paper(opt_config(OPT_175B), node, None, 32, 1024),
+        "175B, all weights": Paper(OPT_175B.config, node, None, 32, 1024),
     }
 
 

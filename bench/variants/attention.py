@@ -32,19 +32,19 @@ from qoff.kernels.triton.launch.options import WARPS_OVER_ROWS
 _SEQUENCES, _KV_HEADS, _BLOCKS = 3, 8, 100  # numbers of blocks are no multiples of 16
 _LONG = 2000  # blocks
 _FEW, _MANY = 16, 4096  # queries of a prefill: from packed blocks, and from a scratch
-_APPENDED = (  # forms, and pairs of channels that are turned
-    (KVFormat(64), 0),
-    (KVFormat(64, k_bits=8, v_bits=8), 16),
-    (KVFormat(80, k_bits=8), 40),
-    (KVFormat(80, v_bits=8), 40),
-    (KVFormat(96, v_bits=8), 24),
-    (KVFormat(96, 3, 2), 48),
-    (KVFormat(128, 2, 3), 64),
-    (KVFormat(128), 64),
-    (KVFormat(128), 64),  # with the other type
-    (KVFormat(128, k_bits=8, v_bits=8), 64),
-    (KVFormat(256), 128),
-    (KVFormat(256, k_bits=8), 32),
+_APPENDED = (  # forms
+    KVFormat(64),
+    KVFormat(64, k_bits=8, v_bits=8),
+    KVFormat(80, k_bits=8),
+    KVFormat(80, v_bits=8),
+    KVFormat(96, v_bits=8),
+    KVFormat(96, 3, 2),
+    KVFormat(128, 2, 3),
+    KVFormat(128),
+    KVFormat(128),  # with the other type
+    KVFormat(128, k_bits=8, v_bits=8),
+    KVFormat(256),
+    KVFormat(256, k_bits=8),
 )
 _WHOLE = tuple(dim for dim in HEAD_DIMS if dim <= WIDEST)  # others: see `variants.latent`
 
@@ -60,28 +60,24 @@ def variants(capability: int) -> Iterator[Variant]:
 
 
 def _appended(capability: int) -> Iterator[Variant]:
-    """Blocks: each head size with each form, while widths, ways to turn keys and types take turns;
-    but heads of 512 channels, whose packing, once in 64 tokens, spills up to 112 bytes of a thread.
-    Tokens: each head size with two of the three ways to turn keys, each way with both types."""
+    """Blocks: each head size with each form, while widths and types take turns; but heads of 512
+    channels, whose packing, once in 64 tokens, spills up to 112 bytes of a thread. Tokens: each
+    head size with both types."""
     types = float_types(capability)
     blocks = {}
-    for i, (form, pairs) in enumerate(_APPENDED):
-        packed = _append("pack", types[i % len(types)], form, pairs)
+    for i, form in enumerate(_APPENDED):
+        packed = _append("pack", types[i % len(types)], form)
         blocks[packed.name] = packed  # with one type, two are alike
     yield from blocks.values()
-    for i, head_dim in enumerate(HEAD_DIMS):
-        half, quarter = head_dim // 2, head_dim // 4
-        for j, pairs in enumerate((0, quarter) if i % 2 else (half, quarter)):
-            yield _append("write", types[(i // 2 + j) % len(types)], KVFormat(head_dim), pairs)
+    for head_dim in HEAD_DIMS:
+        for dtype in types:
+            yield _append("write", dtype, KVFormat(head_dim))
 
 
-def _append(kind: str, dtype: str, form: KVFormat, pairs: int) -> Variant:
+def _append(kind: str, dtype: str, form: KVFormat) -> Variant:
     k = empty(DTYPES[dtype], 7, _KV_HEADS, form.head_dim)
-    table = empty(torch.float32, 9, pairs)
-    tables = (table, table) if pairs else None
-    launch = partial(kv_append, k, k, cache_of(form, dtype, 5, new=2), tables)
-    name = f"{kind}-{dtype}-{_kind(form)}-turned{2 * pairs}"
-    return Variant("kv_append", name, f"{kind}_kernel", launch)
+    launch = partial(kv_append, k, k, cache_of(form, dtype, 5, new=2))
+    return Variant("kv_append", f"{kind}-{dtype}-{_kind(form)}", f"{kind}_kernel", launch)
 
 
 def _merged(capability: int) -> Iterator[Variant]:

@@ -17,11 +17,11 @@ _HEADS = 24  # no multiple of 16
 
 
 def variants(capability: int) -> Iterator[Variant]:
-    """Rows of 64 up to 16384 columns, with and without a residual; the gated activation; rotary
-    widths of each head size. Types take turns."""
+    """Rows of 64 up to 16384 columns; the gated activation; rotary widths of each head size. Types
+    take turns."""
     types = float_types(capability)
     for i, columns in enumerate((64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)):
-        yield _rms_norm(types[i // 2 % len(types)], columns, add=i % 2 == 0)
+        yield _rms_norm(types[i % len(types)], columns)
     for dtype in types:
         z = empty(DTYPES[dtype], 3, 2 * 14336)
         yield Variant("gated_silu", dtype, "gated_silu_kernel", partial(gated_silu, z))
@@ -29,11 +29,11 @@ def variants(capability: int) -> Iterator[Variant]:
         yield _rope(types[i % len(types)], head_dim, rotary)
 
 
-def _rms_norm(dtype: str, columns: int, add: bool) -> Variant:
+def _rms_norm(dtype: str, columns: int) -> Variant:
     x = empty(DTYPES[dtype], 7, columns)
     weight = empty(DTYPES[dtype], columns)
-    launch = partial(rms_norm, x, weight, 1e-5, x if add else None)
-    return Variant("rms_norm", f"{dtype}-{columns}{'-add' * add}", "rms_norm_kernel", launch)
+    launch = partial(rms_norm, x, weight, 1e-5)
+    return Variant("rms_norm", f"{dtype}-{columns}", "rms_norm_kernel", launch)
 
 
 def _rope(dtype: str, head_dim: int, rotary: int) -> Variant:

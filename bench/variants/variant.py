@@ -55,6 +55,26 @@ class Launch(NamedTuple):
     attributes: Mapping[tuple[int, ...], Any]  # which arguments are multiples of 16
     programs: int
 
+    @property
+    def source(self) -> Any:
+        """What Triton compiles."""
+        from triton.compiler import ASTSource
+
+        return ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+
+    @property
+    def key(self) -> str:
+        """The same for launches of the same code."""
+        return f"{self.source.hash()} {sorted(map(str, self.options.items()))}"
+
+    def compiled(self, capability: int) -> Any:
+        """What Triton makes of it for a compute capability. Raises what its compiler raises."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        target = GPUTarget("cuda", capability, WARP)
+        return triton.compile(self.source, target=target, options=dict(self.options))
+
 
 _launches: list[Launch] = []
 

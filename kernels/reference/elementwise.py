@@ -11,13 +11,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     float64 operands are computed in float64.
     """
-    return _normalized(wide(x), weight, eps).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rms_norm(x + residual) and x + residual; the norm is that of the unrounded sum."""
-    total = wide(x) + wide(residual)
-    return _normalized(total, weight, eps).to(x.dtype), total.to(x.dtype)
+    y = wide(x)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(y.dtype)
+    return y.to(x.dtype)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,7 +33,3 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def wide(x: Tensor) -> Tensor:
     """x in the dtype that it is computed in: float64 stays, all else is float32."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)

@@ -137,17 +137,14 @@ def unpack(codes: Tensor, bits: int) -> Tensor:
     return torch.cat((nibbles & 15, nibbles >> 4), dim=-1).float()
 
 
-def append(
-    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: tuple[Tensor, Tensor] | None = None
-) -> None:
-    """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
+def append(k: Tensor, v: Tensor, cache: DeviceLayerCache) -> None:
+    """Pack the blocks that become complete, and keep the rest in the ring.
 
     k, v: [T, kv_heads, D], of a latent form v without channels; rows row_start[s]..row_start[s+1]-1
-    of the pass are of sequence s at positions start[s] on. tables: cos and sin [P, R/2] as for
-    `elementwise.rope`, or None for keys that are turned already. Tokens packed[s]..after[s]-1,
-    whole blocks, go into the pool where the table says: those from start[s] on from k and v, older
-    ones from the ring, which holds position p in slot p % W. Then tokens from after[s] on go into
-    the ring. K is rounded to its dtype before it is packed.
+    of the pass are of sequence s at positions start[s] on. Keys are turned already. Tokens
+    packed[s]..after[s]-1, whole blocks, go into the pool where the table says: those from start[s]
+    on from k and v, older ones from the ring, which holds position p in slot p % W. Then tokens
+    from after[s] on go into the ring.
     """
     step, form, recent_k, recent_v = cache.step, cache.form, cache.recent_k, cache.recent_v
     window = recent_k.shape[1]
@@ -157,8 +154,6 @@ def append(
     ):
         positions = torch.arange(first, first + stop - row, device=k.device)
         key, value = k[row:stop], v[row:stop]
-        if tables is not None:
-            key = rope_keys(key, positions, form.latent, *tables)
         if new > old:
             slots = torch.arange(old, min(first, new), device=k.device) % window
             done = max(new - first, 0)

@@ -140,7 +140,7 @@ def _ended(z: Tensor, end: Ending, residual: Tensor | None) -> Tensor:
 
 def _normalized(x: Tensor, by: Norm) -> Tensor:
     if not by.centered:
-        return rms_norm(x, by.weight, by.eps)[0]
+        return rms_norm(x, by.weight, by.eps)
     bias = None if by.bias is None else by.bias.to(x.dtype)
     return F.layer_norm(x, x.shape[-1:], by.weight.to(x.dtype), bias, by.eps)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.host.recent import RecentWorkspace
 from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.stateful import StatefulCache
@@ -37,7 +36,8 @@ from qoff.memory.plan import Layouts
 from qoff.models.adapter_layers import Place
 from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import LayerWorkspace
-from qoff.models.native.decoder import Decoder, head_shapes, new_states
+from qoff.models.native.caches import head_shapes, new_states
+from qoff.models.native.decoder import Decoder
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
@@ -45,6 +45,8 @@ from qoff.system_memory import keep_large_apart
 
 from .adapter_room import settled
 from .admission import Limits
+
+AnyCache = TypeVar("AnyCache", bound=SlotCache)
 
 
 def check_states(plan: Plan, spec: DecoderSpec) -> None:
@@ -197,6 +199,17 @@ class Executor(ABC):
     @abstractmethod
     def new_cache(self) -> SlotCache:
         """An empty KV cache of one batch, whose blocks are `blocks`."""
+
+    def _new_cache(self, kind: Callable[..., AnyCache], **more: Any) -> AnyCache:
+        """As `new_cache`, of a kind that takes `more`."""
+        kv, plans = self.plan.kv, self.memory.on_gpu or self.memory.blocks
+        options = {
+            "window": kv.window,
+            "attention_top": kv.attention_top,
+            "values_rotated": kv.values_rotated,
+            "stores": dict(zip((group for group, _ in plans.groups), self.stores, strict=True)),
+        }
+        return kind(self.shapes, self.forms, self.plan.batch_size, **(options | more))
 
     @property
     @abstractmethod
@@ -358,29 +371,14 @@ class CpuExecutor(Executor):
         return self._staging.ring.wait_s
 
     def new_cache(self) -> PackedCache:
-        quant, (states, linear) = self.plan.kv, new_states(self.spec, self.plan.batch_size)
-        more: dict[str, Any] = {} if states is None else {"states": states, "linear": linear}
-        return self._packed_cache(
-            self.shapes,
-            self.forms,
-            self.plan.batch_size,
-            window=quant.window,
-            sinks=quant.sinks,
-            attention_top=quant.attention_top,
-            values_rotated=quant.values_rotated,
-            stores=self._stores_of(),
-            workspace=self._recent_workspace,
-            lent=self.spec.lent_layers,
-            **more,
-        )
+        lent, (states, linear) = self.spec.lent_layers, new_states(self.spec, self.plan.batch_size)
+        if states is None:
+            return self._new_cache(PackedCache, lent=lent)
+        return self._new_cache(StatefulCache, lent=lent, states=states, linear=linear)
 
-    def _stores_of(self) -> Mapping[LayerGroup, TieredBlocks]:
-        groups = (group for group, _ in self.memory.blocks.groups)
-        return dict(zip(groups, self.stores, strict=True))
-
-    def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
-        kind = StatefulCache if "states" in options else PackedCache
-        return kind(*arguments, **options)
+    def _new_cache(self, kind: Callable[..., AnyCache], **more: Any) -> AnyCache:
+        options = {"sinks": self.plan.kv.sinks, "workspace": self._recent_workspace}
+        return super()._new_cache(kind, **(options | more))
 
     def _transfers(self) -> Transfers:
         return ThreadTransfers(self._new_reader())

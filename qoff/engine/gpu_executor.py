@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from qoff.checkpoint import Checkpoint
 from qoff.kernels.triton.linear.scratch import Scratch
@@ -17,7 +17,7 @@ from qoff.kvcache.stateful import device_cache
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
-from qoff.models.native.decoder import new_states
+from qoff.models.native.caches import new_states
 from qoff.plan import Memory, Plan
 from qoff.plan.cost import CostModel
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
@@ -27,9 +27,7 @@ from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
 
-from .executor import Executor
-
-AnyCache = TypeVar("AnyCache", bound=DeviceCache)
+from .executor import AnyCache, Executor
 
 
 class GpuExecutor(Executor):
@@ -73,21 +71,7 @@ class GpuExecutor(Executor):
         )
 
     def _new_cache(self, kind: Callable[..., AnyCache], **more: Any) -> AnyCache:
-        """As `new_cache`, of a kind that takes `more`."""
-        assert self.memory.on_gpu is not None
-        groups, kv = (group for group, _ in self.memory.on_gpu.groups), self.plan.kv
-        return kind(
-            self.shapes,
-            self.forms,
-            self.plan.batch_size,
-            window=kv.window,
-            values_rotated=kv.values_rotated,
-            attention_top=kv.attention_top,
-            device=self.device,
-            dtype=self.dtype,
-            stores=dict(zip(groups, self.stores, strict=True)),
-            **more,
-        )
+        return super()._new_cache(kind, device=self.device, dtype=self.dtype, **more)
 
     def _transfers(self) -> Transfers:
         check_gpu_plan(self.plan)

@@ -100,21 +100,10 @@ class ModuleExecutor(OfModules, CpuExecutor):
     """
 
     def new_cache(self) -> ModuleSlots:
-        quant, plan = self.plan.kv, self.plan
-        return ModuleSlots(
-            self.shapes,
-            self.forms,
-            plan.batch_size,
-            # Without packed layers there are no blocks.
-            window=quant.window if self.shapes else plan.context,
-            sinks=quant.sinks if self.shapes else 0,
-            attention_top=quant.attention_top,
-            values_rotated=quant.values_rotated,
-            stores=self._stores_of(),
-            workspace=self._recent_workspace,
-            lent=self._decoder.lent,
-            states=self._states(),
-        )
+        # Without packed layers there are no blocks.
+        window = {} if self.shapes else {"window": self.plan.context, "sinks": 0}
+        lent, states = self._decoder.lent, self._states()
+        return self._new_cache(ModuleSlots, lent=lent, states=states, **window)
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         on_gpu = self.instrumentation.ops_for(self.device).CACHE == "device"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import UNPACKED
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
 
 

@@ -22,7 +22,7 @@ from qoff.memory.io.timeline import Timeline
 from qoff.models.families.family import full_config
 from qoff.models.modules.configs import is_native
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
-from qoff.models.native.decoder import head_shapes, new_states
+from qoff.models.native.caches import head_shapes, new_states
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan.default import default_bounds, host_bound, within_limit

@@ -29,7 +29,7 @@ from qoff.kernels.torch_threads import one_torch_thread
 from qoff.kvcache import KVQuant
 from qoff.models.forward_pass import NOT_FINITE, ForwardPass
 from qoff.models.modules.decoder import ModuleDecoder, is_modules
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.system_memory import check_free, refusals

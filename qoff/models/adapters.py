@@ -22,7 +22,8 @@ from qoff.schema import read_object, shown
 
 from .adapter_layers import AdapterLayers, Factors, Place, Planned, kept_as, merged
 from .forward_pass import AdaptedRows, mlp_tokens
-from .names import Part, layer_weights
+from .layer_weights import layer_weights
+from .names import Part
 from .spec import DecoderSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

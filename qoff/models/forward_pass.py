@@ -268,6 +268,13 @@ def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
     return memory if memory is None or len(memory) <= rows else memory[:rows]
 
 
+def columns(memory: Tensor | None, width: int) -> Tensor | None:
+    """Working space of rows of at least this width as rows of it, one after the other."""
+    if memory is None or memory.shape[1] == width:
+        return memory
+    return memory.flatten()[: len(memory) * width].view(len(memory), width)
+
+
 def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:
     """Tokens of which the MLP's intermediate values are kept at a time."""
     return tokens if tiled else min(tokens, GPU_MLP_TOKENS if on_gpu else MLP_TOKENS)

@@ -30,7 +30,8 @@ from qoff.system_memory import keep_large_apart, refusals
 
 from .forward_pass import ForwardPass
 from .modules.decoder import ModuleDecoder, is_modules
-from .native.decoder import Decoder, check_kv
+from .native.caches import check_kv
+from .native.decoder import Decoder
 from .native.following import Noise
 from .native.graphs import Replays
 from .native.mixing import mixed_pass

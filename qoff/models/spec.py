@@ -221,12 +221,7 @@ class DecoderSpec:
 
     def check_positions(self, tokens: int) -> None:
         """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
-        limit = self.position_limit
-        if limit is not None and tokens > limit:
-            raise ContextLengthError(
-                f"this {self.model_type} model is run up to {limit} tokens a sequence, prompt and "
-                f"answer, not {tokens}; use a shorter one"
-            )
+        check_length(tokens, self.position_limit, self.model_type)
 
     def query_scale_of(self, layer: int) -> QueryScale | None:
         """How a layer scales its queries by position."""
@@ -307,6 +302,15 @@ class DecoderSpec:
         Raises UnsupportedModelError naming the key, what was found and what is supported.
         """
         return cls(**read_spec(config))
+
+
+def check_length(tokens: int, limit: int | None, model_type: str) -> None:
+    """Raise ContextLengthError for a sequence of more tokens than a limit; None: there is none."""
+    if limit is not None and tokens > limit:
+        raise ContextLengthError(
+            f"this {model_type} model is run up to {limit} tokens a sequence, prompt and answer, "
+            f"not {tokens}; use a shorter one"
+        )
 
 
 _SIZES = {

@@ -11,7 +11,8 @@ from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.errors import FormatError
 
 from .families.family import TensorNames
-from .names import OUT, ROUTER, Weight, layer_prefix, layer_weights, outer_weights
+from .layer_weights import layer_weights, outer_weights
+from .names import OUT, ROUTER, Weight, layer_prefix
 from .spec import DecoderSpec
 
 _DAMAGED = "they are not of one model, or one of them is damaged: get both again"

@@ -25,8 +25,8 @@ from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
 from qoff.kvcache.store.plan import BlockPlan, BlockPlans
+from qoff.models.native.caches import check_top_on_gpu
 from qoff.models.native.cpu_pairs import cpu_pairs_bytes
-from qoff.models.native.decoder import check_top_on_gpu
 from qoff.models.native.graph_steps import MOST
 from qoff.models.native.pass_bytes import embedded_bytes, held_bytes, layer_bytes, logits_bytes
 from qoff.models.native.rope import table_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.triton.attention.offloaded import joined_bytes
 from qoff.kernels.triton.attention.select_blocks import select_bytes
 from qoff.kvcache import DeviceCache
@@ -33,15 +32,11 @@ def memory_of_modules_on_gpu(
     on_device, on_host = all_tables_bytes(plan, len(blocks.groups)), 0
     if attends_on_host(plan):
         on_device += max(joined_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
-        on_device += max(_ranked_bytes(plan, shape) for shape in shapes)
+        blocks_each, top = plan.blocks_per_sequence, plan.kv.attention_top
+        heads = max(shape.kv_heads for shape in shapes)
+        on_device += select_bytes(plan.batch_size, heads, blocks_each, top, offloaded=True)
         kinds = set(zip(shapes, forms, strict=True))
         on_host = attention_bytes_on_host(plan, kinds, dtype, decoder.vocab_size)
     found[DEVICE]["working space"] += on_device
     found[HOST]["working space"] += on_host
     return Memory(BlockPlans(), found, blocks)
-
-
-def _ranked_bytes(plan: Plan, shape: HeadShape) -> int:
-    """Bytes of the device that a choice takes where some of the blocks are offloaded."""
-    blocks, top = plan.blocks_per_sequence, plan.kv.attention_top
-    return select_bytes(plan.batch_size, shape.kv_heads, blocks, top, offloaded=True)

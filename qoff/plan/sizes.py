@@ -26,9 +26,10 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.memory.plan import HEAD, Layouts, is_expert, unit_weights
 from qoff.models.families import converted
+from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.modules.configs import check_config, is_native
-from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
-from qoff.models.native.decoder import head_shapes
+from qoff.models.names import Weight, layer_prefix
+from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor, QuantConfig, comes_as_floats
 

@@ -84,7 +84,7 @@ def test_pieces_are_read_once_each(count: int) -> None:
 
 @pytest.mark.parametrize("tile", [16, 48, 256])
 def test_int4_peers_compute_the_product(tile: int) -> None:
-    weight = cpu_matmul.random_weight(80, 192, seed=3)
+    weight = random_matrix((80, 192), 4, torch.Generator().manual_seed(3))
     x = torch.randn(5, 192)
     truth = x @ weight.dequantize().T
     out = DequantizeGemm(weight, tile, {})(x, torch.empty(5, 80))

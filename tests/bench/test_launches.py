@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench import launches
+from tests.programs import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,9 +24,8 @@ def test_an_interpreter_launches_nothing(
 
 def test_the_launches_of_a_layer_are_counted(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.launches", "--quick", "--out", str(tmp_path / "x.json")]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    command = ("-m", "bench.launches", "--quick", "--out", tmp_path / "x.json")
+    printed(*command, cwd=ROOT, env=env, timeout=300)
     (measured,) = json.loads((tmp_path / "x.json").read_text())["measured"].values()
     assert measured["triton"]["decode_attention_kernel"] == 1
     assert measured["triton_launches"] <= 8

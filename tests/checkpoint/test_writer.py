@@ -398,8 +398,12 @@ def test_what_would_leave_others_unaligned_comes_last(tmp_path: Path) -> None:
     assert list(file.weights) == ["norm", "vector", "double", "scale", "halves", "byte"]
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/a", "config.json"])
-def test_only_plain_files_are_copied(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "a/b", "/tmp/a", "a\0b", "\ud800", "config.json"]
+    + [f"model-{name}.safetensors" for name in ("outer", "layer-00007")],
+)
+def test_only_plain_files_that_the_format_has_not_are_copied(tmp_path: Path, name: str) -> None:
     with (
         pytest.raises(ConversionError, match="plain file name"),
         CheckpointWriter(tmp_path / "model") as writer,

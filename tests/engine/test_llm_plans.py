@@ -12,7 +12,7 @@ import pytest
 from qoff.engine import LLM, SamplingParams
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.plan import Plan
 from qoff.plan.manual import Memory
 from tests.instruments import POISON

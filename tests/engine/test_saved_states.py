@@ -66,22 +66,16 @@ def test_what_several_prompts_begin_with_is_read_once(checkpoint: Path) -> None:
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
 
 
-def test_a_beginning_that_is_used_again_is_kept_where_it_ends(checkpoint: Path) -> None:
-    """The second prompt finds blocks, but no states behind them; the third finds those of it."""
-    prompts = [[*TOKENS[:70], *tail] for tail in ([7] * 130, [8] * 130, [9] * 130)]
-    with LLM(checkpoint, replace(PLAN, share_prefixes=True)) as llm:
-        read = []
-        for prompt in prompts:
-            before = counted(llm)
-            llm.generate([prompt], PARAMS)
-            read.append(counted(llm) - before)
-    assert read == [200, 200, 136]
+@pytest.mark.parametrize("batch_size", [PLAN.batch_size, 1])
+def test_a_beginning_that_is_used_again_is_kept_where_it_ends(
+    batch_size: int, checkpoint: Path
+) -> None:
+    """The second prompt finds blocks, but no states behind them; later ones find those of it.
 
-
-def test_one_sequence_at_a_time_goes_on_from_what_all_begin_with(checkpoint: Path) -> None:
-    """Though each prompt keeps states of its own, too."""
+    One sequence at a time, too, though each prompt keeps states of its own.
+    """
     prompts = [[*TOKENS[:70], *[tail] * 130] for tail in (7, 8, 9, 10)]
-    with LLM(checkpoint, replace(PLAN, batch_size=1, share_prefixes=True)) as llm:
+    with LLM(checkpoint, replace(PLAN, batch_size=batch_size, share_prefixes=True)) as llm:
         read = []
         for prompt in prompts:
             before = counted(llm)

@@ -18,7 +18,8 @@ from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.models.modules import pass_bytes
 from qoff.models.modules.decoder import ModuleDecoder
-from qoff.models.native.decoder import Decoder, head_shapes
+from qoff.models.native.caches import head_shapes
+from qoff.models.native.decoder import Decoder
 from qoff.models.native.scratch import scratch_bytes
 from qoff.plan import Memory, Plan
 from tests.adapters import save_adapter

@@ -16,7 +16,7 @@ from qoff.kvcache.store.placement import DISK, TIERS
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory.arena import PAGE
 from qoff.models.convert.convert import convert
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.plan import Plan
 from tests.instruments import POISON
 from tests.tiny_models import QUANT, save_model

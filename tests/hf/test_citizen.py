@@ -95,7 +95,7 @@ def test_a_streamed_model_tells_where_its_weights_are(
     streamed, _ = qoff.load(path, device_memory=least)
     with resident, streamed:
         files = Checkpoint.open(path)
-        stored = sum(e.nbytes for f in (*files.layers, files.outer) for e in f.weights.values())
+        stored = sum(e.nbytes for f in files.files for e in f.weights.values())
         if not torch.accelerator.is_available():  # else a pipeline would move it there
             assert not hasattr(resident, "hf_device_map")
             run = pipeline("text-generation", model=resident, tokenizer=tokenizer, device="cpu")

@@ -19,7 +19,7 @@ from qoff.hf.plugin.streaming import Streaming
 from qoff.kvcache import KVQuant
 from qoff.kvcache.quant import UnpackableError
 from qoff.memory.instrumentation import Instrumentation
-from qoff.models.native.decoder import check_kv
+from qoff.models.native.caches import check_kv
 from qoff.models.spec import DecoderSpec
 from qoff.quant import matrix
 from qoff.schema import read_object

@@ -8,8 +8,11 @@ import torch
 import qoff
 from tests.tiny_models import reference_model, tiny_checkpoint
 
+FAMILIES = ["gemma3", "opt", "gpt-neox", "phi3-longrope", "qwen2-moe"]
+FAMILIES += ["gemma3n", "gemma4", "gemma4-small", "deepseek-v3"]
 
-@pytest.mark.parametrize("family", ["gemma3", "opt", "gpt-neox", "phi3-longrope", "qwen2-moe"])
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_of_a_padded_batch(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

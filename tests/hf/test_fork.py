@@ -13,18 +13,13 @@ import qoff
 from qoff.models.runtime import Runtime
 from qoff.process import ForkLock
 from tests.forks import in_child
-from tests.tiny_models import load_budgets, tiny_checkpoint
+from tests.tiny_models import load_budgets
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
     pytest.mark.timeout(300),  # kernels may have to be compiled
 ]
 IDS = torch.arange(4, 20)[None]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama")
 
 
 def test_a_model_that_streams_is_told_of_its_process(checkpoint: Path) -> None:

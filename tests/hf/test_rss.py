@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,11 @@ from transformers import LlamaConfig
 
 from qoff.checkpoint import Checkpoint, CheckpointWriter
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.models.names import layer_prefix, layer_weights, outer_weights
+from qoff.models.layer_weights import layer_weights, outer_weights
+from qoff.models.names import layer_prefix
 from qoff.models.spec import DecoderSpec
 from tests.kernels.operands import random_weight
+from tests.programs import printed
 from tests.tiny_families import VOCAB
 from tests.tiny_models import save_tokenizer, tiny_checkpoint
 
@@ -94,10 +94,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(warm: Path, big: Path, *budgets: int) -> list[dict[str, int]]:
-    command = [sys.executable, "-c", PROGRAM, str(warm), str(big), *map(str, budgets)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    lines = printed("-c", PROGRAM, warm, big, *budgets).splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def test_generating_stays_within_budget_cache_and_slack(

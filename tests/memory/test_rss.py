@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.memory.checkpoints import write_checkpoint
+from tests.programs import printed
 
 BUDGET = 32 << 20
 SLACK = 16 << 20  # thread stacks, bounce buffers, allocator, code loaded on first use
@@ -37,15 +36,8 @@ def test_streaming_two_hundred_megabytes_stays_within_the_budget(tmp_path: Path)
     checkpoint = write_checkpoint(tmp_path / "model", layers=16, scale=720, alike=True)
     size = sum(file.nbytes for file in checkpoint.layers)
     assert size > 200e6
-    run = subprocess.run(
-        [sys.executable, "-c", STREAM, str(checkpoint.path), str(BUDGET)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    growth, read, peak, after_cycles, after_close = map(int, run.stdout.split())
+    numbers = printed("-c", STREAM, checkpoint.path, BUDGET).split()
+    growth, read, peak, after_cycles, after_close = map(int, numbers)
     assert read > size  # it did stream
     assert peak <= BUDGET
     assert growth <= BUDGET + SLACK

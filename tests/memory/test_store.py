@@ -205,7 +205,7 @@ def test_following_the_order_reads_every_byte_once_a_cycle(small: Checkpoint) ->
                 pass
         for unit in UNITS[: plan.slots]:  # wait for what is read ahead
             store.acquire(unit)
-        total = sum(f.nbytes - f.data_start for f in [*small.layers, small.outer])
+        total = sum(f.nbytes - f.data_start for f in small.files)
         ahead = store.stats.bytes_read - before - 2 * total
         assert 0 <= ahead <= plan.slots * plan.slot_bytes
 

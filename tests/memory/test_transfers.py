@@ -48,6 +48,7 @@ from tests.memory.kinds import (
     opened,
     plan_for,
 )
+from tests.programs import printed
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -273,9 +274,6 @@ def test_slots_are_not_overwritten_while_the_gpu_computes(pristine: Checkpoint) 
 
 
 def test_cuda_is_not_initialized_by_what_does_not_use_it(pristine: Checkpoint) -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, torch; from qoff.memory import *; from qoff.checkpoint import Checkpoint;"
         "c = Checkpoint.open(sys.argv[1]);"
@@ -283,14 +281,7 @@ def test_cuda_is_not_initialized_by_what_does_not_use_it(pristine: Checkpoint) -
         "assert not torch.cuda.is_initialized();"
         "assert 'qoff.memory.io.cuda_transfers' not in sys.modules"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(pristine.path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    printed("-c", code, pristine.path)
 
 
 def test_a_copy_that_was_given_up_does_not_hold_up_what_leaves_for_its_place() -> None:

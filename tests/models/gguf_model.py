@@ -13,8 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qoff.checkpoint import Checkpoint, read_weight
-from qoff.kernels.layout.qtensor import QTensor
+from tests.gguf_models import ARCHITECTURES, permuted
 from tests.quant.packed_matrices import gguf_blocks
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 32, 2
@@ -41,37 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "llama-wide": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},  # for K types
 }
-HF_TO_GGUF = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    prefix, rest = "", name
-    if name.startswith("model.layers."):
-        _, _, layer, rest = name.split(".", 3)
-        prefix = f"blk.{layer}."
-    module, kind = rest.rsplit(".", 1)
-    return f"{prefix}{HF_TO_GGUF[module]}.{kind}"
-
-
-def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """The row order that llama.cpp's converter gives Llama's queries and keys."""
-    pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 class Model:
@@ -80,6 +48,7 @@ class Model:
     def __init__(self, family: str, kinds: Mapping[str, Kind] | None = None) -> None:
         self.arch = family.partition("-")[0]
         self.kinds = kinds or {}
+        self._names = gguf.get_tensor_name_map(ARCHITECTURES[self.arch], LAYERS)
         config = {"model_type": self.arch, **CONFIG, **FAMILIES[family]}
         self.config = AutoConfig.for_model(**config)
         torch.manual_seed(3)
@@ -122,7 +91,8 @@ class Model:
                 raw = permuted(raw, HEADS)
             if self.arch in ("llama", "smollm3") and ".k_proj." in name:
                 raw = permuted(raw, KV_HEADS)
-            writer.add_tensor(gguf_name(name), raw, raw_dtype=self.kind(name))
+            called = self._names.get_name(name, (".weight", ".bias"))
+            writer.add_tensor(called, raw, raw_dtype=self.kind(name))
         for name, values in self.extra.items():
             writer.add_tensor(name, values)
         writer.write_header_to_file()
@@ -158,12 +128,3 @@ class Model:
         writer.add_eos_token_id(2)
         writer.add_pad_token_id(0)
         writer.add_chat_template("{{ messages[0]['content'] }}")
-
-
-def read_all(path: Path) -> dict[str, QTensor | Tensor]:
-    checkpoint = Checkpoint.open(path)
-    return {
-        name: read_weight(file, entry)
-        for file in (*checkpoint.layers, checkpoint.outer)
-        for name, entry in file.weights.items()
-    }

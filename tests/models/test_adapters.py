@@ -19,7 +19,7 @@ from qoff.kernels.reference import ops as reference
 from qoff.models import adapter_layers
 from qoff.models.adapters import AdapterFile, Adapters
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.names import layer_weights
+from qoff.models.layer_weights import layer_weights
 from tests.adapters import save_adapter
 from tests.engine.test_allocations import Peak
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint

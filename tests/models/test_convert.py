@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from qoff.checkpoint import Checkpoint, read_weight
+from qoff.checkpoint import Checkpoint
 from qoff.errors import (
     ConversionError,
     FormatError,
@@ -28,7 +28,7 @@ from qoff.models.convert.convert import convert
 from qoff.quant import QuantConfig, quantize
 from qoff.units import counted
 from tests.module_models import save_module_model
-from tests.tiny_models import interleave16
+from tests.tiny_models import interleave16, read_all
 
 TINY: dict[str, Any] = {
     "vocab_size": 100,  # no multiple of 16
@@ -69,15 +69,6 @@ def save_model(directory: Path, family: str, **kwargs: Any) -> dict[str, Tensor]
             parameter.normal_(std=0.1)
     model.to(torch.bfloat16).save_pretrained(directory, **kwargs)
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def read_all(path: Path) -> dict[str, QTensor | Tensor]:
-    checkpoint = Checkpoint.open(path)
-    return {
-        name: read_weight(file, entry)
-        for file in (*checkpoint.layers, checkpoint.outer)
-        for name, entry in file.weights.items()
-    }
 
 
 def fused(tensors: dict[str, Tensor], layer: int, kind: str) -> dict[str, Tensor]:

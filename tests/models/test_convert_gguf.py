@@ -20,7 +20,7 @@ from qoff.kernels.layout.scales import COMPACT
 from qoff.models.convert.convert import convert
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig, quantize
-from tests.tiny_models import interleave16
+from tests.tiny_models import interleave16, read_all
 
 from .gguf_model import (
     FAMILIES,
@@ -28,7 +28,6 @@ from .gguf_model import (
     KV_HEADS,
     LAYERS,
     Model,
-    read_all,
 )
 
 
@@ -109,24 +108,29 @@ def model_class(model: Model) -> Any:
         return AutoModelForCausalLM.from_config(model.config)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])
-def test_every_imported_type_is_exact(kind: Kind, tmp_path: Path) -> None:
-    model = Model("llama", {"_proj": kind})
-    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out"))
-    for name, value in wanted_fused(model, 0, "weight").items():
-        weight = found[f"model.layers.0.{name}"]
-        assert isinstance(weight, QTensor)
-        assert weight.bits == int(kind.name[1])
-        assert torch.equal(weight.dequantize(), value)
+JOINED: list[tuple[dict[str, Kind], dict[str, int]]] = [  # types, and bits of matrices
+    *(
+        ({"_proj": kind}, {"": int(kind.name[1])})
+        for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
+    ),
+    ({"q_proj": Kind.Q4_0, "up_proj": Kind.Q4_0}, {"": 4}),
+    ({"v_proj": Kind.Q8_0, "up_proj": Kind.Q5_1}, {"qkv": 8, "gate_up": 5, "": 4}),
+]
 
 
-def test_types_of_one_width_join_without_loss(tmp_path: Path) -> None:
-    model = Model("llama", {"q_proj": Kind.Q4_0, "up_proj": Kind.Q4_0})
-    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=True))
+@pytest.mark.parametrize("for_cpu", [False, True])
+@pytest.mark.parametrize(("kinds", "bits"), JOINED)
+def test_imported_types_are_exact_and_join_in_the_widest(
+    kinds: dict[str, Kind], bits: dict[str, int], for_cpu: bool, tmp_path: Path
+) -> None:
+    """4-bit codes fit 5 and 8 bits, so a fused matrix of both has the values of its parts."""
+    model = Model("llama", kinds)
+    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=for_cpu))
     for name, value in wanted_fused(model, 1, "weight").items():
         weight = found[f"model.layers.1.{name}"]
         assert isinstance(weight, QTensor)
-        assert torch.equal(weight.dequantize(), value)
+        assert weight.bits == next(width for part, width in bits.items() if part in name)
+        assert torch.equal(weight.dequantize(), value), name
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.F32, Kind.BF16])
@@ -150,18 +154,6 @@ def test_floats_are_quantized(kind: Kind, tmp_path: Path) -> None:
     rows = joined.dequantize()[-values.shape[0] :]
     again = quantize(values, 4, 32, "mse", scale_dtype=torch.float16)
     assert torch.equal(rows, again.dequantize())
-
-
-@pytest.mark.parametrize("for_cpu", [False, True])
-def test_types_of_different_widths_join_in_the_widest(for_cpu: bool, tmp_path: Path) -> None:
-    """4-bit codes fit 5 and 8 bits, so a fused matrix of both has the values of its parts."""
-    model = Model("llama", {"v_proj": Kind.Q8_0, "up_proj": Kind.Q5_1})
-    found = read_all(convert(model.write(tmp_path / "m.gguf"), tmp_path / "out", for_cpu=for_cpu))
-    for name, value in wanted_fused(model, 1, "weight").items():
-        weight = found[f"model.layers.1.{name}"]
-        assert isinstance(weight, QTensor)
-        assert weight.bits == (8 if "qkv" in name else 5 if "gate_up" in name else 4)
-        assert torch.equal(weight.dequantize(), value), name
 
 
 def test_a_file_of_q4_k_m(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from qoff.models.convert import loss
 from qoff.models.convert.convert import convert
 from qoff.models.convert.loss import LossProbe
 from qoff.models.convert.module_loss import ModuleLoss
-from qoff.models.names import layer_weights
+from qoff.models.layer_weights import layer_weights
 from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig

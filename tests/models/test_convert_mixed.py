@@ -24,10 +24,16 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
 from qoff.quant import Format, QuantConfig, quantize
 from tests.models.gguf_model import Model as GGUFModel
-from tests.models.gguf_model import read_all
 from tests.models.test_gguf_modules import written
 from tests.module_models import dequantized, module_source, save_module_model
-from tests.tiny_models import budgets, reference_model, save_model, save_tokenizer, tiny_model
+from tests.tiny_models import (
+    budgets,
+    read_all,
+    reference_model,
+    save_model,
+    save_tokenizer,
+    tiny_model,
+)
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 130}

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qoff.checkpoint import Checkpoint, read_weight
 from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
 from qoff.eval.perplexity.models import opened_original
 from qoff.eval.perplexity.scoring import Sample, evaluate
@@ -37,7 +36,7 @@ from tests.quant.packed_matrices import (
     gptq,
     random_matrix,
 )
-from tests.tiny_models import PlainRun, interleave16
+from tests.tiny_models import PlainRun, interleave16, read_all
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 TINY: dict[str, Any] = {
@@ -113,15 +112,6 @@ def save_model(
     text = json.dumps({**hf.to_dict(), "quantization_config": config})
     (path / "config.json").write_text(text)
     return values
-
-
-def read_all(path: Path) -> dict[str, QTensor | Tensor]:
-    checkpoint = Checkpoint.open(path)
-    return {
-        name: read_weight(file, entry)
-        for file in (*checkpoint.layers, checkpoint.outer)
-        for name, entry in file.weights.items()
-    }
 
 
 def matrices(values: dict[str, Tensor]) -> dict[str, Tensor]:

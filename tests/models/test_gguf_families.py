@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from qoff.checkpoint import Checkpoint, read_weight
+from qoff.checkpoint import Checkpoint
 from qoff.errors import FormatError, QoffError, QuantizationError, UnsupportedModelError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models import names
@@ -26,7 +26,7 @@ from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from tests.gguf_models import GGUFModel
 from tests.tiny_families import FAMILIES
-from tests.tiny_models import QUANT, save_model, tiny_checkpoint, tiny_model
+from tests.tiny_models import QUANT, read_all, save_model, tiny_checkpoint, tiny_model
 
 # What a GGUF file cannot say, as it says nothing: what llama.cpp takes it for.
 _MSCALE = {**FAMILIES["deepseek-v3"]["rope_scaling"], "mscale": 0.7}
@@ -71,12 +71,9 @@ def source_of(base: Path, family: str) -> Path:
 
 
 def all_weights(path: Path) -> dict[str, list[Tensor]]:
-    checkpoint = Checkpoint.open(path)
     return {
         name: [w.codes, w.scale_min] if isinstance(w, QTensor) else [w]
-        for file in (*checkpoint.layers, checkpoint.outer)
-        for name, entry in file.weights.items()
-        for w in [read_weight(file, entry)]
+        for name, w in read_all(path).items()
     }
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.models.families import converted
-from qoff.models.names import layer_weights, outer_weights
+from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import tiny_model

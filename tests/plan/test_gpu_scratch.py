@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.models.native.decoder import head_shapes
+from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 from tests.plan.machines import GIB, LLAMA_405B, MIB

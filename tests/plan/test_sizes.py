@@ -12,7 +12,8 @@ from qoff.checkpoint.layout import layer_file
 from qoff.errors import UnsupportedModelError
 from qoff.memory.plan import LM_HEAD, plan_residency
 from qoff.models.families import tensor_names
-from qoff.models.names import layer_prefix, layer_weights
+from qoff.models.layer_weights import layer_weights
+from qoff.models.names import layer_prefix
 from qoff.plan.sizes import ModelSizes, planned_file
 from qoff.quant import QuantConfig
 from tests.plan.machines import SMALL

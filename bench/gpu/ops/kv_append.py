@@ -11,13 +11,11 @@ from torch import Tensor
 
 from bench.gpu.case import Call, Check, PreparedCase, TimedCase, relative_rms
 from bench.gpu.model_shapes import ModelShape
-from bench.gpu.ops.rope import tables
 from bench.gpu.targets import PLAIN_APPEND
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks
 from qoff.kernels.triton.attention.append import kv_append
-from qoff.kernels.triton.elementwise.rope import rope
 
 OP = "kv_append"
 _BOUND = 2e-2  # a code beside a half may be the neighbour of the reference's: a whole step
@@ -29,12 +27,10 @@ class Append:
 
     k: Tensor
     v: Tensor
-    cos: Tensor
-    sin: Tensor
     cache: DeviceLayerCache
 
     def run(self, function: Callable[..., None] = kv_append) -> None:
-        function(self.k, self.v, self.cache, (self.cos, self.sin))
+        function(self.k, self.v, self.cache)
 
 
 def append(
@@ -46,7 +42,6 @@ def append(
     before = [start // BLOCK_TOKENS * BLOCK_TOKENS for start in starts]
     after = [end // BLOCK_TOKENS * BLOCK_TOKENS for end in ends]
     blocks = max([end // BLOCK_TOKENS for end in ends] + [1])
-    cos, sin = tables(form.head_dim, device, max(ends) + 1)
     table = torch.arange(sequences * blocks, dtype=torch.int32, device=device)
     recent = torch.randn(2, sequences, BLOCK_TOKENS, kv_heads, form.head_dim, device=device).half()
 
@@ -69,8 +64,6 @@ def append(
     return Append(
         torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
         torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
-        cos,
-        sin,
         DeviceLayerCache(form, pool, recent[0], recent[1], step),
     )
 
@@ -121,13 +114,12 @@ def _build(model: ModelShape, rows: int, sequences: int, device: torch.device) -
 
 
 def _plain(work: Append) -> Call:
-    """RoPE and two indexed copies into an fp16 cache."""
+    """Two indexed copies into an fp16 cache."""
     cache = torch.zeros(2, *work.k.shape, dtype=torch.float16, device=work.k.device)
     slots = torch.arange(work.k.shape[0], device=work.k.device)
-    positions = slots % work.cache.step.max_rows
 
     def call() -> None:
-        cache[0].index_copy_(0, slots, rope(work.k, positions, work.cos, work.sin))
+        cache[0].index_copy_(0, slots, work.k)
         cache[1].index_copy_(0, slots, work.v)
 
     return call

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -56,48 +57,65 @@ class AlikeLayers:
         self._known[kind] = KnownJobs.of(layers)
 
 
+class _Doing(Enum):
+    """What becomes of the jobs of a layer that is told."""
+
+    LEARN = auto()  # kept, until those of all layers are known
+    CHECK = auto()  # kept, until there is a layer of each kind: what the others do is known
+    NOTHING = auto()  # the pool has them
+
+
 class PassLayers:
     """The layers of one pass, from the first to the last: each is told, or was done."""
 
     def __init__(self, layers: AlikeLayers, kind: Hashable) -> None:
         self._layers, self._kind = layers, kind
+        self._doing = _Doing.LEARN
         self._told: list[Sequence[Told]] = []
-        self._known: KnownJobs | None = None
-        self._noting = True
+        self._known: KnownJobs | None = None  # while checking
         self.until = 0  # layers before this one are done
 
     @contextmanager
     def telling(self, layer: int) -> Iterator[None]:
         """Tell the jobs of a layer; then those that follow may be done, see `until`."""
         self.until = layer + 1
-        if not self._noting or layer == self._layers.last:
+        if self._doing is _Doing.NOTHING or layer == self._layers.last:
             yield
             return
         with self._layers.pool.noting() as jobs:
             yield
         self._told.append(jobs)
-        self._noting = bool(jobs)  # else somebody waited for them, or computed without them
-        if layer == 0 and jobs:
-            self._begin(jobs)
-        if self._known is not None and self._known.leading == len(self._told):
+        self._doing = self._next(jobs)
+
+    def _next(self, jobs: Sequence[Told]) -> _Doing:
+        """What is done from now on; jobs: of the layer that was told last."""
+        if not jobs:  # somebody waited for them, or computed without them
+            return _Doing.NOTHING
+        doing = self._begun(jobs) if len(self._told) == 1 else self._doing
+        if doing is _Doing.CHECK:
+            assert self._known is not None
+            if self._known.leading > len(self._told):
+                return doing
             if self._known.update(self._told):
                 self._follow(self._known)
-                return
-            self._known = None  # something lies elsewhere now
-        if self._noting and self._known is None and layer == self._layers.last - 1:
+                return _Doing.NOTHING
+            doing = _Doing.LEARN  # something lies elsewhere now
+        if doing is _Doing.LEARN and len(self._told) == self._layers.last:
             self._layers.learn(self._kind, self._told)
+        return doing
 
-    def _begin(self, jobs: Sequence[Told]) -> None:
-        self._kind = self._kind, tuple(job.function for job in jobs)
+    def _begun(self, first: Sequence[Told]) -> _Doing:
+        """What is done after the first layer, whose jobs are part of the kind."""
+        self._kind = self._kind, _functions(first)
         try:
             self._known = self._layers.find(self._kind)
         except KeyError:
-            return
-        self._noting = self._known is not None
+            return _Doing.LEARN
+        return _Doing.NOTHING if self._known is None else _Doing.CHECK
 
     def _follow(self, known: KnownJobs) -> None:
         self._layers.pool.run_list(known.address, known.count)
-        self.until, self._noting = self._layers.last, False
+        self.until = self._layers.last
         self._layers.followed += known.layers
 
 

@@ -1,4 +1,4 @@
-"""Appending K and V to the cache on a GPU: rotation, packing of complete blocks, recent window."""
+"""Appending K and V to the cache on a GPU: packing of complete blocks, recent window."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -6,29 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.triton.elementwise.rope import check_tables
 from qoff.kernels.triton.launch.options import LAUNCH
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
-from .pack import load_half, load_turned, pack_channels, pack_tokens
+from .pack import load_half, pack_channels, pack_tokens
 
 
 @triton.jit
 def pack_kernel(
-    k, v, cos, sin, start, row_start, recent_k, recent_v,
+    k, v, start, row_start, recent_k, recent_v,
     k_stride,  # from token to token
     v_stride,
     kv_heads,
     window,  # slots of a ring
     pool, block_table, before, after, table_stride,
-    HALF: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, ROPE: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr, PARTS: tl.constexpr, V_CODES: tl.constexpr,
     NBYTES: tl.constexpr,
 ):  # fmt: skip
@@ -49,8 +48,8 @@ def pack_kernel(
     new_k = k + row.to(tl.int64) * k_stride + head * (2 * HALF)
     v_low = load_half(new_v, fresh, 0, HALF, PADDED)
     v_high = load_half(new_v, fresh, HALF, HALF, PADDED)
-    turn = tl.where(fresh, position, 0)
-    k_low, k_high = load_turned(new_k, fresh, turn, cos, sin, HALF, PADDED, PAIRS, ROPE)
+    k_low = load_half(new_k, fresh, 0, HALF, PADDED)
+    k_high = load_half(new_k, fresh, HALF, HALF, PADDED)
     if block * 64 < first:
         keep = fresh[:, None]
         v_low = tl.where(keep, v_low, load_half(recent_v + at, old, 0, HALF, PADDED))
@@ -65,10 +64,8 @@ def pack_kernel(
 
 @triton.jit
 def write_kernel(
-    k, v, cos, sin, start, row_start, recent_k, recent_v, k_stride, v_stride, kv_heads, window,
-    after,
-    HALF: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, ROPE: tl.constexpr,
-    HEADS: tl.constexpr,
+    k, v, start, row_start, recent_k, recent_v, k_stride, v_stride, kv_heads, window, after,
+    HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write HEADS heads of one token that is in no block to its slot of the ring."""
     sequence = tl.program_id(2).to(tl.int64)
@@ -84,8 +81,8 @@ def write_kernel(
     new_k = k + row * k_stride + head * (2 * HALF)
     v_low = load_half(new_v, inside, 0, HALF, PADDED)
     v_high = load_half(new_v, inside, HALF, HALF, PADDED)
-    turn = position + tl.zeros((1,), tl.int32)
-    k_low, k_high = load_turned(new_k, inside, turn, cos, sin, HALF, PADDED, PAIRS, ROPE)
+    k_low = load_half(new_k, inside, 0, HALF, PADDED)
+    k_high = load_half(new_k, inside, HALF, HALF, PADDED)
     slot = (sequence * window + position % window) * kv_heads * (2 * HALF)
     channel = tl.arange(0, PADDED)[None, :]
     at = slot + head[:, None] * (2 * HALF) + channel
@@ -96,27 +93,23 @@ def write_kernel(
     tl.store(recent_k + at + HALF, k_high, mask=mask)
 
 
-Tables = tuple[Tensor, Tensor]
-
-
-def kv_append(k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | None = None) -> None:
-    """Turn new keys, pack the blocks that become complete, and keep the rest in the ring.
+def kv_append(k: Tensor, v: Tensor, cache: DeviceLayerCache) -> None:
+    """Pack the blocks that become complete, and keep the rest in the ring.
 
     k, v: [T, kv_heads, D], rows row_start[s]..row_start[s+1]-1 of `cache.step` belong to sequence
-    s, at positions start[s] on; tokens may lie apart, a token's heads may not. tables: cos and sin,
-    float32 [P, R/2], for keys that RoPE is to turn (see `rope`). Tokens packed[s]..after[s]-1,
-    whole blocks, go into the pool where the table says, those from start[s] on from k and v, older
-    ones from the ring; tokens from after[s] on, at most W, go into the ring. Blocks are read before
-    the ring is written, those up to `offloaded_until` into the write-back buffer. One launch
-    without new blocks, otherwise two or three. Raises OpError.
+    s, at positions start[s] on; tokens may lie apart, a token's heads may not. Keys are turned
+    already. Tokens packed[s]..after[s]-1, whole blocks, go into the pool where the table says,
+    those from start[s] on from k and v, older ones from the ring; tokens from after[s] on, at most
+    W, go into the ring. Blocks are read before the ring is written, those up to `offloaded_until`
+    into the write-back buffer. One launch without new blocks, otherwise two or three. Raises
+    OpError.
 
-    Values are those of `reference.kv_blocks.append`: K is turned in float32 and rounded to its
-    dtype before it is packed. A code may be the neighbour where the quotient is within float32
-    rounding of a half.
+    Values are those of `reference.kv_blocks.append`. A code may be the neighbour where the quotient
+    is within float32 rounding of a half.
     """
     for blocks in new_blocks(cache, cache.step.start):
-        pack_blocks(k, v, cache, blocks, tables)
-    write_recent(k, v, cache, cache.step.after, tables)
+        pack_blocks(k, v, cache, blocks)
+    write_recent(k, v, cache, cache.step.after)
 
 
 class NewBlocks(NamedTuple):
@@ -143,16 +136,14 @@ def new_blocks(cache: DeviceLayerCache, start: Tensor) -> Iterator[NewBlocks]:
         yield NewBlocks(cache.pool, before, step.after, step.max_new_blocks, start)
 
 
-def pack_blocks(
-    k: Tensor, v: Tensor, cache: DeviceLayerCache, blocks: NewBlocks, tables: Tables | None = None
-) -> None:
+def pack_blocks(k: Tensor, v: Tensor, cache: DeviceLayerCache, blocks: NewBlocks) -> None:
     """The part of `kv_append` that packs. Raises OpError."""
-    operands, turning = _operands(k, v, cache, tables, blocks.start)
+    operands, rows = _operands(k, v, cache, blocks.start), _row_constants(cache.form.half)
     form, table = cache.form, cache.step.table
     if not blocks.most or not len(table):
         return
     pack_kernel[(k.shape[1], blocks.most, len(table))](
-        *operands, blocks.pool, table, blocks.before, blocks.after, table.stride(0), **turning,
+        *operands, blocks.pool, table, blocks.before, blocks.after, table.stride(0), **rows,
         K_BITS=form.k_bits,
         V_BITS=form.v_bits,
         PARTS=form.parts,
@@ -164,11 +155,9 @@ def pack_blocks(
     )  # fmt: skip
 
 
-def write_recent(
-    k: Tensor, v: Tensor, cache: DeviceLayerCache, after: Tensor, tables: Tables | None = None
-) -> None:
+def write_recent(k: Tensor, v: Tensor, cache: DeviceLayerCache, after: Tensor) -> None:
     """The part of `kv_append` that writes tokens from after[s] (int32 [S]) on to the ring."""
-    operands, turning = _operands(k, v, cache, tables, cache.step.start)
+    operands = _operands(k, v, cache, cache.step.start)
     sequences, window, kv_heads, head_dim = cache.recent_k.shape
     rows = cache.step.max_rows
     if not rows or not sequences:
@@ -179,7 +168,7 @@ def write_recent(
     write_kernel[(cdiv(kv_heads, heads), min(rows, window), sequences)](
         *operands,
         after,
-        **turning,
+        **_row_constants(cache.form.half),
         HEADS=heads,
         num_warps=max(1, heads * padded // 512),
         num_stages=1,
@@ -188,22 +177,14 @@ def write_recent(
 
 
 def _operands(
-    k: Tensor, v: Tensor, cache: DeviceLayerCache, tables: Tables | None, start: Tensor
-) -> tuple[tuple[Tensor | int, ...], dict[str, Any]]:
-    """What both kernels take first, and the constants of their rows. Raises OpError."""
+    k: Tensor, v: Tensor, cache: DeviceLayerCache, start: Tensor
+) -> tuple[Tensor | int, ...]:
+    """What both kernels take first. Raises OpError."""
     cache.check_fresh(k, v)
-    pairs = 0
-    if tables is not None:
-        check_tables(*tables, k.shape[2], k.device)
-        pairs = tables[0].shape[1]
-    step, rings = cache.step, (cache.recent_k, cache.recent_v)
-    # Without tables k and v stand in, which are not read.
-    tensors = (k, v, *(tables or (k, v)), start, step.row_start, *rings)
     sizes = (k.stride(0), v.stride(0), k.shape[1], cache.recent_k.shape[1])
-    return (*tensors, *sizes), _row_constants(cache.form.half, pairs)
+    return (k, v, start, cache.step.row_start, cache.recent_k, cache.recent_v, *sizes)
 
 
 @cache
-def _row_constants(half: int, pairs: int) -> dict[str, Any]:
-    rope = "halves" if pairs == half else "split" if pairs else "none"
-    return {"HALF": half, "PADDED": next_power_of_2(half), "PAIRS": pairs, "ROPE": rope}
+def _row_constants(half: int) -> dict[str, int]:
+    return {"HALF": half, "PADDED": next_power_of_2(half)}

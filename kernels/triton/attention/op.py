@@ -212,7 +212,7 @@ def _normed(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return heads
     rows = heads.contiguous().view(-1, heads.shape[2])
-    return rms_norm(rows, weight, eps)[0].view(heads.shape)
+    return rms_norm(rows, weight, eps).view(heads.shape)
 
 
 def _turned(heads: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pieces of Triton kernels that load, turn and pack the keys and values of one KV head.
+"""Pieces of Triton kernels that load and pack the keys and values of one KV head.
 
 A head's channels are handled as two tiles, the first and the second half, because a byte of a
 packed block holds a channel of each: packing them needs no exchange between threads.
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from qoff.kernels.layout.kv_format import CLIPPED
-from qoff.kernels.triton.elementwise.rope import turned
 
 CLIPPED_2, CLIPPED_3 = tl.constexpr(CLIPPED[2]), tl.constexpr(CLIPPED[3])
 
@@ -23,68 +22,6 @@ def load_half(rows, inside, FIRST: tl.constexpr, HALF: tl.constexpr, PADDED: tl.
     channel = tl.arange(0, PADDED)[None, :]
     mask = inside[:, None] & (channel < HALF)
     return tl.load(rows[:, None] + FIRST + channel, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_turned(
-    rows,
-    inside,
-    position,  # [N], or [1] for all rows
-    cos,
-    sin,
-    HALF: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,  # "none", "halves" (all channels, i with i + HALF) or "split"
-):
-    """Both halves of the heads that start at pointers rows [N], turned and rounded to their dtype.
-
-    Masked rows are 0; `position` must be one of the table's there, too.
-    """
-    if ROPE == "none":
-        low = load_half(rows, inside, 0, HALF, PADDED)
-        high = load_half(rows, inside, HALF, HALF, PADDED)
-    elif ROPE == "halves":
-        pair = tl.arange(0, PADDED)[None, :]
-        angle = position.to(tl.int64)[:, None] * PAIRS + pair
-        c = tl.load(cos + angle, mask=pair < PAIRS, other=0.0)
-        s = tl.load(sin + angle, mask=pair < PAIRS, other=0.0)
-        a = load_half(rows, inside, 0, HALF, PADDED)
-        b = load_half(rows, inside, HALF, HALF, PADDED)
-        low, high = turned(a, b, c, s, rows.dtype.element_ty)
-    else:
-        low = _turned_half(rows, inside, position, cos, sin, 0, HALF, PADDED, PAIRS)
-        high = _turned_half(rows, inside, position, cos, sin, HALF, HALF, PADDED, PAIRS)
-    return low, high
-
-
-@triton.jit
-def _turned_half(
-    rows,
-    inside,
-    position,
-    cos,
-    sin,
-    FIRST: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Half of the channels, whose partners may be in the other half."""
-    here = load_half(rows, inside, FIRST, HALF, PADDED).to(tl.float32)
-    base = position.to(tl.int64)[:, None] * PAIRS
-    index = tl.arange(0, PADDED)[None, :]
-    channel = FIRST + index
-    turning = (index < HALF) & (channel < 2 * PAIRS)
-    second = channel >= PAIRS
-    pair = tl.where(second, channel - PAIRS, channel)
-    partner = tl.where(second, channel - PAIRS, channel + PAIRS)
-    c = tl.load(cos + base + pair, mask=turning, other=1.0)
-    s = tl.load(sin + base + pair, mask=turning, other=0.0)
-    there = tl.load(rows[:, None] + partner, mask=inside[:, None] & turning, other=0.0)
-    there = there.to(tl.float32)
-    both = here * c + tl.where(second, there, -there) * s
-    return both.to(rows.dtype.element_ty)
 
 
 @triton.jit

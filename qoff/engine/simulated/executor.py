@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
-from qoff.engine.executor import CpuExecutor, Executor
+from qoff.engine.executor import AnyCache, CpuExecutor, Executor
 from qoff.engine.gpu_executor import GpuExecutor
 from qoff.kernels.cpu.packed_attention.places import Moves, Origins
 from qoff.kernels.layout.ragged import Ragged
@@ -147,9 +147,9 @@ class _SimulatedCpu(_Simulated, CpuExecutor):
     def _open_blocks(self) -> Sequence[TieredBlocks]:
         return _virtual(super()._open_blocks())
 
-    def _packed_cache(self, *arguments: Any, **options: Any) -> PackedCache:
-        kind = _SimulatedStates if "states" in options else _SimulatedCache
-        return kind(self.machine, *arguments, **options)
+    def _new_cache(self, kind: Callable[..., AnyCache], **more: Any) -> AnyCache:
+        simulated: Any = _SimulatedStates if "states" in more else _SimulatedCache
+        return super()._new_cache(partial(simulated, self.machine), **more)
 
     def _transfers(self) -> Transfers:
         return _SimulatedThreads(self.machine)

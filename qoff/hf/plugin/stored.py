@@ -15,7 +15,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.layer_weights import layer_weights, outer_weights
+from qoff.models.names import Weight, layer_prefix
 from qoff.models.spec import DecoderSpec
 from qoff.quant.rows import concat_rows, merge_rows, reordered, split_rows, whole_blocks
 

@@ -33,7 +33,8 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.memory.plan.experts import MATRICES
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
-from qoff.models.native.decoder import head_shapes, logits_ending
+from qoff.models.native.caches import head_shapes
+from qoff.models.native.decoder import logits_ending
 from qoff.models.native.experts import Experts
 from qoff.models.native.layer import Layer
 from qoff.models.native.linear import norm_of

@@ -16,7 +16,8 @@ from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.log import say_once
 from qoff.models.families import converted
 from qoff.models.families.family import TensorNames
-from qoff.models.names import Weight, layer_prefix, layer_weights, outer_weights
+from qoff.models.layer_weights import layer_weights, outer_weights
+from qoff.models.names import Weight, layer_prefix
 from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import (
     GGUFModulesSource,

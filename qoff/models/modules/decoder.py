@@ -16,7 +16,6 @@ from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint, QuantEntry, read_weight
 from qoff.errors import (
     ArgumentError,
-    ContextLengthError,
     FormatError,
     OpError,
     UnsupportedModelError,
@@ -27,9 +26,10 @@ from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.quant import UnpackableError
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.decoder import check_top_on_gpu
+from qoff.models.native.caches import check_top_on_gpu
 from qoff.models.native.following import check_ids
 from qoff.models.native.linear import Steps
+from qoff.models.spec import check_length
 
 from . import probe
 from .attention import NAME, PackedAttention, register
@@ -180,12 +180,7 @@ class ModuleDecoder:
 
     def check_positions(self, tokens: int) -> None:
         """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
-        limit = self.position_limit
-        if limit is not None and tokens > limit:
-            raise ContextLengthError(
-                f"this {self.config.model_type} model is run up to {limit} tokens a sequence, "
-                f"prompt and answer, not {tokens}; use a shorter one"
-            )
+        check_length(tokens, self.position_limit, self.config.model_type)
 
     def slot_layers(self) -> list[LayerMemory]:
         """What a sequence takes in each layer of a `ModuleSlots`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -17,12 +16,12 @@ from qoff.kernels.ops import Ops, exact
 from qoff.memory import EXPERTS, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, first_rows, mlp_tokens
+from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
+from .attention import Attention
 from .choices import Choice, Chosen
 from .experts import Experts, likeliest
-from .latent import Latent
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
 from .per_layer import PerLayer
@@ -45,9 +44,6 @@ class Layer:
     ) -> None:
         """shapes: of the layers that attend. device: of hidden states."""
         self._spec, self._ops = spec, ops
-        self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
-        for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
-            self._shapes[i] = replace(self._shapes[spec.kv_layers[i]], appends=False)
         self._on_gpu = ops.CACHE == "device"
         self._linear = Linear(ops)
         self._exact_ops = exact(ops)  # for scores that decide
@@ -55,9 +51,7 @@ class Layer:
         self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
         self._activation = Ending(spec.activation, spec.gated)
         self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
-        unweighted = spec.qk_norm == "unweighted"
-        self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
-        self._latent = None if spec.latent is None else Latent(spec, ops)
+        self._attention = Attention(spec, ops, shapes, device)
         self._linear_attention = None if spec.linear is None else LinearAttention(spec, ops)
         self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
         own = spec.per_layer
@@ -118,8 +112,7 @@ class Layer:
             norm = self._norm_before(weights, "self_attn")
             assert norm is not None
             yield from self.streams.begin(run, weights, norm)
-        attend = self._linearly if self._spec.is_linear(layer) else self._attention
-        attended = yield from attend(layer, weights, run, keep)
+        attended = yield from self._attend(layer, weights, run, keep)
         return attended if self.streams is None else self.streams.attended(run)
 
     def _end(self, layer: int, weights: Weights, run: ForwardPass) -> Steps:
@@ -154,80 +147,24 @@ class Layer:
             run.input.add_(added.to(run.input.dtype))
         return run.input
 
-    def _attention(
+    def _attend(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
     ) -> Steps:
         """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
-        workspace = run.workspace
-        assert workspace is not None
+        attention: Attention | LinearAttention = self._attention
+        if self._spec.is_linear(layer):
+            assert self._linear_attention is not None
+            attention = self._linear_attention
         norm = self._norm_before(weights, "self_attn")
-        shape, gated = self._shapes[layer], self._spec.gated_attention
-        widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
-        memory = columns(workspace.attended, shape.out_width)
-        if self._latent is None:
-            out = columns(workspace.qkv, sum(widths[: 1 + gated]))
-            qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
-        else:
-            qkv = yield from self._latent.queries(run, weights, norm)
-        gates = None
-        if gated:
-            qkv, gates = qkv.split(widths, 1)
-        attended = self._attend(layer, weights, run, qkv, memory)
-        if gates is not None:
-            attended = self._ops.gate(attended, gates, out=memory)
-        attended = run.keep(keep, attended)
-        if self._latent is not None:
-            attended = self._latent.values(run, weights, attended)
+        attended = yield from attention.steps(layer, run, weights, norm, keep)
         residual: Rows = "hidden" if run.base is None else run.base
         into = torch.empty_like(run.input) if self._spec.parallel else residual
-        end, name = self._ending(layer, weights, "self_attn"), "self_attn.o_proj"
+        end = self._ending(layer, weights, "self_attn")
         return (
             yield from self._linear(
-                run, weights, name, attended, residual=residual, out=into, end=end
+                run, weights, attention.OUT, attended, residual=residual, out=into, end=end
             )
         )
-
-    def _attend(
-        self, layer: int, weights: Weights, run: ForwardPass, qkv: Tensor, out: Tensor | None
-    ) -> Tensor:
-        """Append to the caches and attend to them, each part of a pass to its own."""
-        q_norm, k_norm = self._head_norms(layer, weights)
-        kv_layer = self._spec.kv_layers[layer]
-        outs = [out] if out is None else run.of_parts(out)
-        for part, mine, into in zip(run.parts, run.of_parts(qkv), outs, strict=True):
-            assert part.cached is not None
-            attended = self._ops.attention(
-                mine,
-                self._shapes[layer],
-                part.cached.open(kv_layer),
-                part.ragged,
-                rotary=run.rotary[layer],
-                q_norm=q_norm,
-                k_norm=k_norm,
-                sinks=vector(weights, "self_attn.sinks"),
-                out=into,
-            )
-            part.cached.close(kv_layer)
-        return attended if out is None or not run.joined else out
-
-    def _linearly(
-        self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
-    ) -> Steps:
-        """hidden += linear attention(norm(hidden))."""
-        assert self._linear_attention is not None
-        norm = self._norm_before(weights, "self_attn")
-        found = yield from self._linear_attention.steps(layer, run, weights, norm)
-        found = run.keep(keep, found)
-        return (
-            yield from self._linear(run, weights, names.OUT, found, residual="hidden", out="hidden")
-        )
-
-    def _head_norms(self, layer: int, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
-        """Weights of the norms of queries and of keys."""
-        if self._ones is not None and self._spec.rope_layers[layer]:
-            return self._ones, self._ones
-        q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
-        return q_norm, k_norm
 
     def _mlp(
         self, layer: int, weights: Weights, run: ForwardPass, attended: Tensor | None
@@ -447,10 +384,3 @@ class Layer:
             sum_norm=norm_of(spec, weights, _NORMS[module]) if spec.norm_after_add else None,
             sum_scale=self._layer_scale(layer, weights) if last else halved,
         )
-
-
-def columns(memory: Tensor | None, width: int) -> Tensor | None:
-    """Working space of rows of at least this width as rows of it, one after the other."""
-    if memory is None or memory.shape[1] == width:
-        return memory
-    return memory.flatten()[: len(memory) * width].view(len(memory), width)

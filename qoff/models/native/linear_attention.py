@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
-from qoff.kernels.layout.delta import DeltaWeights, LayerStates
+from qoff.kernels.layout.delta import DeltaWeights
 from qoff.kernels.layout.ending import Norm
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import Weights
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.spec import DecoderSpec
 
+from .attention import by_parts
 from .linear import Linear, Steps
 
 
 class LinearAttention:
     """From hidden states to what the output projection is given."""
 
+    OUT = names.OUT
+
     def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
         assert spec.delta is not None
         self._shape, self._ops = spec.delta, ops
         self._linear, self._exact_linear = Linear(ops), Linear(exact(ops))
 
-    def steps(self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None) -> Steps:
-        """Outputs of all heads, [M, values]; the states are those after the new tokens."""
+    def steps(
+        self,
+        layer: int,
+        run: ForwardPass,
+        weights: Weights,
+        norm: Norm | None,
+        keep: Sequence[int] | None,
+    ) -> Steps:
+        """Outputs of all heads, [M, values]; the states are those after the new tokens.
+
+        keep: see `Attention.steps`.
+        """
         shape, workspace = self._shape, run.workspace
         assert workspace is not None
         heads = 2 * shape.value_heads
@@ -40,11 +55,10 @@ class LinearAttention:
         ba = yield from self._exact_linear(run, weights, names.BA, out=ba, norm=norm)
         small = (names.CONV, names.DECAY, names.DT_BIAS, names.DELTA_NORM)
         vectors = DeltaWeights(*(cast(Tensor, weights[name]) for name in small))
-        outs = [out] if out is None else run.of_parts(out)
-        each = zip(run.parts, run.of_parts(qkvz), run.of_parts(ba), outs, strict=True)
-        for part, mine, gates, into in each:
-            assert part.cached is not None
-            states = cast(LayerStates, part.cached.open(layer))
-            found = self._ops.delta(mine, gates, vectors, shape, states, part.ragged, out=into)
-            part.cached.close(layer)
-        return found if out is None or not run.joined else out
+
+        def attend(
+            ragged: Ragged, states: Any, out: Tensor | None, qkvz: Tensor, ba: Tensor
+        ) -> Tensor:
+            return self._ops.delta(qkvz, ba, vectors, shape, states, ragged, out=out)
+
+        return run.keep(keep, by_parts(run, layer, attend, out, qkvz, ba))

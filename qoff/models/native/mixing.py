@@ -40,7 +40,6 @@ def mixed_pass(decoder: Decoder, store: WeightStore, run: ForwardPass) -> Tensor
     run.begun = None
     weights = [store.acquire(unit) for unit in [*range(decoder.spec.num_layers), HEAD]]
     assert run.cached is not None
-    run.workspace = (run.workspace or decoder.steady_workspace(len(rows))).upto(len(rows))
     for kv_layer in decoder.spec.kv_layers:
         run.cached.arrive(kv_layer)
     run.expert_jobs = jobs

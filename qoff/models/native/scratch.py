@@ -22,6 +22,7 @@ from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.processor import pool_threads
 from qoff.models import names
 from qoff.models.forward_pass import MLP_TOKENS, WAVE_PAIRS, mlp_tokens
+from qoff.models.layer_weights import layer_weights
 from qoff.models.spec import DecoderSpec
 
 _GROUP = min(GROUP_SIZES)  # has the most scales
@@ -126,7 +127,7 @@ def _matrices(spec: DecoderSpec) -> frozenset[tuple[bool, int]]:
     return frozenset(
         (weight.name.startswith("mlp."), weight.columns)
         for layer in kinds.values()
-        for weight in names.layer_weights(spec, layer)
+        for weight in layer_weights(spec, layer)
         if weight.columns is not None
         and weight.name not in (names.KV_B, names.POSITIONS)
         and not weight.name.startswith("mlp.experts.")

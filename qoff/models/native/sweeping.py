@@ -89,9 +89,8 @@ class _Round:
     def compute(self) -> list[Tensor]:
         """Do all of it, as a recording if there is one."""
         addresses: list[Hashable] = [self._steady_per_layer()]
-        for run, count in zip(self._runs, self._counts, strict=True):
+        for run in self._runs:
             run.begun = None
-            run.workspace = (run.workspace or self._decoder.steady_workspace(count)).upto(count)
         self._begin_caches()
         addresses += self._moved_by_jobs()
         words = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qoff.errors import FormatError, UnsupportedModelError
 from qoff.models.families.family import TensorNames
-from qoff.models.names import layer_weights, outer_weights
+from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from qoff.models.stored import check_counts
 from qoff.quant import GGUFFile, QTensor, TensorInfo

@@ -1,0 +1,114 @@
+"""Attention of a layer to its KV cache, between the projections of its input and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qoff.kernels.layout.ending import Norm
+from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.ops import Ops
+from qoff.memory import Weights
+from qoff.models import names
+from qoff.models.forward_pass import ForwardPass, columns
+from qoff.models.spec import DecoderSpec
+
+from .latent import Latent
+from .linear import Linear, Steps, vector
+
+
+class Attention:
+    """From hidden states to what the output projection is given."""
+
+    OUT = "self_attn.o_proj"
+
+    def __init__(
+        self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape], device: torch.device | None
+    ) -> None:
+        """shapes: of the layers that attend. device: of hidden states."""
+        self._spec, self._ops = spec, ops
+        self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
+        for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
+            self._shapes[i] = replace(self._shapes[spec.kv_layers[i]], appends=False)
+        self._linear = Linear(ops)
+        self._latent = None if spec.latent is None else Latent(spec, ops)
+        unweighted = spec.qk_norm == "unweighted"
+        self._ones = torch.ones(spec.head_dim, device=device) if unweighted else None
+
+    def steps(
+        self,
+        layer: int,
+        run: ForwardPass,
+        weights: Weights,
+        norm: Norm | None,
+        keep: Sequence[int] | None,
+    ) -> Steps:
+        """Outputs of all heads, [M, o_columns]; the new tokens are then in the cache.
+
+        keep: rows, ascending, with which alone the pass goes on; None: with all.
+        """
+        workspace = run.workspace
+        assert workspace is not None
+        shape, gated = self._shapes[layer], self._spec.gated_attention
+        widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
+        memory = columns(workspace.attended, shape.out_width)
+        if self._latent is None:
+            out = columns(workspace.qkv, sum(widths[: 1 + gated]))
+            qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
+        else:
+            qkv = yield from self._latent.queries(run, weights, norm)
+        gates = None
+        if gated:
+            qkv, gates = qkv.split(widths, 1)
+        q_norm, k_norm = self._head_norms(layer, weights)
+
+        def attend(ragged: Ragged, cache: Any, out: Tensor | None, qkv: Tensor) -> Tensor:
+            return self._ops.attention(
+                qkv,
+                shape,
+                cache,
+                ragged,
+                rotary=run.rotary[layer],
+                q_norm=q_norm,
+                k_norm=k_norm,
+                sinks=vector(weights, "self_attn.sinks"),
+                out=out,
+            )
+
+        attended = by_parts(run, self._spec.kv_layers[layer], attend, memory, qkv)
+        if gates is not None:
+            attended = self._ops.gate(attended, gates, out=memory)
+        attended = run.keep(keep, attended)
+        return attended if self._latent is None else self._latent.values(run, weights, attended)
+
+    def _head_norms(self, layer: int, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of the norms of queries and of keys."""
+        if self._ones is not None and self._spec.rope_layers[layer]:
+            return self._ones, self._ones
+        q_norm, k_norm = (vector(weights, f"self_attn.{which}_norm.weight") for which in "qk")
+        return q_norm, k_norm
+
+
+def by_parts(
+    run: ForwardPass,
+    kv_layer: int,
+    attend: Callable[..., Tensor],
+    out: Tensor | None,
+    *rows: Tensor,
+) -> Tensor:
+    """What `attend` finds, each part of a pass to its own cache, in `out` if there is one.
+
+    attend: is called with the part's sequences, what the cache has of the layer, the part of `out`
+    and those of `rows`.
+    """
+    outs = [out] if out is None else run.of_parts(out)
+    for part, into, *mine in zip(run.parts, outs, *map(run.of_parts, rows), strict=True):
+        assert part.cached is not None
+        found = attend(part.ragged, part.cached.open(kv_layer), into, *mine)
+        part.cached.close(kv_layer)
+    return found if out is None or not run.joined else out
