@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 _WORTH = 1.5  # times as long, at most, a round may take that reads twice as many
-_TWICE = 2  # rounds of a size, the shorter of which says what it takes
-_DRIFT = 1.002  # a round: by which what is known of other sizes is doubted
+_TWICE = 2  # the last rounds of a size, the shorter of which says what it takes
+_DOUBT = 1.002  # by which other sizes are taken to be faster after each round, until they are tried
 _FULL = 0.9  # of what a round may read: it tells what so many tokens take
 
 
@@ -42,12 +42,12 @@ class PromptPieces:
         if not batches or read < _FULL * batches * size:
             return
         for other, known in self._rounds.items():
-            by = _DRIFT if other == size else 1 / _DRIFT
-            known[:] = [by * one for one in known]
-        self._rounds[size] = sorted([*self._rounds.get(size, ()), seconds])[:_TWICE]
+            if other != size:
+                known[:] = [one / _DOUBT for one in known]
+        self._rounds[size] = [*self._rounds.get(size, ()), seconds][-_TWICE:]
 
     def _known(self, size: int) -> bool:
         return len(self._rounds.get(size, ())) == _TWICE
 
     def _seconds(self, size: int) -> float:
-        return self._rounds[size][0]
+        return min(self._rounds[size])

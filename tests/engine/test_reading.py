@@ -65,12 +65,23 @@ def test_pieces_grow_while_rounds_hardly_do(sweep_s: float, token_s: float, foun
     pieces = PromptPieces(1000, 64)
     assert pieces.tokens(answers=False) == 1000
     sizes = list[int]()
-    for number in range(20):
+    for number in range(2000):
         sizes.append(pieces.tokens(answers=True))
-        held_up = 50.0 if number % 4 == 3 else 0.0
+        held_up = 50.0 if number % 20 == 19 else 0.0
         seconds = max(sweep_s, token_s * sizes[-1]) + held_up
         pieces.note(sizes[-1], 2 * sizes[-1], 2, seconds)
-    assert sizes[-8:] == [found] * 8
+    assert sizes[12:32].count(found) == 20
+    assert sizes.count(found) > 0.93 * len(sizes)
+
+
+def test_pieces_follow_when_what_a_round_takes_changes() -> None:
+    pieces = PromptPieces(1000, 64)
+    for token_s, found in ((0.0, 1000), (1 / 10, 64), (0.0, 1000)):
+        sizes = list[int]()
+        for _ in range(3000):
+            sizes.append(pieces.tokens(answers=True))
+            pieces.note(sizes[-1], sizes[-1], 1, max(1.0, token_s * sizes[-1]))
+        assert sizes[-300:].count(found) > 0.9 * 300
 
 
 def test_pieces_stay_as_they_are_where_a_round_tells_nothing_of_them() -> None:

@@ -16,6 +16,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.memory.experts import ExpertCache, ExpertStats
 from qoff.memory.experts.jobs import ExpertJobs
 from qoff.memory.experts.queued_moves import QueuedMoves
+from qoff.memory.experts.trial import GuessTrial
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
@@ -149,6 +150,23 @@ def test_the_cache_reads_what_jobs_cannot(
     monkeypatch.setattr(ExpertJobs, "_ask_cache", lambda *args: asked(*args))
     with opened(paths["mixtral"], 0.6) as runtime:
         assert tokens(runtime) == expected["mixtral"]
+    assert asked.call_count
+
+
+def test_the_cache_is_told_of_each_pass_once(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven sequences want nearly all experts of the last layer, which jobs leave to the cache."""
+    asked, begun = Mock(), Mock()
+    ask, begin = ExpertJobs._ask_cache, GuessTrial.begin
+    monkeypatch.setattr(ExpertJobs, "_ask_cache", lambda *args: (asked(), ask(*args))[1])
+    monkeypatch.setattr(GuessTrial, "begin", lambda *args: (begun(), begin(*args))[1])
+    with opened(paths["mixtral"], 0.95) as runtime:
+        cache, fresh = runtime.new_cache(7), torch.arange(3, 10)
+        for passes in range(1, 6):
+            ragged = Ragged.of([1] * 7, cache.lengths)
+            fresh = runtime.forward(ForwardPass(fresh, ragged, cache, ragged.last_rows)).argmax(-1)
+            assert begun.call_count == passes
     assert asked.call_count
 
 

@@ -153,6 +153,18 @@ def test_files_from_before_their_factors_were_written_are_refused(
         open_source(model.write(tmp_path / "m.gguf")).config()
 
 
+def test_factors_without_the_length_from_which_they_are_long(base: Path, tmp_path: Path) -> None:
+    """MiniCPM 4's files; as in llama.cpp, up to the end of the context they are the short ones."""
+    model = GGUFModel.of(tiny_model(base, "granite"), "minicpm")
+    pairs = int(model.metadata["rope.dimension_count"]) // 2
+    for name in ("long", "short"):
+        model.tensors[f"rope_factors_{name}.weight"] = np.linspace(1, 2, pairs, dtype=np.float32)
+    model.metadata["rope.scaling.type"] = "longrope"
+    rope = open_source(model.write(tmp_path / "m.gguf")).config()["rope_parameters"]
+    assert rope["rope_type"] == "longrope"
+    assert rope["original_max_position_embeddings"] == model.metadata["context_length"]
+
+
 def test_keys_and_values_that_no_layer_attends_to(base: Path, tmp_path: Path) -> None:
     """Gemma 3n's checkpoints have them, and so do its files."""
     model = GGUFModel.of(tiny_model(base, "gemma3n"))

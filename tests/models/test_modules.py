@@ -280,8 +280,18 @@ def test_a_packed_cache_is_refused(base: Path) -> None:
         Runtime(module_checkpoint(base, "bloom"), kv=KVQuant(4, 4))
 
 
-def test_a_model_that_remembers_within_its_modules_is_refused(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("recurrent_gemma", **{**TINY, "lru_width": 64})
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("recurrent_gemma", {**TINY, "lru_width": 64}),
+        ("xlm", {"emb_dim": 64, "n_layers": 2, "n_heads": 2, "n_words": 128, "causal": True}),
+    ],
+)
+def test_a_model_with_states_of_its_own_is_refused(
+    tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    """Within its modules, or in a dict."""
+    config = AutoConfig.for_model(kind, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="keeps its states outside"):
         convert(tmp_path / "model", tmp_path / "out", quant=QUANT)

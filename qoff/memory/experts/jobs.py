@@ -224,8 +224,9 @@ class ExpertJobs:
         """Have the cache bring what jobs could not."""
         words, left, noted = self._words, request.wanted(), self._words.noted
         self._bring_back()
-        if noted:  # it has been counted
-            self._cache.now.waiting = left.layer, frozenset(left.numbers)
+        nothing = -1, frozenset[int]()  # the request is in the middle of a pass
+        counted = left.layer, frozenset(left.numbers)
+        self._cache.now.waiting = counted if noted else nothing
         try:
             while left.numbers:
                 there = set(self._cache.bring(left)[0].tolist())
@@ -269,7 +270,7 @@ class ExpertJobs:
                 numbers = request.keys - self._policy.first[layer]
                 cache.record.append((layer, tuple(numbers.tolist())))
         self._lists["asked"][0] = 0
-        self._moves.taken_over(state.free, state.reading)
+        self._moves.taken_over(state.free, np.flatnonzero((state.keys >= 0) & ~state.came))
 
     def _run(self, job: Any, request: _Request) -> None:
         """Run a job, as often as it takes; a recording has it once."""

@@ -136,13 +136,19 @@ class QueuedMoves(ExpertMoves):
         words = {"queue": self._queue.address, "memory": memory}
         return words | {"stride": self._stride, "spoiled": spoiled}
 
-    def taken_over(self, free: Sequence[int], reading: Slots) -> None:
-        """Jobs have used the queue; slots that are free now, and those under way."""
+    def taken_over(self, free: Sequence[int], coming: Slots) -> None:
+        """Jobs have used the queue; slots that are free now, and those that nobody has waited for.
+
+        Of these some may have been read already: guesses.
+        """
         for slot in free:
             self._reads[slot] = None
-        for slot in reading.tolist():
-            file = self._layers[self._layer[self._keys[slot]]].file
-            self._stamps[slot] = self._checks.stamp(file)
+        coming = coming[self._queued[coming]]
+        layers = self._layer[self._keys[coming]]
+        stamps = {i: self._checks.stamp(self._layers[i].file) for i in set(layers.tolist())}
+        self._stamps |= {
+            s: stamps[i] for s, i in zip(coming.tolist(), layers.tolist(), strict=True)
+        }
 
     def check_files(self, layers: Sequence[int]) -> None:
         """Experts of these layers have come by jobs. Raises ChecksumError."""

@@ -153,9 +153,10 @@ class Structure:
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """What a model's forward pass calls its cache; None: it has none."""
+    """What a model's forward pass calls its cache; None: it has none, or a dict (XLM)."""
     known = signature(model.forward).parameters
-    return next((name for name in _CACHE_ARGUMENTS if name in known), None)
+    kinds = {name: str(known[name].annotation) for name in _CACHE_ARGUMENTS if name in known}
+    return next((name for name, kind in kinds.items() if "dict[" not in kind.lower()), None)
 
 
 def has_position_table(model: nn.Module, limit: int | None, others: Sequence[nn.Module]) -> bool:

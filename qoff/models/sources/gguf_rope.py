@@ -71,12 +71,13 @@ def _scaling(metadata: Metadata) -> dict[str, Any]:
 
 
 def _long(metadata: Metadata, dim: int) -> dict[str, Any]:
-    """Phi-3's factors for short and for long texts."""
+    """Phi-3's factors for short and for long texts; all are short where no limit is written."""
+    original = metadata.get("rope.scaling.original_context_length", metadata.need("context_length"))
     found: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": _factors(metadata, _SHORT, dim),
         "long_factor": _factors(metadata, _LONG, dim),
-        "original_max_position_embeddings": metadata.need("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": original,
     }
     if (factor := metadata.get("rope.scaling.attn_factor")) is not None:
         found["attention_factor"] = float(factor)
