@@ -137,3 +137,17 @@ def test_a_read_that_is_under_way_counts_until_now(reader: DiskReader) -> None:
     after = reader.stats.busy_s
     assert 0 < after - before <= time.perf_counter() - start
     assert after == reader.stats.busy_s >= 1
+
+
+def test_reads_at_the_same_time_count_once(reader: DiskReader, file: Path) -> None:
+    """Those of threads without Python, for all of the time here, and those of Python."""
+    words = reader._busy_words()
+    start = time.perf_counter()
+    words.reading, words.since = 1, time.perf_counter_ns()
+    for _ in range(20):
+        reader.submit(file, 0, torch.empty(file.stat().st_size, dtype=torch.uint8)).result(20)
+    ended = time.perf_counter_ns()
+    words.ns, words.reading, words.since = ended - words.since, 0, ended
+    busy = reader.stats.busy_s
+    assert 0 < busy <= time.perf_counter() - start
+    assert busy == reader.stats.busy_s

@@ -96,7 +96,7 @@ class DiskReader:
         self._lock = threading.Lock()
         self._local = threading.local()
         self._in_flight = 0
-        self._busy_since = 0.0
+        self._alone_since = 0.0  # less the seconds in which threads read without Python
         self._busy_s = 0.0
         self._bytes = 0
         self._busy: BusyWords | None = None  # of what is read without Python
@@ -121,13 +121,11 @@ class DiskReader:
     def stats(self) -> DiskStats:
         """Counters since the start."""
         with self._lock:
-            busy = self._busy_s
+            without, busy = self._without_python_s(), self._busy_s
             if self._in_flight:
-                busy += self.clock.now() - self._busy_since
-            nbytes, words = self._bytes, self._busy
-            if words is not None:
-                nbytes += words.nbytes
-                busy += _busy_ns(words) * 1e-9
+                busy += self.clock.now() - without - self._alone_since
+            busy += without
+            nbytes = self._bytes + (0 if self._busy is None else self._busy.nbytes)
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
             return DiskStats(nbytes, busy, buffered)
 
@@ -339,7 +337,7 @@ class DiskReader:
             raise DiskReadError(f"{file.path}: the read was abandoned")
         with self._lock:
             if self._in_flight == 0:
-                self._busy_since = self.clock.now()
+                self._alone_since = self.clock.now() - self._without_python_s()
             self._in_flight += 1
         done = 0
         try:
@@ -353,7 +351,12 @@ class DiskReader:
                 self._bytes += done
                 self._in_flight -= 1
                 if self._in_flight == 0:
-                    self._busy_s += self.clock.now() - self._busy_since
+                    now = self.clock.now() - self._without_python_s()
+                    self._busy_s += now - self._alone_since
+
+    def _without_python_s(self) -> float:
+        """Seconds in which threads have read without Python."""
+        return 0.0 if self._busy is None else _busy_ns(self._busy) * 1e-9
 
     def _busy_words(self) -> BusyWords:
         """What threads count in that read without Python."""
