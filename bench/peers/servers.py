@@ -77,7 +77,7 @@ def vllm_cpu(clients: int) -> Iterator[Address]:
 
 
 _8_BIT = ("--activation-bits", "8")
-_WHOLE = ("--prefill-tokens", "4096", "--mixed-prefill-tokens", "4096")  # a pass, as vLLM has it
+_WHOLE = ("--prefill-tokens", "4096", "--least-prefill-tokens", "4096")  # a pass, as vLLM has it
 OURS: dict[str, tuple[str, ...]] = {  # with their options
     "qoff": (),
     "qoff, 8-bit": _8_BIT,

@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 # Fields of a saved plan that options may say anew: `qoff plan` takes them as told (--shared,
 # --spill-folder), or leaves them out.
 _FREE = frozenset(
-    {"draft_tokens", "draft_model", "share_prefixes", "spill_folder", "mixed_prefill_tokens"}
+    {"draft_tokens", "draft_model", "share_prefixes", "spill_folder", "least_prefill_tokens"}
 )
 # What the planner chooses: where an option says one of these, it chooses nothing.
 _CHOSEN = (
     *("batch_size", "batches", "prefill_tokens", "cpu_attention", "activations", "schedule"),
     *("kv_device", "kv_host", "cpu_experts", "cpu_expert_tokens"),
 )
-MIXED_HELP = "The same while answers are generated; more where rounds wait for weights anyway."
 _BOUNDS = ("device_memory", "host_memory", "max_memory")
 
 
@@ -47,7 +46,6 @@ class PlanOptions:
     batches: int = Option(1, min=1, help="Batches that pass a layer before the next layer is read.")
     context: int = Option(2048, min=1, help="Most tokens of prompt and answer together.")
     prefill_tokens: int = Option(1024, min=1, help="Prompt tokens of one pass.")
-    mixed_prefill_tokens: int | None = Option(None, min=1, help=MIXED_HELP)
     cpu_attention: str = Option("auto", help="CPU attends to offloaded KV: auto, always, never.")
     cpu_experts: bool = Option(
         False, "--cpu-experts", help="On a GPU: the CPU computes the experts in host memory."

@@ -17,7 +17,7 @@ from typer import Context, Option
 from qoff.errors import ArgumentError, QoffError
 from qoff.units import parse_size
 
-from .batch import MIXED_HELP, PlanOptions
+from .batch import PlanOptions
 from .command import command, parsed
 from .options import CacheOptions, Model, RunOptions, model_name
 
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServePlanOptions(PlanOptions):
-    """The same, with prompts read in smaller pieces while others' answers go on."""
+    """The same, with prompts read in smaller pieces: others' answers go on meanwhile."""
 
-    mixed_prefill_tokens: int | None = Option(256, min=1, help=MIXED_HELP)
+    least_prefill_tokens: int = Option(
+        256, min=1, help="The same where more would make rounds longer, as forecast."
+    )
 
     def plan(
         self, called: Context, model: str, how: RunOptions, cache: CacheOptions
     ) -> tuple[Plan | None, dict[str, Any]]:
-        """As of a batch; a saved plan that says nothing of it has this option's default."""
+        """As of a batch; of a saved plan pieces may be smaller than it says."""
         plan, opening = PlanOptions.plan(self, called, model, how, cache)
-        if plan is not None and plan.mixed_prefill_tokens is None:
-            plan = replace(plan, mixed_prefill_tokens=self.mixed_prefill_tokens)
+        if plan is not None and plan.least_prefill_tokens is None:
+            plan = replace(plan, least_prefill_tokens=self.least_prefill_tokens)
         return plan, opening
 
 

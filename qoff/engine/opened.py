@@ -18,15 +18,16 @@ from qoff.errors import ArgumentError, ClosedError, QoffError
 from qoff.hf.checkpoints import find_checkpoint
 from qoff.kvcache.saved_states import SavedStates
 from qoff.memory.instrumentation import Instrumentation
+from qoff.models.modules.configs import is_native
 from qoff.models.modules.decoder import is_modules
 from qoff.plan import Plan
 from qoff.plan.drafting import PassSeconds, pass_seconds
+from qoff.plan.pieces import prompt_tokens
 from qoff.system_memory import refusals
 
 from .batch import BatchSlots
 from .draft_model import DraftModel
 from .executor import CpuExecutor, Executor
-from .pieces import PromptPieces
 from .prefixes import PrefixIndex
 from .rates import running_plan
 from .sampling import Sampler
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 class Opened:
     """What a plan has taken: weights, caches of its batches, what moves and what drafts.
 
-    close: gives it back. seconds: opening took.
+    close: gives it back. seconds: opening took. prompt_tokens: that a batch reads in a pass; by
+    default the plan's `prefill_tokens`.
     """
 
     def __init__(
@@ -48,13 +50,13 @@ class Opened:
         close: Callable[[], None],
         drafts: DraftModel | None = None,
         seconds: float = 0.0,
+        prompt_tokens: int | None = None,
     ) -> None:
         self.executor, self.schedule, self.drafts = executor, schedule, drafts
         self.plan = plan = executor.plan
         self.close, self.seconds = close, seconds
         vocab = executor.limits.vocab_size
-        beside = None if executor.whole_prompts else plan.mixed_prefill_tokens
-        self.pieces = PromptPieces(plan.prefill_tokens, beside)
+        self.prompt_tokens = prompt_tokens or plan.prefill_tokens
         self._prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
         self._saved_states = None
@@ -112,6 +114,7 @@ class Source:
     more: Mapping[str, Any] = field(default_factory=dict)
     _own: ExitStack = field(default_factory=ExitStack)
     _draft: Path | None = None  # once it was found
+    _prompt_tokens: int | None = None  # of the first plan: others cut prompts as it did
 
     def open(self, plan: Plan) -> Opened:
         """Take what a plan says; nothing else may be open. Raises as `Executor` and `DraftModel`.
@@ -139,7 +142,9 @@ class Source:
                 runtime.decoder, runtime.store, plan.schedule, hooks, runtime.scratch
             )
             seconds = hooks.clock.now() - start
-            return Opened(executor, schedule, self.close, drafts, seconds)
+            if self._prompt_tokens is None:
+                self._prompt_tokens = _prompt_tokens(executor)
+            return Opened(executor, schedule, self.close, drafts, seconds, self._prompt_tokens)
         except BaseException:
             self.close()
             raise
@@ -160,6 +165,16 @@ class Source:
                 plan.draft_model, cache_dir=where, device=self.device, for_cpu=on_cpu
             )
         return DraftModel(self._draft, plan, self._own, self.tokenizer, self.kind, **how)
+
+
+def _prompt_tokens(executor: Executor) -> int:
+    """How many tokens of prompts a batch reads in a pass."""
+    plan = executor.plan
+    if plan.least_prefill_tokens is None or executor.whole_prompts:
+        return plan.prefill_tokens
+    if not is_native(executor.runtime.checkpoint.config):  # nothing can be said of its rounds
+        return min(plan.least_prefill_tokens, plan.prefill_tokens)
+    return prompt_tokens(running_plan(executor))
 
 
 class Current:

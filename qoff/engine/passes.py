@@ -36,14 +36,12 @@ def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
     passes: list[tuple[BatchSlots, ForwardPass]] = []
     batches = opened.batches
     first = number % len(batches) if reads < len(batches) else 0
-    decoding = [batch.decode() for batch in batches]
-    answers = any(run is not None for run in decoding)
-    size, reading = opened.pieces.tokens(answers), 0
     for index in (*range(first, len(batches)), *range(first)):
         batch = batches[index]
-        read = batch.read(size) if reading < reads else None
-        reading += read is not None
-        for place, run in enumerate((decoding[index], read), 2 * index):
+        decode = batch.decode()
+        read = batch.read(opened.prompt_tokens) if reads else None
+        reads -= read is not None
+        for place, run in enumerate((decode, read), 2 * index):
             if run is None:
                 continue
             run.name, run.workspace = f"pass {len(passes)}", executor.workspace
@@ -58,11 +56,9 @@ def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
         if alone:
             passes[0][1].logit_rows = None  # no other pass will use their memory
         tokens = _step(opened, places, passes)
-    ended = clock.now()
-    if answers:
-        opened.pieces.note(size, tokens.read, reading, ended - start)
     spent = (after - was for after, was in zip(executor.counters(), before, strict=True))
     weights_s, kv_s, activations_s, disk, host, spilled = spent
+    ended = clock.now()
     queried, shared = (x - y for x, y in zip(opened.looked_up, looked_up, strict=True))
     stats = RoundStats(
         number,

@@ -50,13 +50,13 @@ class Plan:
     at most so many tokens, others bring them to the GPU (None: as is faster by the rates of the
     machine; as many as a pass may have: none comes).
     draft_model: a small model with the same tokenizer, which stays on the device and drafts them
-    instead. mixed_prefill_tokens: tokens of prompts that a batch reads in a pass while answers are
-    generated; a multiple of it, up to prefill_tokens, while each doubling makes a round at most
-    half as long again, so where prompts are cut then depends on the time that rounds take (None:
-    always prefill_tokens). token_s: seconds between two tokens of a sequence at most. adapt: where
-    rounds take longer or less long than expected, the schedule and how many sequences and prompts a
-    round has follow what the machine does then, and where that pays, the running sequences end, and
-    the rest goes on with another plan in the same memory; "rounds": without the latter. On a CPU no
+    instead. least_prefill_tokens: a batch reads so many tokens of prompts in a pass, or twice, four
+    times, ... as many, up to prefill_tokens, while each doubling makes a round at most half as long
+    again by the rates of the machine; that is decided when the plan is opened (None:
+    prefill_tokens). token_s: seconds between two tokens of a sequence at most. adapt: where rounds
+    take longer or less long than expected, the schedule and how many sequences and prompts a round
+    has follow what the machine does then, and where that pays, the running sequences end, and the
+    rest goes on with another plan in the same memory; "rounds": without the latter. On a CPU no
     token depends on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values
     out of range.
     """
@@ -67,7 +67,7 @@ class Plan:
     batches: int = 1
     context: int = 2048
     prefill_tokens: int = 1024  # of prompts that a batch reads in one pass
-    mixed_prefill_tokens: int | None = None  # the same while answers are under way
+    least_prefill_tokens: int | None = None  # the same where more would make rounds longer
     kv: KVQuant = field(default_factory=KVQuant)
     kv_placement: KVPlacement = field(default_factory=KVPlacement)
     cpu_attention: Literal["auto", "always", "never"] = "auto"
@@ -104,14 +104,14 @@ class Plan:
         for name in ("share_prefixes", "cpu_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; use True or False")
-        mixed = plain_int(self.mixed_prefill_tokens)
-        if mixed is not None and (
-            isinstance(mixed, bool) or not isinstance(mixed, int) or mixed < 1
+        fewest = plain_int(self.least_prefill_tokens)
+        if fewest is not None and (
+            isinstance(fewest, bool) or not isinstance(fewest, int) or fewest < 1
         ):
             raise ArgumentError(
-                f"mixed_prefill_tokens is {mixed!r}; use None or a whole number from 1"
+                f"least_prefill_tokens is {fewest!r}; use None or a whole number from 1"
             )
-        object.__setattr__(self, "mixed_prefill_tokens", mixed)
+        object.__setattr__(self, "least_prefill_tokens", fewest)
         tokens = plain_int(self.cpu_expert_tokens)
         if tokens is not None:
             if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:

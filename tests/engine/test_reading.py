@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from qoff.engine import LLM, SamplingParams
-from qoff.engine.pieces import PromptPieces
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
 
@@ -42,52 +42,17 @@ def test_a_prompt_that_is_scored_holds_up_others_for_every_other_round(checkpoin
         assert [one.read for one in llm.rounds] == [4, 64, 4, 48, *[4] * 22, 2]
 
 
-def test_fewer_tokens_are_read_while_answers_are_generated(checkpoint: Path) -> None:
-    """The first prompt's answer has its tokens in the first three rounds."""
-    plan = Plan(
-        batch_size=2, context=120, prefill_tokens=64, mixed_prefill_tokens=16, kv=KV, adapt=False
-    )
-    three = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+def test_pieces_are_as_large_as_was_decided_when_the_first_plan_was_opened(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided = Mock(return_value=16)
+    monkeypatch.setattr("qoff.engine.opened.prompt_tokens", decided)
+    plan = Plan(batch_size=2, context=120, prefill_tokens=64, least_prefill_tokens=8, kv=KV)
     with LLM(checkpoint, plan) as llm:
-        llm.generate([[5] * 40, [6] * 100], [three, ONE])
-        assert [one.read for one in llm.rounds] == [40, 16, 16, 64, 4]
-
-
-@pytest.mark.parametrize(
-    ("sweep_s", "token_s", "found"),
-    [
-        pytest.param(1.0, 0.0, 1000, id="rounds-wait-for-weights-alone"),
-        pytest.param(1.0, 1 / 200, 256, id="up-to-where-computing-takes-longer"),
-        pytest.param(0.1, 1 / 10, 64, id="computing-is-what-takes-time"),
-    ],
-)
-def test_pieces_grow_while_rounds_hardly_do(sweep_s: float, token_s: float, found: int) -> None:
-    pieces = PromptPieces(1000, 64)
-    assert pieces.tokens(answers=False) == 1000
-    sizes = list[int]()
-    for number in range(2000):
-        sizes.append(pieces.tokens(answers=True))
-        held_up = 50.0 if number % 20 == 19 else 0.0
-        seconds = max(sweep_s, token_s * sizes[-1]) + held_up
-        pieces.note(sizes[-1], 2 * sizes[-1], 2, seconds)
-    assert sizes[12:32].count(found) == 20
-    assert sizes.count(found) > 0.93 * len(sizes)
-
-
-def test_pieces_follow_when_what_a_round_takes_changes() -> None:
-    pieces = PromptPieces(1000, 64)
-    for token_s, found in ((0.0, 1000), (1 / 10, 64), (0.0, 1000)):
-        sizes = list[int]()
-        for _ in range(3000):
-            sizes.append(pieces.tokens(answers=True))
-            pieces.note(sizes[-1], sizes[-1], 1, max(1.0, token_s * sizes[-1]))
-        assert sizes[-300:].count(found) > 0.9 * 300
-
-
-def test_pieces_stay_as_they_are_where_a_round_tells_nothing_of_them() -> None:
-    pieces = PromptPieces(1024, 64)
-    pieces.note(64, 0, 0, 1.0)  # no prompt
-    pieces.note(64, 20, 1, 1.0)  # the end of one
-    assert pieces.tokens(answers=True) == 64
-    assert PromptPieces(32, 64).tokens(answers=True) == 32
-    assert PromptPieces(32).tokens(answers=True) == 32
+        llm.generate([[5] * 40], ONE)
+        assert [one.read for one in llm.rounds] == [16, 16, 8]
+        current = llm._rounds.current
+        current.want(plan)
+        current.reopen()
+        assert current.opened.prompt_tokens == 16
+    assert decided.call_count == 1
