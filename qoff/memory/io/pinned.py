@@ -32,6 +32,7 @@ def pinned_memory(nbytes: int) -> Tensor:
 
 def _free(driver: ctypes.CDLL, address: ctypes.c_void_p, context: ctypes.c_void_p) -> None:
     """Give memory back; a thread that has not used the GPU has no context, which that takes."""
-    driver.cuCtxPushCurrent_v2(context)
+    if driver.cuCtxPushCurrent_v2(context):
+        return  # the context has been destroyed, and its memory with it
     driver.cuMemFreeHost(address)
     driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
