@@ -307,7 +307,7 @@ class Executor(ABC):
         places = frozenset[Place]() if self.adapters is None else self.adapters.layers.places
         layouts = Layouts(checkpoint, packing)
         host_memory = self.plan.host_memory
-        if self.device.type == "cpu" and host_memory is None:
+        if not self._moves_adapters and host_memory is None:
             host_memory = 0  # what is promised is the device's memory, and host is the same memory
         self._near, memory, residency = settled(
             places,
