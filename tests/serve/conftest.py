@@ -100,13 +100,13 @@ class Running:
             connection.close()
 
     @contextmanager
-    def slowed(self) -> Iterator[None]:
-        """A token a round, each of 20 ms and more."""
+    def slowed(self, seconds: float = 0.02) -> Iterator[None]:
+        """A token a round, each of so many seconds and more."""
         assert self.engine.llm is not None
         schedule: Any = self.engine.llm._rounds._schedule
         compute = schedule.round
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(schedule, "round", lambda x: (time.sleep(0.02), compute(x))[1])
+            patched.setattr(schedule, "round", lambda x: (time.sleep(seconds), compute(x))[1])
             patched.setattr(schedule, "steps", lambda *_: [])
             yield
 
