@@ -37,10 +37,13 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _part(codes, inside, found, PART: tl.constexpr):
+def _part(codes, inside, found, PART: tl.constexpr, FORM: tl.constexpr):
     """What was found of a quad, and another part of it."""
-    if PART[2] != 0:
-        found |= (tl.load(codes + PART[0] * 16, mask=inside, other=0) >> PART[1]) & PART[2]
+    WORD: tl.constexpr = FORM.parts[PART][0]
+    RIGHT: tl.constexpr = FORM.parts[PART][1]
+    MASK: tl.constexpr = FORM.parts[PART][2]
+    if MASK != 0:
+        found |= (tl.load(codes + WORD * 16, mask=inside, other=0) >> RIGHT) & MASK
     return found
 
 
@@ -49,7 +52,7 @@ def _quad(codes, inside, QUAD: tl.constexpr, FORM: tl.constexpr):
     """Elements 4 QUAD to 4 QUAD + 3 of blocks, a byte each: int32 like `codes`."""
     found = tl.zeros(codes.shape, tl.int32)
     for part in tl.static_range(3):
-        found = _part(codes, inside, found, FORM.parts[3 * QUAD + part])
+        found = _part(codes, inside, found, 3 * QUAD + part, FORM)
     return found
 
 
@@ -88,7 +91,8 @@ def repack_experts_kernel(
         left = exact.to(tl.int32) * (FORM.wide - FORM.bits)
     else:
         left = FORM.spread
-    for word in tl.static_range(FORM.wide):
+    WIDE: tl.constexpr = FORM.wide  # Triton 3.6 takes no field here
+    for word in tl.static_range(WIDE):
         found = _quad(source, inside, word, FORM)
         if FORM.wide == 4:
             found |= _quad(source, inside, word + 4, FORM) << 4
