@@ -87,7 +87,12 @@ def memory_on_gpu(
         # Recordings are of more blocks than there are: see `tables.pass_tables`.
         context = plan.context + max(plan.context // 4, 1024)
         steps = replace(
-            plan, batch_size=recorded, prefill_tokens=1, draft_tokens=0, context=context
+            plan,
+            batch_size=recorded,
+            prefill_tokens=1,
+            draft_tokens=0,
+            draft_model=None,
+            context=context,
         )
         on_device += _pass_bytes(steps, *model, piece=0 if scratch.held else scratch.piece)
         on_device += _fixed_bytes(recorded, spec, dtype) + held_bytes(spec, recorded, dtype)

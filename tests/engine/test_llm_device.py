@@ -443,7 +443,7 @@ def test_states_are_beside_packed_blocks(tmp_path: Path, where: dict[str, Any]) 
     """Linear attention: a prompt of two chunks is read while another sequence decodes."""
     path, prompts = checkpoint_of(tmp_path, "qwen3-next-head64"), [PROMPTS[1], PROMPTS[0][:70]]
     plan = Plan(batch_size=2, context=90, prefill_tokens=75, kv=KVQuant(8, 8, window=16))
-    with LLM(path, plan) as on_cpu, LLM(path, plan, **where) as llm:
+    with LLM(path, plan) as on_cpu, LLM(path, plan, dtype="float16", **where) as llm:
         both = [[a.token_ids for a in x.generate(prompts, PARAMS)] for x in (llm, on_cpu)]
         assert both[0] == both[1]
         assert len({x.memory.purposes[DEVICE]["states"] for x in (llm, on_cpu)} - {0}) == 1

@@ -76,7 +76,9 @@ def made(folder: Path, family: str, device: str) -> Model:
     """The model of a family, under `folder`; made once."""
     save_model(folder / "model", family, **SMALL, **FAMILIES[family])
     path = convert(folder / "model", folder / "checkpoint", quant=QUANT)
-    with Runtime(path, kv=KV8, device=device, instrumentation=HOOKS) as runtime:
+    with Runtime(
+        path, kv=KV8, device=device, dtype=torch.float16, instrumentation=HOOKS
+    ) as runtime:
         return Model(path, device, logits_of(runtime), runtime.residency.device_bytes)
 
 
@@ -110,5 +112,5 @@ def opened(model: Model, slots: int, **options: Any) -> Runtime:
     """With so many slots for experts on the device."""
     given: dict[str, Any] = {"host_memory": 1 << 30, "cpu_experts": True, **options}
     budget = slots_of(model, "passing_from" in options)[slots]
-    given = {"device": model.device, "device_memory": budget, **given}
+    given = {"device": model.device, "dtype": torch.float16, "device_memory": budget, **given}
     return Runtime(model.path, kv=KV8, instrumentation=HOOKS, **given)

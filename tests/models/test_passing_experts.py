@@ -107,7 +107,8 @@ def test_codes_that_the_device_widens_pass_as_they_stream(
             found.append(logits_of(runtime))
             assert (runtime.store.stats.experts.passed > 0) == ("passing_from" in how)
     assert torch.equal(*found)
-    with Runtime(path, kv=KV8, device=device, instrumentation=HOOKS) as runtime:
+    how = {"kv": KV8, "device": device, "dtype": torch.float16}
+    with Runtime(path, instrumentation=HOOKS, **how) as runtime:
         assert not runtime.residency.slots
         assert_close(logits_of(runtime), found[0], tolerance=FLOAT16_LOGITS[0])
 

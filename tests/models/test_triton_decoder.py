@@ -223,10 +223,8 @@ def test_greedy_tokens_on_a_gpu_are_those_of_the_cpu(
     monkeypatch.setenv("QOFF_CUDA_GRAPHS", str(int(graphs)))
     path = checkpoint(tmp_path, family)
     budget = least_budget(path, host_staging=2) if streaming else None
-    with (
-        Runtime(path, kv=KV8) as on_cpu,
-        Runtime(path, kv=KV8, device="cuda", device_memory=budget) as on_gpu,
-    ):
+    how: dict[str, Any] = {"device": "cuda", "dtype": torch.float16, "device_memory": budget}
+    with Runtime(path, kv=KV8) as on_cpu, Runtime(path, kv=KV8, **how) as on_gpu:
         assert greedy(on_gpu, 16) == greedy(on_cpu, 16)
         assert isinstance(on_gpu.decoder, Decoder)
         replays, plan = on_gpu.decoder.replays, on_gpu.residency
