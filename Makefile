@@ -21,7 +21,7 @@ PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 # The stamp's name holds what was installed, so an edit of either file installs again.
 INSTALLED := $(VENV)/.installed-$(shell cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: help venv demo test lint types layers pytest page ray soak architectures bench triton-3.6 format lock clean
+.PHONY: help venv demo test lint types layers pytest page ray soak late-gpu architectures bench triton-3.6 format lock clean
 
 help:
 	@echo "make demo     convert a small model to 4 bits and answer a prompt under a memory budget"
@@ -29,6 +29,7 @@ help:
 	@echo "make page     the tests of the server's page, in headless Chromium"
 	@echo "make ray      the tests of jobs on a Ray cluster whose machines are killed: minutes"
 	@echo "make soak     a minute of honest, hostile and vanishing clients at a server"
+	@echo "make late-gpu the tests of a GPU on one that is simulated and computes as late as it may"
 	@echo "make architectures  compile all variants of Triton kernels for every architecture"
 	@echo "make bench    the CPU and disk benches, each beside its peer or its limit"
 	@echo "make triton-3.6  fetch Triton 3.6.0, with which the tests then compile all kernels too"
@@ -101,6 +102,11 @@ ray: $(INSTALLED)
 
 soak: $(INSTALLED)
 	QOFF_TEST_SOAK_S=60 $(BIN)/pytest tests/bench/test_soak.py
+
+# Both ways that a missing wait shows: copies come late, or before what they overwrite was read.
+late-gpu: $(INSTALLED)
+	QOFF_LATE_GPU=late $(BIN)/pytest $(PYTEST_ARGS) -m gpu --timeout 1200
+	QOFF_LATE_GPU=early $(BIN)/pytest $(PYTEST_ARGS) -m gpu --timeout 1200
 
 architectures: $(INSTALLED)
 	QOFF_ALL_ARCHITECTURES=1 $(BIN)/pytest tests/kernels/test_compile.py

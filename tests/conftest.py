@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run as numpy
 
+if os.environ.get("QOFF_LATE_GPU"):
+    from tests.late_gpu import install
+
+    install(early_copies=os.environ["QOFF_LATE_GPU"] == "early")
+
 if find_spec("hypothesis"):
     from hypothesis import settings
 
@@ -140,6 +145,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_unconfigure() -> None:
     """Have the interpreter free it at its end: nanobind prints what Triton still has by then."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def memory_is_freed_behind_its_uses() -> Iterator[None]:
+    """On the late GPU, torch's allocator must not give memory away that another stream uses."""
+    yield
+    if os.environ.get("QOFF_LATE_GPU"):
+        from tests.late_gpu import DEVICE
+
+        found, DEVICE.faults = DEVICE.faults, []
+        assert not found
 
 
 @pytest.fixture(scope="session", autouse=True)

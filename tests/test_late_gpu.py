@@ -1,0 +1,47 @@
+"""Tests of a GPU's host code on one that is simulated: work is done as late as it may be.
+
+A process has this GPU or none, so they run in one of their own. `make late-gpu` runs all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
+
+SOME = [
+    "tests/late_gpu/test_late.py",
+    "tests/engine/test_llm_device.py::test_the_answers_do_not_depend_on_the_plan",
+    "tests/engine/test_drafts_device.py::test_a_small_model_drafts_and_changes_no_token",
+    "tests/models/test_passing_experts.py::test_codes_that_the_device_widens_pass_as_they_stream",
+]
+LEFT = "moved-row or always or auto or near or -2 or -3 or -5"  # others are of the same kinds
+
+
+@pytest.mark.parametrize("copies", ["late", "early"])
+def test_nothing_is_used_before_it_is_there(copies: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-m", "gpu", *SOME]
+    command += [
+        "-k",
+        f"not ({LEFT})",
+        "--basetemp",
+        str(tmp_path / "base"),
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "QOFF_LATE_GPU": copies},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
