@@ -259,9 +259,13 @@ def _rounded(w: Tensor, config: QuantConfig) -> QTensor:
 
     They stay in packing split32.
     """
+    from qoff.kernels.triton.launch.gpu import Gpu
     from qoff.kernels.triton.linear.quantize import quantize as rtn
 
-    w = (w if w.dtype in _KERNEL_DTYPES else w.float()).contiguous()
+    taken = w.dtype in _KERNEL_DTYPES
+    if w.dtype == torch.bfloat16 and Gpu.of(w.device).capability < 80:
+        taken = False  # ops refuse it there
+    w = (w if taken else w.float()).contiguous()
     found = rtn(w, config.bits, config.group_size, config.scale_dtype)
     if not bool(torch.isfinite(found.scale_min).all()):
         return _solved(w, config)  # raises with the reason

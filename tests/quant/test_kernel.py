@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.errors import QuantizationError
+from qoff.kernels.triton.launch.gpu import Gpu
 from qoff.quant import QuantConfig, matrix, quantize
 from tests.quant.test_solvers import weights
 from tests.triton_module import triton_module
@@ -37,6 +38,17 @@ def test_the_kernel_has_the_bits_of_the_solver(weight, bits, packing, dtype, sca
     config = QuantConfig(bits, group, "rtn", packing=packing, scale_dtype=scale_dtype)
     found = by_kernel(w, config, 16)
     expected = quantize(w, bits, group, "rtn", packing, scale_dtype)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scale_min, expected.scale_min)
+
+
+def test_bfloat16_is_quantized_on_a_gpu_whose_kernels_refuse_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = torch.randn(20, 64).bfloat16()
+    config = QuantConfig(4, 32, "rtn", packing="split32", scale_dtype=torch.float16)
+    monkeypatch.setattr(Gpu, "of", lambda device: Gpu(75, 4))
+    found, expected = by_kernel(w, config), matrix._solved(w, config)
     assert torch.equal(found.codes, expected.codes)
     assert torch.equal(found.scale_min, expected.scale_min)
 

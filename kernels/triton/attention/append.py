@@ -71,11 +71,11 @@ def write_kernel(
     sequence = tl.program_id(2).to(tl.int64)
     first = tl.load(start + sequence)
     first_row = tl.load(row_start + sequence)
-    position = tl.maximum(first, tl.load(after + sequence)) + tl.program_id(1)
+    position = tl.maximum(first, tl.load(after + sequence)) + tl.program_id(0)
     row = (first_row + position - first).to(tl.int64)
     if row >= tl.load(row_start + sequence + 1):
         return
-    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = head < kv_heads
     new_v = v + row * v_stride + head * (2 * HALF)
     new_k = k + row * k_stride + head * (2 * HALF)
@@ -165,7 +165,8 @@ def write_recent(k: Tensor, v: Tensor, cache: DeviceLayerCache, after: Tensor) -
     # Up to 1024 values of K in a program, 8 a thread.
     padded = next_power_of_2(head_dim)
     heads = min(next_power_of_2(kv_heads), max(1, 1024 // padded))
-    write_kernel[(cdiv(kv_heads, heads), min(rows, window), sequences)](
+    # Tokens come first: a grid has 65,535 programs at most in the other directions.
+    write_kernel[(min(rows, window), cdiv(kv_heads, heads), sequences)](
         *operands,
         after,
         **_row_constants(cache.form.half),

@@ -45,7 +45,7 @@ class PrefillConfig:
     scratch_mib: int = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head"])
 def prefill_attention_kernel(
     q,  # [T, Hq, D]
     k,  # [T, kv_heads, D]

@@ -17,7 +17,7 @@ from .kv_tiles import TOKENS, first_seen, form_constants, window_constants
 from .prefill_tiles import load_packed_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head"])
 def scratch_kernel(
     pool, block_table, compressed, start, resident_from,
     scratch_k,  # [S, heads of the launch, scratch_tokens, D]

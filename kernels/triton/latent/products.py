@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -215,11 +216,13 @@ def absorb(
         kernel, tokens, _ = _bound("absorb", shape, weight.bits, weight.group_size, *_tile(q))
         # A few programs for each head at decode; more tokens are programs enough.
         split = groups if len(q) <= tokens else 1
-        kernel(
-            (shape.heads + 1, split, cdiv(len(q), tokens)),
-            q, kv, weight.codes, weight.scale_min, norm.weight, found, len(q), q.stride(0),
-            kv.stride(0), weight.codes.stride(0), weight.scale_min.stride(0) // 2, groups, norm.eps,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):  # Triton launches on the current GPU
+            kernel(
+                (shape.heads + 1, split, cdiv(len(q), tokens)),
+                q, kv, weight.codes, weight.scale_min, norm.weight, found, len(q), q.stride(0),
+                kv.stride(0), weight.codes.stride(0), weight.scale_min.stride(0) // 2, groups,
+                norm.eps,
+            )  # fmt: skip
     return found if out is None else out.copy_(found)
 
 
@@ -230,11 +233,12 @@ def expand(x: Tensor, weight: QTensor, shape: LatentShape, *, out: Tensor | None
     found = x.new_empty(len(x), shape.heads * shape.value_dim)
     if len(x):
         kernel, tokens, chunk = _bound("expand", shape, weight.bits, weight.group_size, *_tile(x))
-        kernel(
-            (shape.heads, cdiv(shape.value_dim, chunk), cdiv(len(x), tokens)),
-            x, weight.codes, weight.scale_min, found, len(x), weight.codes.stride(0),
-            weight.scale_min.stride(0) // 2, shape.latent // weight.group_size,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            kernel(
+                (shape.heads, cdiv(shape.value_dim, chunk), cdiv(len(x), tokens)),
+                x, weight.codes, weight.scale_min, found, len(x), weight.codes.stride(0),
+                weight.scale_min.stride(0) // 2, shape.latent // weight.group_size,
+            )  # fmt: skip
     return found if out is None else out.copy_(found)
 
 

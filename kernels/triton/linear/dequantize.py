@@ -75,7 +75,9 @@ def dequantize(
             f"not packing {weight.packing} to {dtype}"
         )
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    dequantize_into(weight.codes, weight.scale_min, weight.bits, weight.group_size, out, config)
+    form = weight.bits, weight.group_size
+    with torch.cuda.device_of(out):  # Triton launches on the current GPU
+        dequantize_into(weight.codes, weight.scale_min, *form, out, config)
     return out
 
 
