@@ -118,7 +118,7 @@ class Guard:
 def _read_target(scope: Scope) -> None:
     """Take a target like `http://host/path`, which proxies send, apart; its host replaces `Host`.
 
-    RFC 9112, 3.2.2.
+    RFC 9112, 3.2.2. A slash at the end is left out.
     """
     target = _ABSOLUTE.fullmatch(scope["raw_path"])
     if target is not None:
@@ -127,6 +127,8 @@ def _read_target(scope: Scope) -> None:
         scope["path"] = unquote(scope["raw_path"].decode("ascii"))
         others = [pair for pair in scope["headers"] if pair[0] != b"host"]
         scope["headers"] = [(b"host", host), *others]
+    # A redirect would leave out the prefix and the scheme of a proxy.
+    scope["path"] = scope["path"].rstrip("/") or "/"
 
 
 class JsonLines(logging.Formatter):

@@ -152,6 +152,13 @@ def test_a_target_may_be_absolute(served: Running) -> None:
         assert found[0] == status, origin
 
 
+def test_a_slash_at_the_end_is_no_redirect(served: Running) -> None:
+    """Which would lead past the prefix of a proxy."""
+    assert served.ask("/tokenize/", {"prompt": "a"})[0] == 200
+    for path in ("/v1/models/", "http://one.example/v1/models/"):
+        assert served.ask(path)[1]["object"] == "list"
+
+
 def test_a_template_in_a_message_stays_text(served: Running) -> None:
     for text in ("{{ 7 * 7 }}", "{% for x in range(10**9) %}x{% endfor %}"):
         _, found, _ = served.ask("/tokenize", {"messages": [{"role": "user", "content": text}]})
