@@ -479,6 +479,7 @@ def test_json_may_be_indented_and_has_to_be_whole(tmp_path: Path) -> None:
         ("a\nb\n".encode("utf-16"), "UTF-16.*iconv"),
         (b"\xfe\xff" + "a\nb\n".encode("utf-16-be"), "UTF-16.*iconv"),
     ],
+    ids=["gzip", "little-endian", "big-endian"],
 )
 def test_a_file_that_is_no_text_is_refused_as_a_whole(
     data: bytes, message: str, tmp_path: Path
