@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a command through its `finally` blocks, even where the first try is lost.
+"""SIGTERM, SIGHUP and Ctrl-C end a command through its `finally` blocks, even if one try is lost.
 
 A handler raises between two instructions of Python. Inside a callback from C, of numba's compiler
 say, that exception is printed and dropped; so the handler remembers, and `check` raises again.
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-TERMINATED = 128 + signal.SIGTERM  # exit status
 HEARD_S = 0.025  # that compiled threads run without Python, which hears signals in between
 
 
@@ -27,6 +26,8 @@ class Handler:
         self.held = 0  # so many contexts
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == self.asked == signal.SIGHUP:
+            return  # the shell and the system both send it when a terminal is closed
         self.asked = number
         if not self.held:
             self.check()
@@ -35,7 +36,7 @@ class Handler:
         if self.asked == signal.SIGINT:
             raise KeyboardInterrupt
         if self.asked:
-            raise SystemExit(TERMINATED)
+            raise SystemExit(128 + self.asked)
 
     def __enter__(self) -> None:
         self.held += 1
@@ -48,18 +49,22 @@ class Handler:
 
 @contextmanager
 def ending_by_signals() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), and SIGINT KeyboardInterrupt, at the end at the latest.
+    """Let SIGTERM and SIGHUP raise SystemExit, with 143 and 129, and SIGINT KeyboardInterrupt.
 
-    Does nothing for a program that handles SIGTERM, nor in threads, to which no signal comes.
+    At the end at the latest. Does nothing for a program that handles SIGTERM, nor in threads, to
+    which no signal comes; SIGHUP and SIGINT that are ignored, as below nohup, stay so.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     handler = Handler()
-    before = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.getsignal(signal.SIGINT)}
-    if before[signal.SIGINT] is not signal.default_int_handler:  # ignored, or the program's
-        del before[signal.SIGINT]
+    usual = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }  # others are ignored, or the program's
+    before = {number: old for number, old in usual.items() if signal.getsignal(number) is old}
     for number in before:
         signal.signal(number, handler)
     try:

@@ -31,6 +31,7 @@ _ON_GPU = (
     "HIP out of memory",
 )
 _GPU_FAILED = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ")
+_NO_THREAD = "can't start new thread"  # Python's own words
 _ON_HOST = ("DefaultCPUAllocator", "Storage size calculation overflowed", "std::bad_alloc")
 
 
@@ -143,7 +144,7 @@ def own_memory() -> int:
 class refusals(ContextDecorator):  # noqa: N801 - used as a function, around every pass
     """Turn every failed allocation, on the host or a GPU, into a BudgetError: its tier and bytes.
 
-    It may be one of Python, numpy, numba, torch or mmap.
+    It may be one of Python, numpy, numba, torch or mmap. A thread that is refused is a QoffError.
     """
 
     def __enter__(self) -> None:
@@ -159,6 +160,12 @@ class refusals(ContextDecorator):  # noqa: N801 - used as a function, around eve
             error, (MemoryError, RuntimeError, OSError)
         ):
             return
+        if _NO_THREAD in str(error):
+            raise QoffError(
+                "the system refused a new thread; raise the limit of processes (ulimit -u, the "
+                "container's --pids-limit) or of address space (ulimit -v), or lower "
+                "OMP_NUM_THREADS"
+            ) from error
         tier = refused_tier(error)
         if tier is None:
             return

@@ -18,7 +18,7 @@ import pytest
 from qoff.checkpoint import CheckpointWriter
 from qoff.engine import LLM
 from qoff.errors import ConversionError
-from qoff.interrupts import TERMINATED, check, ending_by_signals, whole
+from qoff.interrupts import check, ending_by_signals, whole
 from qoff.models.runtime import Runtime
 from qoff.plan import Plan
 
@@ -28,9 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
     """As in a terminal: a job in the background of a shell ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def lose(number: int) -> None:
@@ -38,7 +40,11 @@ def lose(number: int) -> None:
     ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(number))()
 
 
-ENDS = {signal.SIGTERM: SystemExit, signal.SIGINT: KeyboardInterrupt}
+ENDS = {
+    signal.SIGTERM: SystemExit,
+    signal.SIGHUP: SystemExit,
+    signal.SIGINT: KeyboardInterrupt,
+}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -62,9 +68,11 @@ def test_a_signal_that_a_callback_loses_is_raised_again(number: signal.Signals) 
             raise ConversionError("broken by the callback")
 
     for work in (looks, looks_nowhere, breaks):
-        with pytest.raises(ENDS[number]):
+        with pytest.raises(ENDS[number]) as ended:
             work()
+        assert getattr(ended.value, "code", 128 + number) == 128 + number
     assert reached
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     check()
@@ -91,8 +99,23 @@ def test_rounds_passes_and_conversions_look(checkpoint: Path, tmp_path: Path) ->
     for work in works:
         with pytest.raises(SystemExit) as ended, ending_by_signals():
             work()
-        assert ended.value.code == TERMINATED == 143
+        assert ended.value.code == 143
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_hang_up_does_not_cut_what_is_cleaned_up() -> None:
+    cleaned: list[bool] = []
+
+    def hung_up() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            cleaned.append(True)
+
+    with pytest.raises(SystemExit), ending_by_signals():
+        hung_up()
+    assert cleaned
 
 
 def test_a_program_that_handles_signals_keeps_its_handlers() -> None:
@@ -106,12 +129,13 @@ def test_a_program_that_handles_signals_keeps_its_handlers() -> None:
                 check()
     finally:
         signal.signal(signal.SIGTERM, before)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with ending_by_signals():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for number in (signal.SIGINT, signal.SIGHUP):  # nohup ignores the latter
+        before = signal.signal(number, signal.SIG_IGN)
+        try:
+            with ending_by_signals():
+                assert signal.getsignal(number) is signal.SIG_IGN
+        finally:
+            signal.signal(number, before)
 
 
 def test_threads_are_left_alone() -> None:
@@ -147,7 +171,7 @@ def test_a_line_is_printed_whole_or_not_at_all(unbuffered: str) -> None:
     process.send_signal(signal.SIGTERM)
     time.sleep(0.05)
     printed = first + process.stdout.read()
-    assert process.wait(20) == TERMINATED
+    assert process.wait(20) == 143
     assert len(printed) > 300_000
     assert printed.endswith(b"\n")
     for line in printed.splitlines():

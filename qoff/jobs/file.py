@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,7 @@ from qoff.interrupts import whole
 from qoff.plan import Plan
 
 from .journal import Journal, Places
-from .lines import Bits, Line, is_openai, overview, read_lines
+from .lines import Bits, Line, Overview, as_seen, is_openai, overview, read_lines
 from .requests import OpenAIReader, PromptReader, Reader
 from .runner import Counts, Runner
 
@@ -75,10 +77,16 @@ class FileJob:
         if asked.output is None and asked.keep_order:
             raise ArgumentError("--keep-order needs a file for the answers: -o FILE")
         self.total: int | None = None  # requests; None: nobody knows
+        self.seen: Overview | None = None  # of a file that is there as a whole
         self.sink: Journal | _Printed = _Printed()
         self._lines: Iterator[Line]
         try:
             file = self._opened()
+            if asked.output is None and _is_printed_to(file):
+                raise ArgumentError(
+                    "standard output is the file of requests; name another file for the answers, "
+                    "with -o"
+                )
             if asked.output is None and (str(asked.requests) == "-" or not file.seekable()):
                 self._lines = read_lines(file)
                 first = list(islice(self._lines, 1))
@@ -86,9 +94,9 @@ class FileJob:
                 self._lines = chain(first, self._lines)
                 self._check_options()
             else:
-                seen = overview(file)
+                self.seen = seen = overview(file)
                 file.seek(0)
-                self.total, self._openai, self._lines = seen.lines, seen.openai, read_lines(file)
+                self.total, self._openai, self._lines = seen.lines, seen.openai, as_seen(file, seen)
                 self._check_options()
                 if asked.output is not None:
                     says = self._says(seen.sha256, checkpoint, plan or Plan())
@@ -286,6 +294,15 @@ def _linked(path: Path) -> Path:
     """
     begun = Places(path, path).header.exists()
     return path.resolve() if path.is_symlink() and not begun else path
+
+
+def _is_printed_to(file: BinaryIO) -> bool:
+    """Whether standard output goes to this file, which would grow while it is read."""
+    try:
+        one, other = os.fstat(file.fileno()), os.fstat(sys.stdout.buffer.fileno())
+    except (OSError, ValueError):  # one of them is no file of the system
+        return False
+    return stat.S_ISREG(one.st_mode) and os.path.samestat(one, other)
 
 
 def _need_pydantic() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import sys
 from array import array
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
@@ -15,6 +17,14 @@ from qoff.errors import QoffError
 MAX_LINE = 64 << 20  # bytes
 _LOOKED_AT = 100  # lines that say which form the file has
 _OPENAI = frozenset({"custom_id", "method", "url", "body"})
+_BLANKS = b" \t"  # which JSON may begin with
+_OBJECT = re.compile(r'[ \t]*\{[ \t]*"prompt"[ \t]*:')
+_NO_TEXT = {  # by what it begins with
+    b"\x1f\x8b": "compressed; decompress it first, with zcat for instance",
+    b"\x28\xb5\x2f\xfd": "compressed; decompress it first, with zstdcat for instance",
+    BOM_UTF16_LE: "UTF-16; convert it to UTF-8, with iconv for instance",
+    BOM_UTF16_BE: "UTF-16; convert it to UTF-8, with iconv for instance",
+}
 
 
 class Digest(Protocol):
@@ -35,22 +45,32 @@ class Overview:
     """What a file of requests is, found by reading it once."""
 
     sha256: str
+    nbytes: int
     lines: int  # that are not empty
     openai: bool  # OpenAI's batch lines; otherwise prompts
 
 
-def read_lines(file: BinaryIO, digest: Digest | None = None) -> Iterator[Line]:
-    """The lines of a file that are not empty; `digest` is given every byte."""
+def read_lines(
+    file: BinaryIO, digest: Digest | None = None, nbytes: int | None = None
+) -> Iterator[Line]:
+    """The lines of a file that are not empty; `digest` is given every byte.
+
+    nbytes: where it ends, even if it has grown since. Raises QoffError for a file that is no text.
+    """
     number = at = 0
-    while data := file.readline(MAX_LINE + 1):
+    left = sys.maxsize if nbytes is None else nbytes
+    while data := file.readline(min(left, MAX_LINE + 1)):
         at += 1
+        if at == 1:
+            _check_text(data)
         whole: bytes | None = data
         while True:
+            left -= len(data)
             if digest is not None:
                 digest.update(data)
             if data.endswith(b"\n") or len(data) <= MAX_LINE:
                 break
-            whole, data = None, file.readline(MAX_LINE + 1)
+            whole, data = None, file.readline(min(left, MAX_LINE + 1))
         if whole is not None:
             whole = whole.removesuffix(b"\n").removesuffix(b"\r")
             whole = whole.removeprefix(BOM_UTF8) if at == 1 else whole
@@ -59,18 +79,36 @@ def read_lines(file: BinaryIO, digest: Digest | None = None) -> Iterator[Line]:
             number += 1
 
 
+def _check_text(start: bytes) -> None:
+    """Raise QoffError for the start of a file whose lines would all be wrong."""
+    for sign, what in _NO_TEXT.items():
+        if start.startswith(sign):
+            raise QoffError(f"the file of requests is {what}")
+
+
 def overview(file: BinaryIO) -> Overview:
-    """Read a file of requests to its end, once."""
+    """Read a file of requests to its end, once. Raises QoffError as `read_lines`."""
     digest, count, openai = hashlib.sha256(), 0, False
     for line in read_lines(file, digest):
         count += 1
         openai = openai or (count <= _LOOKED_AT and is_openai(line))
-    return Overview(digest.hexdigest(), count, openai)
+    return Overview(digest.hexdigest(), file.tell(), count, openai)
+
+
+def as_seen(file: BinaryIO, seen: Overview) -> Iterator[Line]:
+    """The lines of a file again. Raises QoffError at their end if it has changed meanwhile."""
+    digest = hashlib.sha256()
+    yield from read_lines(file, digest, seen.nbytes)
+    if digest.hexdigest() != seen.sha256:
+        raise QoffError(
+            "the file of requests has changed while it was read, so answers may be of other lines; "
+            "begin the job anew"
+        )
 
 
 def is_openai(line: Line) -> bool:
     """Whether a line is one of OpenAI's batch files, right or wrong."""
-    if line.data is None or not line.data.startswith(b"{"):
+    if line.data is None or not line.data.lstrip(_BLANKS).startswith(b"{"):
         return False
     try:
         found: Any = json.loads(line.data)
@@ -82,7 +120,7 @@ def is_openai(line: Line) -> bool:
 def prompt(line: Line) -> str:
     """The prompt of a line: text, a JSON string or {"prompt": ...}.
 
-    Raises QoffError for what is not UTF-8, and for an object without a prompt.
+    Raises QoffError for what is not UTF-8, for an object without a prompt, and for a part of one.
     """
     if line.data is None:
         raise QoffError(f"the line is longer than {MAX_LINE} bytes")
@@ -90,11 +128,15 @@ def prompt(line: Line) -> str:
         text = line.data.decode()
     except UnicodeDecodeError as error:
         raise QoffError(f"the line is not UTF-8 text: {error}") from error
-    if text[0] not in '"{':
+    if text.lstrip(_BLANKS.decode())[:1] not in ('"', "{"):
         return text
     try:
         value: Any = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if _OBJECT.match(text):
+            raise QoffError(
+                f'the line begins with {{"prompt": ..., but is no JSON: {error}'
+            ) from error
         return text  # that only begins like JSON
     if isinstance(value, dict):
         value = value.get("prompt")

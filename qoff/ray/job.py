@@ -76,7 +76,9 @@ def run(
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # a row is a task of Ray, and they go out one by one
     of_openai = reading.job if reading.openai else None
-    source = LineSource(job.requests, of_openai, sink.done, min(config.batch_size, BLOCK))
+    path, seen = job.requests, job.seen
+    assert seen is not None
+    source = LineSource(path, seen, of_openai, sink.done, min(config.batch_size, BLOCK))
     lines = ray.data.read_datasource(source, num_cpus=0, override_num_blocks=1)
     more = {"reading": reading}
     kind = worker or LineWorker

@@ -13,7 +13,7 @@ import pyarrow as pa
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from qoff.jobs.lines import Bits, read_lines
+from qoff.jobs.lines import Bits, Overview, as_seen
 
 COLUMN = "block"  # of datasets whose rows are pickled blocks
 
@@ -23,10 +23,11 @@ class LineSource(Datasource):
 
     supports_distributed_reads = False
 
-    def __init__(self, path: Path, job: str | None, done: Bits, block: int) -> None:
-        """job: its name, if lines are OpenAI's."""
+    def __init__(self, path: Path, seen: Overview, job: str | None, done: Bits, block: int) -> None:
+        """seen: what the file is; job: its name, if lines are OpenAI's."""
         super().__init__()
-        self._path, self._job, self._done, self._block = path, job, done, block
+        self._path, self._seen, self._job = path, seen, job
+        self._done, self._block = done, block
 
     def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
         """One task, which reads as fast as its rows are taken."""
@@ -38,7 +39,7 @@ class LineSource(Datasource):
 
     def _blocks(self) -> Iterator[list[Found]]:
         with self._path.open("rb") as file:
-            left = self._left(read_lines(file))
+            left = self._left(as_seen(file, self._seen))
             while block := list(islice(left, self._block)):
                 yield block
 

@@ -136,7 +136,7 @@ class Engine:
         """Compute what is asked for from now on."""
         self.llm = llm
         self.metrics.follow(
-            lambda: self._all_in_flight() - llm.waiting, lambda: llm.waiting, lambda: llm.kv_used
+            lambda: self._running_of(llm.waiting), lambda: llm.waiting, lambda: llm.kv_used
         )
         self.metrics.tell(llm)
         self._thread = threading.Thread(target=self._work, name="qoff-serve-engine")
@@ -193,7 +193,7 @@ class Engine:
             "state": "reopening" if llm.reopening else "ready",
             "context": llm.plan.context,
             "answers": {
-                "running": max(0, self._all_in_flight() - waiting),
+                "running": self._running_of(waiting),
                 "places": self.places,
                 "waiting": waiting,
                 "queue": self._max_queue,
@@ -214,8 +214,10 @@ class Engine:
         """Answers that were asked for and are not done; what a slow reader has not read is."""
         return sum(count - len(one.done) for one, count in list(self._running.items()))
 
-    def _all_in_flight(self) -> int:
-        return self.in_flight + (0 if self.batches is None else self.batches.in_flight)
+    def _running_of(self, waiting: int) -> int:
+        """Answers that are computed; those of clients that have gone wait until the round ends."""
+        theirs = 0 if self.batches is None else self.batches.in_flight
+        return max(0, self.in_flight + theirs - waiting)
 
     def _room_for_batches(self, theirs: int) -> int:
         """For how many more answers of batches; below 0: so many are in the way of requests.

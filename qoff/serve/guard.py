@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import sys
 import time
 import traceback
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -27,6 +28,7 @@ from .generation import LOG
 
 logger = logging.getLogger("qoff.serve")
 _OPEN = frozenset({"/", "/health", "/metrics"})  # without a key
+_ABSOLUTE = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)  # without what is behind a "?"
 _GONE = 499  # nginx's status for clients that hang up
 
 
@@ -46,6 +48,7 @@ class Guard:
         if scope["type"] != "http":
             return
         start, status, is_open = time.perf_counter(), 0, False  # a stream without its end
+        _read_target(scope)
         said: dict[str, Any] = scope.setdefault(LOG, {})
 
         async def noted(message: Message) -> None:
@@ -110,6 +113,22 @@ class Guard:
         if kind.lower() != b"bearer" or not any(right):
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+
+
+def _read_target(scope: Scope) -> None:
+    """Take a target like `http://host/path`, which proxies send, apart; its host replaces `Host`.
+
+    RFC 9112, 3.2.2. A slash at the end is left out.
+    """
+    target = _ABSOLUTE.fullmatch(scope["raw_path"])
+    if target is not None:
+        host, path = target.groups()
+        scope["raw_path"] = path or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+        others = [pair for pair in scope["headers"] if pair[0] != b"host"]
+        scope["headers"] = [(b"host", host), *others]
+    # A redirect would leave out the prefix and the scheme of a proxy.
+    scope["path"] = scope["path"].rstrip("/") or "/"
 
 
 class JsonLines(logging.Formatter):

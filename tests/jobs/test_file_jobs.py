@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from qoff.errors import ArgumentError, DiskWriteError, FormatError, QoffError
 from qoff.hf.stamps import source_stamps
 from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.journal import BLOCK, Journal, Places
-from qoff.jobs.lines import IdSet, Line, prompt, read_lines
+from qoff.jobs.lines import IdSet, Line, overview, prompt, read_lines
 from qoff.jobs.requests import PromptReader, PromptRequest
 from qoff.jobs.runner import Runner
 from qoff.kvcache import KVPlacement, KVQuant
@@ -42,16 +44,25 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         yield found
 
 
+def file_job(
+    tmp_path: Path, checkpoint: Path | None = None, plan: Plan = PLAN, overwrite: bool = False,
+    **more: Any,
+) -> FileJob:  # fmt: skip
+    """On `in.jsonl`. checkpoint: None for one that nothing is read of."""
+    asked = Asked(
+        tmp_path / "in.jsonl", tmp_path / "out.jsonl", None, "tiny", PARAMS, True, False, False
+    )
+    if checkpoint is None:
+        (checkpoint := tmp_path / "model").mkdir(exist_ok=True)
+    return FileJob(replace(asked, **more), checkpoint, plan, overwrite=overwrite)
+
+
 @pytest.fixture
 def job(llm: LLM, checkpoint: Path, tmp_path: Path) -> Callable[..., int]:
     """Run the job on `in.jsonl`; how many requests have failed."""
 
     def run(overwrite: bool = False, plan: Plan = PLAN, **more: Any) -> int:
-        asked = Asked(
-            tmp_path / "in.jsonl", tmp_path / "out.jsonl", None, "tiny", PARAMS, True, False, False
-        )
-        asked = replace(asked, **more)
-        with FileJob(asked, checkpoint, plan, overwrite=overwrite) as opened:
+        with file_job(tmp_path, checkpoint, plan, overwrite, **more) as opened:
             if opened.left != 0:  # None: nobody knows
                 opened.run(llm, lambda _: None)
             return opened.finish()
@@ -383,10 +394,7 @@ def test_a_job_interrupted_at_its_start_ends(
 
     monkeypatch.setattr(Runner, "start", interrupted)
     write(tmp_path, line(0))
-    asked = Asked(
-        tmp_path / "in.jsonl", tmp_path / "out.jsonl", None, "tiny", PARAMS, True, False, False
-    )
-    with FileJob(asked, checkpoint, PLAN, overwrite=False) as opened:
+    with file_job(tmp_path, checkpoint) as opened:
         with pytest.raises(KeyboardInterrupt):
             opened.run(llm, lambda _: None)
         assert begun[0].ended.is_set()
@@ -451,6 +459,61 @@ def test_any_line_is_a_prompt(tmp_path: Path) -> None:
     assert [(one.number, one.at) for one in found] == [(0, 1), (1, 2), (2, 4), (3, 5)]
     with pytest.raises(QoffError, match="is not UTF-8"):
         prompt(Line(0, 1, b"\xff\xfe"))
+
+
+def test_json_may_be_indented_and_has_to_be_whole(tmp_path: Path) -> None:
+    said = [b' \t{"prompt": "a"}', b'  "b"', b" c", b"\t{d}"]
+    assert [prompt(Line(0, 1, one)) for one in said] == ["a", "b", " c", "\t{d}"]
+    for torn in (b'{"prompt": "What is', b' { "prompt" : "a" "b"}'):
+        with pytest.raises(QoffError, match="but is no JSON"):
+            prompt(Line(0, 1, torn))
+    write(tmp_path, f" {line(0)}")
+    with (tmp_path / "in.jsonl").open("rb") as file:
+        assert overview(file).openai
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (gzip.compress(b"a\nb\n"), "compressed.*zcat"),
+        ("a\nb\n".encode("utf-16"), "UTF-16.*iconv"),
+        (b"\xfe\xff" + "a\nb\n".encode("utf-16-be"), "UTF-16.*iconv"),
+    ],
+    ids=["gzip", "little-endian", "big-endian"],
+)
+def test_a_file_that_is_no_text_is_refused_as_a_whole(
+    data: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(data)
+    with pytest.raises(QoffError, match=message):
+        file_job(tmp_path)
+    assert not (tmp_path / "out.jsonl.job").exists()
+
+
+def test_a_file_that_grows_or_changes_while_it_is_read(tmp_path: Path) -> None:
+    """Lines that come later are not of this job; others than those that it began with end it."""
+    write(tmp_path, "first", "second")
+    path = tmp_path / "in.jsonl"
+    with file_job(tmp_path) as job, path.open("a") as more:
+        more.write("third\n")
+        more.flush()
+        assert [one.data for one in job._lines] == [b"first", b"second"]
+    with file_job(tmp_path, overwrite=True) as job:
+        path.write_text("first\nother!\nthird\n")
+        with pytest.raises(QoffError, match="has changed while it was read"):
+            list(job._lines)
+
+
+def test_answers_are_not_printed_into_the_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `>> in.jsonl`: each answer would be the next request."""
+    write(tmp_path, "first")
+    with (tmp_path / "in.jsonl").open("ab") as same, (tmp_path / "out").open("wb") as other:
+        for file, refused in ((same, True), (other, False)):
+            monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
+            with pytest.raises(ArgumentError, match="-o") if refused else nullcontext():
+                file_job(tmp_path, output=None)
 
 
 def test_ids_are_told_apart() -> None:

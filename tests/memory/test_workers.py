@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from qoff.errors import DiskReadError, DiskWriteError
+from qoff.errors import DiskReadError, DiskWriteError, QoffError
 from qoff.memory.io.workers import Workers
+from qoff.system_memory import refusals
 
 TIMEOUT_S = 20
 
@@ -31,6 +32,21 @@ def test_death_fails_the_call_at_hand_the_queued_and_the_later(
         assert repr(death) in str(found.value)
     workers.close()
     assert not workers.alive
+
+
+def test_a_thread_that_is_refused_is_told_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a limit of a container's processes."""
+    start, before = threading.Thread.start, threading.active_count()
+
+    def third_is_refused(thread: threading.Thread) -> None:
+        if threading.active_count() == before + 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", third_is_refused)
+    with pytest.raises(QoffError, match="refused a new thread; raise the limit"), refusals():
+        Workers(4, "qoff-test")
+    assert threading.active_count() == before
 
 
 def test_an_ordinary_error_is_of_its_call_alone() -> None:

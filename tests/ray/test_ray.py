@@ -26,7 +26,7 @@ from qoff.cli.main import app
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.jobs.file import Asked, FileJob, fingerprint
-from qoff.jobs.lines import Bits, Line
+from qoff.jobs.lines import Bits, Line, overview
 from qoff.jobs.requests import Bad
 from qoff.plan import Plan, default
 from qoff.ray import ProcessorConfig, build_processor
@@ -235,7 +235,9 @@ def test_lines_that_are_done_are_left_out_and_ids_that_occur_twice_are_known(
     lines = [line(i, "text") for i in range(5)]
     path.write_text("\n".join([*lines, lines[0], lines[3]]) + "\n")
     done.add(0)
-    blocks = list(LineSource(path, job, done, 4)._blocks())
+    with path.open("rb") as file:
+        seen = overview(file)
+    blocks = list(LineSource(path, seen, job, done, 4)._blocks())
     assert [len(block) for block in blocks] == [4, 2]
     found = [one for block in blocks for one in block]
     assert len({one.line.number for one in found} | {0}) == 7

@@ -135,6 +135,30 @@ def test_other_paths_methods_and_models_are_errors_of_the_same_shape(served: Run
         assert found[1]["error"]["message"]
 
 
+def test_a_target_may_be_absolute(served: Running) -> None:
+    """As some proxies send it; its host is the one that was asked, whatever `Host` says."""
+    for path, status in (
+        ("http://one.example/v1/models", 200),
+        ("HTTP://one.example:80/v1/models?a=b", 200),
+        ("https://one.example", 200),
+        ("http://one.example/v1/models/%74iny", 200),
+        ("http://one.example/v1/nothing", 404),
+        ("ftp://one.example/v1/models", 404),
+    ):
+        assert served.ask(path)[0] == status, path
+    for origin, status in (("http://one.example", 200), ("http://two.example", 403)):
+        headers = {"Host": "two.example", "Origin": origin}
+        found = served.ask("http://one.example/tokenize", {"prompt": "a"}, headers)
+        assert found[0] == status, origin
+
+
+def test_a_slash_at_the_end_is_no_redirect(served: Running) -> None:
+    """Which would lead past the prefix of a proxy."""
+    assert served.ask("/tokenize/", {"prompt": "a"})[0] == 200
+    for path in ("/v1/models/", "http://one.example/v1/models/"):
+        assert served.ask(path)[1]["object"] == "list"
+
+
 def test_a_template_in_a_message_stays_text(served: Running) -> None:
     for text in ("{{ 7 * 7 }}", "{% for x in range(10**9) %}x{% endfor %}"):
         _, found, _ = served.ask("/tokenize", {"messages": [{"role": "user", "content": text}]})

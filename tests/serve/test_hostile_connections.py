@@ -82,6 +82,26 @@ def test_a_client_that_hangs_up_frees_its_place(
     wait_for(lambda: idle(served))
 
 
+def test_answers_that_were_given_up_are_no_negative_number(served: Running) -> None:
+    """They wait until the round ends, and nobody asks for them any more."""
+    llm = served.engine.llm
+    assert llm is not None
+    body = json.dumps(chat(max_tokens=60, n=4, ignore_eos=True, stream=True)).encode()
+    wait_for(lambda: idle(served))
+    with served.held() as rounds:
+        socks = [served.connect(), served.connect()]
+        for sock in socks:
+            sock.sendall(head(len(body)) + body)
+            rounds.under_way()
+        wait_for(lambda: llm.waiting == 4)
+        for sock in socks:
+            sock.close()
+        wait_for(lambda: served.engine.in_flight == 0)
+        figures = served.ask("/metrics")[1].splitlines()
+    assert f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0' in figures
+    wait_for(lambda: idle(served))
+
+
 def test_a_stream_that_is_given_up_by_the_client_library(served: Running, client: OpenAI) -> None:
     rounds = served.engine.llm.rounds  # type: ignore[union-attr]
     stream = client.chat.completions.create(

@@ -21,7 +21,7 @@ class Workers:
     """Threads that make calls in the order of submission and sleep in the kernel without any.
 
     A thread dies of what is no `Exception`. Then all of them stop, and every call that is queued or
-    comes later ends with an `error`.
+    comes later ends with an `error`. Raises RuntimeError where the system has no more threads.
     """
 
     def __init__(
@@ -32,12 +32,15 @@ class Workers:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._refusal: Exception | None = None  # why no call is taken any more
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(threads):
+                thread = threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def alive(self) -> bool:
