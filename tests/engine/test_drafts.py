@@ -71,6 +71,7 @@ def test_drafts_are_as_long_as_they_are_worth() -> None:
 def test_text_of_which_nothing_comes_again_is_hardly_ever_drafted(drafted: int) -> None:
     """Pauses grow while all drafts are rejected, and end with the first one that is accepted."""
     accepted, tried = Acceptance(), list[int]()
+    assert Acceptance().length([1.0, 3.0]) == 1  # a forecast alone is no reason for none
     for answered in range(2000):
         if accepted.length([1.0, 1.1, 1.2, 1.3, 1.4][: drafted + 1], answered):
             accepted.note(drafted, 0)
