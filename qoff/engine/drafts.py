@@ -45,8 +45,8 @@ class Acceptance:
     def length(self, seconds: Seconds[float], answered: int = 0) -> int:
         """How many tokens to draft: those that give the most tokens a second.
 
-        0, and so for some tokens, if a pass without drafts gives more, but never before the first
-        draft. Then one token is drafted to see; while all are rejected, pauses become longer.
+        0, and so for some tokens, if most drafts are rejected and a pass without one gives more.
+        Then one token is drafted to see; while all are rejected, pauses become longer.
 
         seconds: of a pass in which each sequence has no drafted token, or one, or more. answered:
         tokens that the answer has.
@@ -63,7 +63,9 @@ class Acceptance:
             tokens += likely
             if tokens > most * longer:
                 best, most = place + 1, tokens / longer
-        if not self._tried or most * seconds[0] >= 1:
+        unpaused = self._pause == _PAUSE  # a few rejected drafts say little at first
+        mostly = 2 * (sum(self._right[:1]) + unpaused) >= sum(self._tried[:1])
+        if mostly or most * seconds[0] >= 1:
             return best
         older = _EARLIER**self._pause  # than as many drafts
         self._tried, self._right = ([older * x for x in of] for of in (self._tried, self._right))
