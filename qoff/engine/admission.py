@@ -22,7 +22,12 @@ class Limits(Protocol):
     """What a model takes."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Tokens that an answer may have: rows of the head."""
+
+    @property
+    def embedded_tokens(self) -> int:
+        """Tokens that a prompt may have: rows of the embedding, where a head may have fewer."""
 
     @property
     def position_limit(self) -> int | None:
@@ -138,6 +143,8 @@ class Admission:
             raise ArgumentError(
                 "prompt_logprobs: this model has recurrent states and reads a prompt in one pass"
             )
+        if params.prompt_logprobs is not None:
+            self._check_tokens("prompt, of which prompt_logprobs are wanted,", tokens)
         if params.stops:
             _ = self._reader.tokenizer  # raises where there is none
         if after is not None:
@@ -182,7 +189,7 @@ class Admission:
 
         Raises ContextLengthError where there is no room for so many.
         """
-        self._check_tokens("prompt", tokens)
+        self._check_tokens("prompt", tokens, self._limits.embedded_tokens)
         room = self._plan.context - len(tokens)
         if room < least:
             fails = "leaves no room for an answer in" if least else "to embed is longer than"
@@ -199,11 +206,16 @@ class Admission:
         self._limits.check_positions(len(tokens) + least)
         return room if limit is None else min(room, limit - len(tokens))
 
-    def _check_tokens(self, what: str, tokens: tuple[int, ...] | list[int]) -> None:
-        """Raise ArgumentError where there are none, or one that the model does not have."""
+    def _check_tokens(
+        self, what: str, tokens: tuple[int, ...] | list[int], known: int | None = None
+    ) -> None:
+        """Raise ArgumentError where there are none, or one that the model does not have.
+
+        known: how many the model has; None: those of answers.
+        """
         if not tokens:
             raise ArgumentError(f"the {what} has no tokens")
-        vocab = self._limits.vocab_size
+        vocab = self._limits.vocab_size if known is None else known
         if not 0 <= min(tokens) <= max(tokens) < vocab:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             raise ArgumentError(f"the {what} has token {wrong}; there are 0 to {vocab - 1}")

@@ -219,7 +219,8 @@ class BatchSlots:
                 else:
                     assert self._pass_seconds is not None
                     seconds = self._pass_seconds(decoding)[: most + 1]
-                    wanted[slot] = one, self._accepted[slot].length(seconds)
+                    if length := self._accepted[slot].length(seconds, done):
+                        wanted[slot] = one, length
         found = self._proposer.propose(wanted) if wanted else {}
         self._drafted = {slot: len(draft) for slot, draft in found.items()}
         return given | found

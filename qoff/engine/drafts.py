@@ -19,6 +19,8 @@ _LONGEST = 4  # newest tokens that are looked for, at most
 _SHORTEST = 2  # and at least
 _EARLIER = 0.95  # what a draft counts, in relation to the next one
 _UNKNOWN = 0.1  # drafts that are supposed before there are any, all accepted
+_PAUSE = 8  # tokens without a draft, the first time that none is worth its pass
+_LONGEST_PAUSE = 64  # after more and more drafts that were for nothing
 
 
 class Acceptance:
@@ -27,18 +29,32 @@ class Acceptance:
     def __init__(self) -> None:
         self._tried = list[float]()  # drafts that had a token at a place, later ones counting more
         self._right = list[float]()  # those of which it and all before it were accepted
+        self._again = 0  # tokens of the answer from which on there is a draft again
+        self._pause = _PAUSE  # how many are without one, if none is worth it
+        self._due = False  # whether the next draft is made to see if it is worth it now
 
     def note(self, drafted: int, accepted: int) -> None:
         """Of a draft the first tokens were accepted, the next one not, if there was one."""
         more = [0.0] * (drafted - len(self._tried))
         self._tried = [_EARLIER * x + (i < drafted) for i, x in enumerate([*self._tried, *more])]
         self._right = [_EARLIER * x + (i < accepted) for i, x in enumerate([*self._right, *more])]
+        self._due = False
+        if accepted:
+            self._again, self._pause = 0, _PAUSE
 
-    def length(self, seconds: Seconds[float]) -> int:
-        """How many tokens to draft, at least 1: those that give the most tokens a second.
+    def length(self, seconds: Seconds[float], answered: int = 0) -> int:
+        """How many tokens to draft: those that give the most tokens a second.
 
-        seconds: of a pass in which each sequence has no drafted token, or one, or more.
+        0, and so for some tokens, if most drafts are rejected and a pass without one gives more.
+        Then one token is drafted to see; while all are rejected, pauses become longer.
+
+        seconds: of a pass in which each sequence has no drafted token, or one, or more. answered:
+        tokens that the answer has.
         """
+        if answered < self._again:
+            return 0
+        if self._due:
+            return 1
         best, most, tokens, likely = 1, 0.0, 1.0, 1.0
         for place, longer in enumerate(seconds[1:]):
             known = place < len(self._tried)
@@ -47,7 +63,15 @@ class Acceptance:
             tokens += likely
             if tokens > most * longer:
                 best, most = place + 1, tokens / longer
-        return best
+        unpaused = self._pause == _PAUSE  # a few rejected drafts say little at first
+        mostly = 2 * (sum(self._right[:1]) + unpaused) >= sum(self._tried[:1])
+        if mostly or most * seconds[0] >= 1:
+            return best
+        older = _EARLIER**self._pause  # than as many drafts
+        self._tried, self._right = ([older * x for x in of] for of in (self._tried, self._right))
+        self._again, self._due = answered + self._pause, True
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return 0
 
 
 class PromptLookup:

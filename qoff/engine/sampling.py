@@ -65,6 +65,7 @@ class Sampler:
                 shape = self._history_shape
                 self._history = torch.empty(shape, dtype=torch.int32, device=self._device)
             tokens = torch.tensor([*sequence.prompt, *sequence.answer], dtype=torch.int32)
+            tokens.clamp_(max=self._vocab_size)  # a head may have fewer rows than the embedding
             self._history[place].fill_(self._vocab_size)[: len(tokens)] = self._there(tokens)
 
     @torch.inference_mode()
@@ -198,7 +199,7 @@ class Sampler:
         counts, by = [], []
         for place, one, _ in rows:
             length = len(one.prompt) + len(one.answer)
-            newest = one.answer[-1] if one.answer else one.prompt[-1]
+            newest = min((one.answer or one.prompt)[-1], self._vocab_size)
             counts.append((place, length - 1, newest, len(one.prompt)))
             params = one.params
             by.append(

@@ -206,6 +206,11 @@ class DecoderSpec:
         return self.local_rope if local else self.rope
 
     @property
+    def embedded_tokens(self) -> int:
+        """Rows of the embedding: as many as the head has."""
+        return self.vocab_size
+
+    @property
     def position_limit(self) -> int | None:
         """Tokens that a sequence may have; None: as many as there is memory for.
 

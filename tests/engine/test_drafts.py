@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from qoff.engine import LLM, Completion, SamplingParams
+from qoff.engine import LLM, Completion, SamplingParams, opened
 from qoff.engine.batch import BatchSlots
-from qoff.engine.drafts import Acceptance, continued
+from qoff.engine.drafts import Acceptance, PromptLookup, continued
 from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant, PackedCache
@@ -54,7 +55,8 @@ def test_drafts_are_as_long_as_they_are_worth() -> None:
     assert accepted.length(streams[:5]) == accepted.length(stays[:5]) == 4
     for _ in range(100):
         accepted.note(4, 0)
-    assert accepted.length(streams[:5]) == accepted.length(stays[:5]) == 1
+    assert accepted.length(streams[:5]) == 0  # for some tokens; then one is tried
+    assert accepted.length(streams[:5], 8) == 1
     for i in range(100):
         accepted.note(16, 2 + 2 * (i % 3))
     assert [accepted.length(seconds) for seconds in (streams, stays, many)] == [6, 4, 2]
@@ -63,6 +65,54 @@ def test_drafts_are_as_long_as_they_are_worth() -> None:
     for _ in range(10_000):
         accepted.note(16, 16)
     assert accepted.length(stays) == 16  # what was long ago is forgotten
+
+
+@pytest.mark.parametrize("drafted", [1, 4])
+def test_text_of_which_nothing_comes_again_is_hardly_ever_drafted(drafted: int) -> None:
+    """Pauses grow while all drafts are rejected, and end with the first one that is accepted."""
+    accepted, tried = Acceptance(), list[int]()
+    right = Acceptance()
+    for answered in range(0, 20, 2):  # a forecast alone is no reason for none
+        assert right.length([1.0, 3.0], answered) == 1
+        right.note(1, 1)
+    for answered in range(2000):
+        if accepted.length([1.0, 1.1, 1.2, 1.3, 1.4][: drafted + 1], answered):
+            accepted.note(drafted, 0)
+            tried.append(answered)
+    assert len(tried) < 0.02 * 2000
+    assert max(b - a for a, b in pairwise(tried)) <= 65
+    answered = tried[-1] + 65
+    assert accepted.length([1.0, 1.1], answered)
+    accepted.note(1, 1)
+    assert accepted.length([1.0, 1.1], answered + 2)
+
+
+def test_a_draft_is_tried_when_something_is_found(checkpoint: Path) -> None:
+    """A pause ends with a draft, not with a look that finds nothing."""
+    accepted = Acceptance()
+    for _ in range(3):
+        accepted.note(1, 0)
+    seconds = [1.0, 1.5]
+    assert [bool(accepted.length(seconds, n)) for n in (1, 8, 9, 10, 11)] == [0, 0, 1, 1, 1]
+
+
+def test_rejected_drafts_leave_rounds_of_several_steps(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer beside which all drafts are wrong takes few passes more than without any."""
+    params = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+    with LLM(checkpoint, PLAN, device="cpu") as llm:
+        (wanted,) = llm.generate([[1, 2, 3]], params)
+    never = next(token for token in range(4, 100) if token not in wanted.token_ids)
+    monkeypatch.setattr(opened, "pass_seconds", lambda *_: lambda _: [1.0, 1.2, 1.4])
+    monkeypatch.setattr(
+        PromptLookup, "propose", lambda _, wanted: {i: [never] * n for i, (_, n) in wanted.items()}
+    )
+    with LLM(checkpoint, replace(PLAN, draft_tokens=2), device="cpu") as llm:
+        (found,) = llm.generate([[1, 2, 3]], params)
+        drafts = sum(one.drafts for one in llm.rounds)
+    assert found.token_ids == wanted.token_ids
+    assert 0 < drafts <= 9
 
 
 def answers(llm: LLM, **how: object) -> list[Completion]:

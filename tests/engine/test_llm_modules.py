@@ -21,7 +21,7 @@ from qoff.models import runtime
 from qoff.plan import Plan
 from tests.engine.test_allocations import Peak
 from tests.instruments import POISON
-from tests.module_models import MODULES, changed, module_checkpoint
+from tests.module_models import MODULES, NEWEST, changed, module_checkpoint
 from tests.tiny_families import VOCAB
 from tests.tiny_models import budgets, refused
 
@@ -87,6 +87,36 @@ def test_unusual_models_answer_as_generate_does(
 def test_newer_models_answer_as_generate_does(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     assert answers(path, PLAN) == alone(path, None)
+
+
+def test_a_prompt_may_have_tokens_that_a_pruned_head_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are embedded, and never answered: penalties and scores know only what is."""
+    pruned = {**NEWEST["apertus1p5_text"], "output_vocab_size": 100}
+    monkeypatch.setitem(NEWEST, "apertus1p5_text", pruned)
+    path = module_checkpoint(tmp_path, "apertus1p5_text")
+    asked = [[5, VOCAB - 1, 7, 120, 9], [VOCAB - 1]]
+    model, _ = qoff.load(path, device="cpu", kv=None)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in asked]
+    model.close()
+    penalized = replace(PARAMS, repetition_penalty=1.0001)
+    with LLM(path, PLAN, device="cpu") as llm:
+        for params in (PARAMS, penalized):
+            found = llm.generate(asked, params)
+            assert [list(one.token_ids) for one in found] == wanted
+        scored, beyond = llm.generate(
+            [[5, 99], asked[0]], replace(PARAMS, prompt_logprobs=0), use_tqdm=False
+        )
+        (none,) = llm.generate([[VOCAB]], PARAMS)
+        (answer,) = llm.stream([[5]], PARAMS, [[100]])
+    assert scored.prompt_logprobs is not None
+    assert beyond.error == (
+        f"the prompt, of which prompt_logprobs are wanted, has token {VOCAB - 1}; there are 0 to 99"
+    )
+    assert none.error == f"the prompt has token {VOCAB}; there are 0 to {VOCAB - 1}"
+    assert answer.error == "the continuation has token 100; there are 0 to 99"
 
 
 @pytest.mark.parametrize(

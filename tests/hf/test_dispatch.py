@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import qoff
-from qoff.errors import ArgumentError, BudgetError
+from qoff.errors import ArgumentError, BudgetError, StreamedError
 from qoff.hf.dispatch.units import units_of
 from tests.tiny_families import TINY
 from tests.tolerances import RELATIVE_RMS, assert_close
@@ -93,8 +93,9 @@ def test_results_are_the_same_bits(name: str, place: str, tmp_path: Path) -> Non
         model, device="cpu", device_memory=least, host_memory=host, offload_folder=tmp_path
     )
     assert same is model
-    places = set(model.hf_device_map.values()) - {"cpu:0"}
-    assert {"host": {"cpu"}, "disk": {"cpu", "disk"}, "both": {"cpu", "disk"}}[place] == places
+    assert model.hf_device_map[""] == torch.device("cpu")
+    places = set(model.hf_device_map.values()) - {torch.device("cpu")}
+    assert {"host": {"cpu"}, "disk": {"disk"}, "both": {"cpu", "disk"}}[place] == places
     for one, other in zip(results(model), wanted, strict=True):
         assert torch.equal(one, other)
 
@@ -162,6 +163,58 @@ def test_adapters_of_peft_come_with_layers(tmp_path: Path) -> None:
     same.save_pretrained(tmp_path / "again")
     for name in ("adapter", "again"):
         assert (tmp_path / name / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_nothing_is_loaded_into_weights_that_stream(assign: bool) -> None:
+    model = model_of("llama")
+    given = {name: x.clone() for name, x in model.state_dict().items()}
+    wanted = results(model)
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
+    with pytest.raises(StreamedError, match=r"model\.layers\.\d\.\S+ streams, and nothing can be"):
+        model.load_state_dict(given, assign=assign)
+    stays = {"model.norm.weight": given["model.norm.weight"]}
+    model.load_state_dict(stays, strict=False, assign=assign)
+    model.load_state_dict(model.state_dict(), assign=assign)  # as it is
+    assert all(map(torch.equal, results(model), wanted))
+
+
+def test_adapters_that_begin_with_the_weights_come_before(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    for how in ({"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}):
+        config = peft.LoraConfig(r=2, target_modules="all-linear", **how)
+        model = model_of("llama")
+        qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
+        with pytest.raises(StreamedError, match=r"are added before qoff\.dispatch"):
+            peft.get_peft_model(model, config)
+        tuned = peft.get_peft_model(model_of("llama"), config).eval()
+        with torch.no_grad():
+            wanted = tuned(ids).logits
+            qoff.dispatch(tuned, device="cpu", device_memory=least_of(tuned)[0])
+            assert torch.equal(tuned(ids).logits, wanted)
+
+
+def test_a_learned_prefix_is_used_and_has_no_gradients(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    tuned = peft.get_peft_model(model_of("llama"), config).eval()
+    torch.nn.init.normal_(tuned.prompt_encoder["default"].embedding.weight)
+    tuned.save_pretrained(tmp_path / "prefix")
+    model = model_of("llama")
+    qoff.dispatch(model, device="cpu", device_memory=sum(least_of(model)) // 2)
+    assert {*model.hf_device_map.values()} == {torch.device("cpu"), "cpu"}  # some layers stay
+    same = peft.PeftModel.from_pretrained(model, tmp_path / "prefix").eval()
+    options: Any = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        assert torch.equal(same(ids).logits, tuned(ids).logits)
+        assert torch.equal(
+            same.generate(input_ids=ids, **options), tuned.generate(input_ids=ids, **options)
+        )
+    learns = peft.get_peft_model(model, config)
+    with pytest.raises(StreamedError, match="no backward pass"):
+        learns(ids, labels=ids)
 
 
 def test_it_is_neither_cast_nor_moved(tmp_path: Path) -> None:

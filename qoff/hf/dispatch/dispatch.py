@@ -30,7 +30,17 @@ from qoff.process import only_here
 from qoff.system_memory import refusals
 
 from .parts import parts_of
-from .units import DISK, HOST, ModelUnit, UnitPlace, check_values, others, table_of, units_from
+from .units import (
+    DISK,
+    HOST,
+    ModelUnit,
+    UnitPlace,
+    check_values,
+    layers_of,
+    others,
+    table_of,
+    units_from,
+)
 from .values import Values
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -132,7 +142,7 @@ def placed(
             "or raise device_memory or host_memory"
         )
     values.place(others(model, units), device)
-    model.hf_device_map = {"": str(device), **{u.path: p for u, p in places.items()}}  # type: ignore[assignment]
+    model.hf_device_map = _device_map(model, places, device)  # type: ignore[assignment]
     if not units:
         return lambda: None
     back = _Back(model, units)
@@ -149,6 +159,18 @@ def placed(
         if hasattr(module, "save_pretrained"):
             module.save_pretrained = _refuse_saving  # type: ignore[assignment]
     return back
+
+
+def _device_map(
+    model: nn.Module, places: Mapping[ModelUnit, str], device: torch.device
+) -> dict[str, str | torch.device]:
+    """Where layers are, as Accelerate writes it; PEFT looks for each, and for what computes.
+
+    Only a name of HOST or DISK streams, so a CPU that computes is no name.
+    """
+    main = device if device.type == "cpu" else str(device)
+    layers = dict.fromkeys((path for path, _ in layers_of(model)), main)
+    return {"": main, **layers, **{unit.path: place for unit, place in places.items()}}
 
 
 class _Back:
@@ -174,6 +196,7 @@ class _Back:
             there = {n: x.detach().to(devices[n], copy=True) for n, x in unit.tensors.items()}
             kinds = {n: isinstance(x, nn.Parameter) for n, x in unit.tensors.items()}
             layer.give_back()
+            layer.retire()
             for name, places in unit.owned.items():
                 x = nn.Parameter(there[name], name in learns) if kinds[name] else there[name]
                 for module, own in places:

@@ -25,6 +25,13 @@ from .values import Values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HOST, DISK = "cpu", "disk"  # as device maps call them
+_DECOMPOSE = frozenset({"linalg_svd", "linalg_qr", "svd_lowrank"})  # adapters begin with the result
+_ABSENT = (
+    "something computes with a weight that streams while its module does not run, and only then is "
+    "it there. Adapters that begin with the weights (PiSSA, OLoRA, DoRA) are added before "
+    "qoff.dispatch. If a module computes with weights of one that it does not call, name "
+    "the class of the first in no_split_modules, or in Accelerate's preload_module_classes"
+)
 Part: TypeAlias = tuple[str, nn.Module]  # a module and its name in the model
 
 
@@ -93,14 +100,13 @@ class Absent(nn.Parameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = tree_leaves((args, kwargs))
-        if any(isinstance(x, Tensor) and not isinstance(x, cls) and not x.is_meta for x in given):
-            raise StreamedError(
-                "a module computes with weights of one that it does not call, which has them only "
-                "in a call; name the class of the first in no_split_modules, or in Accelerate's "
-                "preload_module_classes"
-            )
-        # That of tensors, which hands the class on to views.
-        return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+        there = (isinstance(x, Tensor) and not isinstance(x, cls) and not x.is_meta for x in given)
+        if any(there) or getattr(func, "__name__", "") in _DECOMPOSE:
+            raise StreamedError(_ABSENT)
+        try:  # that of tensors, which hands the class on to views
+            return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+        except NotImplementedError as error:  # it has no values
+            raise StreamedError(_ABSENT) from error
 
 
 class UnitPlace:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from qoff.checkpoint.layout import QuantEntry, WeightFile
@@ -78,20 +78,21 @@ class OffloadedLayer:
         self._places = places
         functools.update_wrapper(self, self.own)
         self._layer.forward = self
+        parts = layer.modules()
+        self._guards = [m.register_load_state_dict_pre_hook(_refuse_loading) for m in parts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             given = [*args, *kwargs.values(), *self._layer.parameters()]
-            if any(isinstance(x, Tensor) and x.requires_grad for x in given):
-                raise StreamedError(
-                    "a layer that streams has no backward pass; use torch.no_grad(), or train "
-                    "adapters by qoff.train.offload"
-                )
+            _refuse_gradients(given)
         self.hold()
         try:
-            return self._to_keep(self.own(*args, **kwargs))
+            result = self._to_keep(self.own(*args, **kwargs))
         finally:
             self.give_back()
+        if torch.is_grad_enabled():
+            _refuse_gradients(tree_leaves(result))  # of what a cache holds, as a learned prefix
+        return result
 
     def _to_keep(self, result: Any) -> Any:
         """A result that has memory of its own: a layer may return weights, as of positions."""
@@ -130,9 +131,36 @@ class OffloadedLayer:
             self.store.release(self.unit)
             self._turn.release()
 
+    def retire(self) -> None:
+        """Let weights be loaded into the layer: it has its own again."""
+        for guard in self._guards:
+            guard.remove()
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StreamedError(
             "a model whose layers stream can be neither copied nor pickled; load it again"
+        )
+
+
+def _refuse_loading(
+    module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object
+) -> None:
+    """A hook of `load_state_dict`. Raises StreamedError for values of what a module is without."""
+    for own, x in {**module._parameters, **module._buffers}.items():
+        value = state_dict.get(f"{prefix}{own}")
+        if x is not None and x.is_meta and value is not None and not value.is_meta:
+            raise StreamedError(
+                f"{prefix}{own} streams, and nothing can be loaded into it; load the weights "
+                "before the model streams"
+            )
+
+
+def _refuse_gradients(tensors: Iterable[object]) -> None:
+    """Raise StreamedError if any of these needs one: the weights are gone by the backward pass."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise StreamedError(
+            "a layer that streams has no backward pass; use torch.no_grad(), or train adapters by "
+            "qoff.train.offload"
         )
 
 

@@ -131,7 +131,7 @@ class ModuleDecoder:
         self._ends = has_position_table(self.model, self.position_limit, tables)
         self.layers_path = structure.path
         self.vocab_size: int = structure.outputs.weight.shape[0]
-        self._rows: int = self.model.get_input_embeddings().num_embeddings
+        self.embedded_tokens: int = self.model.get_input_embeddings().num_embeddings
         self.width = max(layer_width(layer, self.text_config) for layer in structure.layers)
         matrices = (x for x in structure.layers.parameters() if x.dim() > 1)
         self.columns = max(max(x.shape[-2:]) for x in matrices)  # a matrix may be transposed
@@ -247,7 +247,7 @@ class ModuleDecoder:
         """
         from .passes import ModulePass
 
-        check_ids(run.tokens, self._rows)
+        check_ids(run.tokens, self.embedded_tokens)
         if self._ends:
             self.check_positions(run.ragged.longest + 1)
         run.cached = cached = run.cache.begin(run.ragged)
