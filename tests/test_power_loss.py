@@ -87,8 +87,9 @@ def test_answers_of_a_job(disk: Disk, tmp_path: Path) -> None:
         return Journal(Places(folder / "out", folder / "wrong"), {"a": 1}, overwrite=overwrite)
 
     def found() -> list[int]:
-        with closing(opened(disk.after(folder, lost))) as journal:
-            return [number for number in range(9) if number in journal.done]
+        with closing(opened(disk.after(folder, lost))) as left:
+            assert (left.completed, left.failed) == (journal.completed, journal.failed)
+            return [number for number in range(9) if number in left.done]
 
     for overwrite in (False, True):
         with closing(opened(folder, overwrite)) as journal:
