@@ -69,7 +69,7 @@ def memory_bounds(
         if place == "cpu":
             name = "device_memory" if on_cpu else "host_memory"
             others = tuple(bounds) if on_cpu else (name,)  # both are the memory of a CPU
-        elif isinstance(place, int) and not on_cpu and place == (device.index or 0):
+        elif not on_cpu and place == (device.index or 0):
             name, others = "device_memory", ("device_memory",)
         else:
             raise ArgumentError(

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from qoff import budgets
-from qoff.budgets import device_guard, memory_bounds, resolve_device, resolve_dtype
+from qoff.budgets import (
+    check_host_bound,
+    device_guard,
+    memory_bounds,
+    resolve_device,
+    resolve_dtype,
+)
 from qoff.errors import ArgumentError, OpError
 from qoff.kernels.ops import ops_for
 from qoff.log import say_once
@@ -40,6 +46,7 @@ def test_bounds_are_bytes(given: Any, device: torch.device, bounds: Any) -> None
     ("given", "device", "message"),
     [
         ((True, None, None), GPU, "device_memory is True"),
+        ((1.5, None, None), GPU, "device_memory is 1.5"),
         ((None, "much", None), GPU, "host_memory: 'much' is not a size"),
         ((4, None, {0: 5}), GPU, "device_memory is 4 bytes and max_memory"),
         ((None, 4, {"cpu": 5}), CPU, "host_memory is 4 bytes and max_memory"),
@@ -51,6 +58,14 @@ def test_bounds_are_bytes(given: Any, device: torch.device, bounds: Any) -> None
 def test_contradictions_are_refused(given: Any, device: torch.device, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         memory_bounds(*given, device)
+
+
+def test_a_bound_that_would_bind_nothing_is_refused() -> None:
+    """On a GPU, host memory may be bounded alone."""
+    with pytest.raises(ArgumentError, match="device_memory alone bounds everything"):
+        check_host_bound(None, 5, CPU)
+    for bounds in ((None, None, CPU), (4, 5, CPU), (4, None, CPU), (None, 5, GPU)):
+        check_host_bound(*bounds)
 
 
 def test_a_plan_holds_bytes() -> None:

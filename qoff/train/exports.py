@@ -41,15 +41,18 @@ def replacing(folder: Path, older: Sequence[str] = ()) -> Iterator[Path]:
         for path in files:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        changed = {folder}
         for path in sorted(files, key=lambda path: path.suffix == ".json"):  # weights first
             place = folder / path.relative_to(beside)
             place.parent.mkdir(parents=True, exist_ok=True)
             path.replace(place)
+            changed |= {one for one in place.parents if one.is_relative_to(folder)}
         written = {path.relative_to(beside) for path in files}
         for path in [path for name in older for path in folder.glob(name)]:
             if path.is_file() and path.relative_to(folder) not in written:
                 path.unlink()
-        sync_directory(folder)
+        for one in changed:
+            sync_directory(one)
     except (OSError, SafetensorError) as error:
         raise DiskWriteError(f"{folder}: {getattr(error, 'strerror', None) or error}") from error
     finally:

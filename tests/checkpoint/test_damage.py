@@ -141,6 +141,8 @@ HEADERS: dict[str, tuple[Damage, str]] = {
     "element not aligned": (misaligned_tensor, "not at a multiple of 4"),
     "offsets reversed": (tensor(".codes", data_offsets=[9, 3]), "offsets span -6"),
     "offsets negative": (tensor(".codes", data_offsets=[-1536, 0]), "whole numbers"),
+    "one offset": (tensor(".codes", data_offsets=[0]), "whole numbers"),
+    "three offsets": (tensor(".codes", data_offsets=[0, 1536, 1536]), "whole numbers"),
     "offsets missing": (tensor(".codes", data_offsets=None), "wrongly"),
     "shape not numbers": (tensor(".codes", shape=["48", 32]), "whole numbers"),
     "shape of 2**70": (tensor(".codes", shape=[0, 1 << 70], data_offsets=[0, 0]), "whole numbers"),

@@ -10,8 +10,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -377,8 +378,10 @@ def test_old_answers_are_gone_before_a_new_header(
         forced.append(folder)
 
     monkeypatch.setattr("qoff.jobs.journal.sync_directory", synced)
-    Journal(places, {}).close()
-    assert forced[:2] == [places.output.parent, places.errors.parent]
+    for overwrite in (False, True):
+        forced.clear()
+        Journal(places, {}, overwrite=overwrite).close()
+        assert forced[:2] == [places.output.parent, places.errors.parent]
 
 
 def test_a_job_interrupted_at_its_start_ends(
@@ -398,6 +401,45 @@ def test_a_job_interrupted_at_its_start_ends(
         with pytest.raises(KeyboardInterrupt):
             opened.run(llm, lambda _: None)
         assert begun[0].ended.is_set()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_journal_has_whole_requests(samples: int, tmp_path: Path) -> None:
+    """Whatever part of its last block is there; and in the requests' order, if that was asked."""
+    places, count = Places(tmp_path / "out", tmp_path / "errors"), BLOCK + 2
+
+    def opened() -> closing[Journal]:
+        return closing(Journal(places, {}, samples=samples))
+
+    with opened() as journal:
+        said = [{"index": i, "sample": s, "job": journal.job}
+                for i in reversed(range(count)) for s in range(samples)]  # fmt: skip
+        lines = [json.dumps(one).encode() + b"\n" for one in said]
+        for first in range(0, len(lines), samples):
+            journal.write([said[first]["index"]], lines[first : first + samples], [])
+    whole = b"".join(lines)
+    for end in (*range(0, len(whole), 997), len(whole)):
+        places.output.write_bytes(whole[:end])
+        places.sorting.touch()  # of a process that was killed
+        with opened() as journal:
+            done = whole[:end].count(b"\n") // samples
+            assert (journal.completed, journal.failed) == (done, 0)
+            assert [i for i in range(count) if i in journal.done] == [*range(count - done, count)]
+            assert places.output.read_bytes() == b"".join(lines[: done * samples])
+            assert not places.sorting.exists()
+            if done == count:
+                for _ in range(2):
+                    journal.sort()
+                    assert read(places.output) == sorted(said, key=itemgetter("index"))
+    for damaged, lost in ((2 * samples - 1, False), (2 * samples - 2, True)):
+        places.output.write_bytes(b"".join([*lines[:damaged], b"{\n", *lines[damaged + 1 :]]))
+        with (
+            pytest.raises(FormatError, match=f"line {damaged + 1} is damaged")
+            if lost
+            else nullcontext(),
+            opened() as journal,
+        ):
+            assert journal.completed == 1
 
 
 def test_two_processes_do_not_share_a_job(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ def test_counts_users_through_any_moves(grows: bool, moves: list[tuple[str, int]
     for move, number in moves:
         held = sorted(users.elements())
         if move == "reserve":
-            pool.reserve(pool.capacity + number)
+            wanted, before = pool.capacity + number, pool.nbytes
+            most = pool.bytes_for(wanted)
+            pool.reserve(wanted)
+            assert pool.nbytes + before * (pool.nbytes > before) == most  # while it is copied
         elif move == "allocate":
             if grows or number <= pool.capacity - len(users):
                 blocks = pool.allocate(number)

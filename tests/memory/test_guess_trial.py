@@ -8,7 +8,11 @@ from qoff.memory.experts.trial import GuessTrial, Mark
 
 
 class Passes:
-    """Passes of a cache, which miss 20, 22 and 24 experts by turns; reading one takes 0.1 s."""
+    """Passes of a cache, in which reading an expert takes 0.1 s.
+
+    They miss 20, 22 and 24 experts by turns, and four more where they read guesses: tokens want
+    others.
+    """
 
     def __init__(self) -> None:
         self.trial = GuessTrial()
@@ -22,7 +26,7 @@ class Passes:
         for number in range(passes):
             self.trial.begin(self.mark(), 0.1)
             self.read.append(self.trial.reads)
-            missing = 20 + 2 * (number % 3)
+            missing = 20 + 2 * (number % 3) + 4 * self.trial.reads
             self.missing += missing
             self.guesses += guesses
             self.now += 0.1 * missing + (with_guesses if self.trial.reads else without)

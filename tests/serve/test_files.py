@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import os
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,18 @@ def test_what_a_full_disk_did_not_take_is_added_later(
     store.add(path, "a", "batch_output", name)
     assert store.path(name).read_bytes() == b"answers"
     store.close()
+
+
+def test_what_a_kill_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Uploads that were cut off, and what is said of a file or the file without the other."""
+    with closing(FileStore(tmp_path, 100, 100)) as store:
+        (store.uploads / "x").write_bytes(b"content")
+        name = store.new_id()
+        store.add(store.uploads / "x", "a", "batch", name)
+        before = sorted(tmp_path.rglob("*"))
+        for left in ("uploads/y", f"files/{store.new_id()}", f"files/{store.new_id()}.json"):
+            (tmp_path / left).write_bytes(b"{}")
+        (tmp_path / "files" / f"{name}.new").write_bytes(b"{")
+    with closing(FileStore(tmp_path, 100, 100)) as store:
+        assert sorted(tmp_path.rglob("*")) == before
+        assert [one["id"] for one in store.all()] == [name]

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from qoff.checkpoint.staging import sync_directory
 from qoff.errors import (
     ArgumentError,
     DiskReadError,
@@ -97,6 +98,8 @@ class Records:
             self._file.write(line + head + _CRC.pack(_check(head, packed)) + packed)
             self._file.flush()
             os.fsync(self._file.fileno())
+            if line:
+                sync_directory(self.path.parent)
         self._at[window], self._begun = at + len(line), True
 
     def share(self) -> None:
