@@ -39,8 +39,8 @@ RoundTrip = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 def every_token(
     checkpoint: Path,
     round_trip: RoundTrip,
-    before_rope: bool = False,
-    window: int | None = None,
+    before_rope: bool,
+    window: int | None,
 ) -> Instrumentation:
     """For a `Runtime` on the CPU: K and V of every token go through `round_trip`.
 
@@ -203,11 +203,3 @@ def ggml(name: str) -> RoundTrip:
         return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind))
 
     return lambda k, v, layer: (kept(k), kept(v))
-
-
-def ggml_bits(name: str) -> float:
-    """Bits per value of a type of llama.cpp."""
-    import gguf
-
-    values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
-    return 8 * nbytes / values

@@ -44,8 +44,8 @@ def schemes() -> list[Scheme]:
     def ours(name: str, bits: float, quant: KVQuant) -> Scheme:
         return Scheme(name, bits, packed(quant))
 
-    def keys(name: str, keep: Keep, bits: float = _STORED) -> Scheme:
-        return Scheme(f"K alone{name}", (bits + _FULL) / 2, both(keep, exact))
+    def keys(name: str, keep: Keep) -> Scheme:
+        return Scheme(f"K alone{name}", (_STORED + _FULL) / 2, both(keep, exact))
 
     def values(name: str, keep: Keep) -> Scheme:
         return Scheme(f"V alone{name}", (_STORED + _FULL) / 2, both(exact, keep))
@@ -67,37 +67,16 @@ def schemes() -> list[Scheme]:
         Scheme("4 and 4, both per token, as they are", 4.5, both(token, token)),
         Scheme("4 and 4, both per token, rotated", 4.5, both(turned, turned)),
         Scheme("llama.cpp's q4_0", 4.5, ggml("q4_0")),
-        *fewer_bits(),
         values("", token),
         values(", least squares", per_token(least_squares)),
-        values(", clipped", per_token(clipped)),
         values(", rotated", turned),
         values(", rotated, least squares", per_token(least_squares, rotated=True)),
-        values(", per channel", plain),
         Scheme("K alone", (_STORED + _FULL) / 2, own_keys),
         Scheme("K alone, before RoPE", (_STORED + _FULL) / 2, own_keys, before_rope=True),
         keys(", first token like the others", plain),
         keys(", first token not packed", without_first(plain, 1)),
-        keys(", 16 tokens not packed", without_first(plain, 16)),
         keys(", least squares", per_channel(least_squares)),
-        keys(", clipped", per_channel(clipped)),
-        keys(", groups of 32", per_channel(min_max, tokens=32), 5.0),
         keys(", per token, rotated", turned),
-    ]
-
-
-def fewer_bits() -> list[Scheme]:
-    """Less than 4 bits for K or V: K per channel but for the first token, V per token, rotated."""
-
-    def scheme(k: int, v: int, before_rope: bool = False) -> Scheme:
-        keys = without_first(per_channel(min_max, k), 1)
-        name = f"{k} and {v}, simulated" + (", before RoPE" if before_rope else "")
-        bits = (k + v) / 2 + _STORED - 4
-        return Scheme(name, bits, both(keys, per_token(min_max, v, rotated=True)), before_rope)
-
-    return [
-        *(scheme(*bits) for bits in ((4, 4), (4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 2))),
-        *(scheme(*bits, before_rope=True) for bits in ((4, 3), (3, 3), (3, 2))),
     ]
 
 
@@ -111,12 +90,14 @@ def both(keys: Keep, values: Keep) -> RoundTrip:
     return lambda k, v, layer: (keys(k), values(v))
 
 
-def per_channel(fit: Fit, bits: int = 4, tokens: int = BLOCK_TOKENS) -> Keep:
-    """A scale and a minimum for each channel of `tokens` tokens."""
+def per_channel(fit: Fit, bits: int = 4) -> Keep:
+    """A scale and a minimum for each channel of a block."""
 
     def keep(x: Tensor) -> Tensor:
-        missing = -len(x) % tokens  # the last token again does not widen the range of anything
-        groups = torch.cat((x, x[-1:].expand(missing, -1, -1))).unflatten(0, (-1, tokens))
+        missing = (
+            -len(x) % BLOCK_TOKENS
+        )  # the last token again does not widen the range of anything
+        groups = torch.cat((x, x[-1:].expand(missing, -1, -1))).unflatten(0, (-1, BLOCK_TOKENS))
         return _rounded(groups, fit, 1, bits).flatten(0, 1)[: len(x)]
 
     return keep
@@ -164,23 +145,6 @@ def least_squares(groups: Tensor, dim: int, bits: int, rounds: int = 2) -> tuple
     return scale, low
 
 
-def clipped(groups: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """The range around the middle, from 80 to 100 % of it all, with the least squared error."""
-    low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
-    middle, half = (low + high) / 2, (high - low) / 2
-    best = min_max(groups, dim, bits)
-    least = _error(groups, *best, dim, bits)
-    for part in (0.97, 0.94, 0.91, 0.88, 0.85, 0.8):
-        found = _stored(2 * half * part / (2**bits - 1), middle - half * part)
-        error = _error(groups, *found, dim, bits)
-        best = (
-            torch.where(error < least, found[0], best[0]),
-            torch.where(error < least, found[1], best[1]),
-        )
-        least = torch.minimum(error, least)
-    return best
-
-
 def _stored(scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     return scale.half().float(), low.half().float()
 
@@ -193,8 +157,3 @@ def _codes(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
 def _rounded(groups: Tensor, fit: Fit, dim: int, bits: int) -> Tensor:
     scale, low = fit(groups, dim, bits)
     return _codes(groups, scale, low, bits) * scale + low
-
-
-def _error(groups: Tensor, scale: Tensor, low: Tensor, dim: int, bits: int) -> Tensor:
-    off = _codes(groups, scale, low, bits) * scale + low - groups
-    return off.square().sum(dim, keepdim=True)

@@ -39,7 +39,6 @@ class Load:
     """A load from global memory, or an asynchronous copy from there, of one thread."""
 
     nbytes: int
-    asynchronous: bool
     arguments: frozenset[int]  # positions of the pointers that the address comes from
 
 
@@ -136,7 +135,7 @@ def _loads(
         # The address is the last bracket; the one before, of a copy, is where it goes.
         address = _REGISTER.findall(instruction.text[instruction.text.rfind("[") :])[:1]
         origin = frozenset[int]().union(*(sources.get(r, frozenset()) for r in address))
-        yield Load(nbytes, instruction.name.startswith("cp.async"), origin)
+        yield Load(nbytes, origin)
 
 
 def _loaded_bytes(instruction: Instruction) -> int:

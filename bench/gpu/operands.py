@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.reference.kv_blocks import quantize_blocks
 
@@ -27,6 +30,15 @@ def random_weight(
     minimum = -scale * (2**bits - 1) * (0.3 + 0.4 * torch.rand(k // group, n, device=device))
     scale_min = torch.stack((scale, minimum), 2).to(scales)
     return QTensor(codes, scale_min, (n, k), bits, group, "split32")
+
+
+def together(matrices: Sequence[QTensor]) -> QExperts:
+    """A copy of them as experts."""
+    first = matrices[0]
+    codes = torch.stack([one.codes for one in matrices])
+    scale_min = torch.stack([one.scale_min for one in matrices])
+    form = first.shape, first.bits, first.group_size, first.packing
+    return QExperts(codes, scale_min, *form)
 
 
 def random_cache(
@@ -64,22 +76,33 @@ def random_cache(
     pasts = [max(0, n - 1) for n in lengths] if rows is None else lengths
     counts = [min(n, 1) for n in lengths] if rows is None else rows
 
-    def on_device(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    packed = on_device([BLOCK_TOKENS * b for b in blocks])
-    step = PassTables(
-        start=on_device(pasts),
-        row_start=on_device([sum(counts[:s]) for s in range(len(counts) + 1)]),
-        length=on_device([past + count for past, count in zip(pasts, counts, strict=True)]),
-        packed=packed,
-        after=packed,
-        table=table,
-        positions=on_device(
-            [past + i for past, n in zip(pasts, counts, strict=True) for i in range(n)]
-        ),
-        max_rows=max(counts),
-        max_packed=BLOCK_TOKENS * max(blocks),
-    )
+    packed = [BLOCK_TOKENS * b for b in blocks]
+    step = step_of(pasts, counts, packed, packed, table)
     values = recent[1, ..., : form.own_value_dim].contiguous()
     return DeviceLayerCache(form, pool, recent[0], values, step)
+
+
+def step_of(
+    pasts: list[int], counts: list[int], packed: list[int], after: list[int], table: Tensor
+) -> PassTables:
+    """A pass of new tokens of each sequence. packed, after: tokens in blocks before it and then.
+
+    table: int32 [sequences, blocks], on the device.
+    """
+
+    def on_device(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=table.device)
+
+    sequences = list(zip(pasts, counts, strict=True))
+    return PassTables(
+        start=on_device(pasts),
+        row_start=on_device([sum(counts[:s]) for s in range(len(counts) + 1)]),
+        length=on_device([past + count for past, count in sequences]),
+        packed=on_device(packed),
+        after=on_device(after),
+        table=table,
+        positions=on_device([past + i for past, count in sequences for i in range(count)]),
+        max_rows=max(counts),
+        max_packed=max(packed),
+        max_new_blocks=max((b - a) // BLOCK_TOKENS for a, b in zip(packed, after, strict=True)),
+    )

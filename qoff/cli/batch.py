@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from typer import Argument, Context, Option
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from qoff.plan import Plan
 
 
-# Fields of a saved plan that options may say anew: `qoff plan` takes them as told (--shared,
-# --spill-folder), or leaves them out.
-_FREE = frozenset(
-    {"draft_tokens", "draft_model", "share_prefixes", "spill_folder", "least_prefill_tokens"}
-)
 # What the planner chooses: where an option says one of these, it chooses nothing.
 _CHOSEN = (
     *("batch_size", "batches", "prefill_tokens", "cpu_attention", "activations", "schedule"),
@@ -41,6 +36,12 @@ _BOUNDS = ("device_memory", "host_memory", "max_memory")
 @dataclass(frozen=True)
 class PlanOptions:
     """Fields of `qoff.Plan`."""
+
+    # What options may say anew of a saved plan: `qoff plan` takes these fields as told (--shared,
+    # --spill-folder), or leaves them out.
+    free: ClassVar[frozenset[str]] = frozenset(
+        {"draft_tokens", "draft_model", "share_prefixes", "spill_folder"}
+    )
 
     batch_size: int = Option(8, min=1, help="Sequences per batch.")
     batches: int = Option(1, min=1, help="Batches that pass a layer before the next layer is read.")
@@ -88,7 +89,7 @@ class PlanOptions:
         """The plan, None for one that fits what is free, and the options of `qoff.LLM` beside it.
 
         Without bounds these have `_bind`, and `_plain` for what options say of a plan that is yet
-        to be chosen. Of a saved plan, `_FREE` can be given anew. Raises ArgumentError for a KV
+        to be chosen. Of a saved plan, `free` can be given anew. Raises ArgumentError for a KV
         cache that is not packed, a bound that would bind nothing, and for others of its fields,
         FormatError for a saved plan that is none.
         """
@@ -97,7 +98,7 @@ class PlanOptions:
         from qoff.plan import Plan
 
         if how.plan is not None:
-            for option in named(called, vars(self).keys() - _FREE - {"lora_modules"}).values():
+            for option in named(called, vars(self).keys() - self.free - {"lora_modules"}).values():
                 raise ArgumentError(f"--plan says what {option} would; leave one of them out")
         kv = cache.quant(model, how)
         if kv is None:
@@ -108,7 +109,7 @@ class PlanOptions:
         slots, bits = opening.pop("slots"), opening.pop("activation_bits")
         if how.plan is not None:
             del opening["device_memory"], opening["host_memory"]
-            anew = {name: given[name] for name in named(called, _FREE)}
+            anew = {name: given[name] for name in named(called, self.free)}
             return replace(how.saved_plan(), **anew), opening
         plan = Plan(
             kv=kv if isinstance(kv, KVQuant) else KVQuant(),

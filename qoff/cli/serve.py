@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typer import Context, Option
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class ServePlanOptions(PlanOptions):
     """The same, with prompts read in smaller pieces: others' answers go on meanwhile."""
 
+    free: ClassVar[frozenset[str]] = PlanOptions.free | {"least_prefill_tokens"}
     least_prefill_tokens: int = Option(
         256, min=1, help="The same where more would make rounds longer, as forecast."
     )

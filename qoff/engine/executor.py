@@ -265,7 +265,7 @@ class Executor(ABC):
             weights.wait_s,
             self.kv_wait_s,
             0.0 if activations is None else activations.wait_s,
-            weights.bytes_read + self._reader.stats.bytes,
+            weights.bytes_read + self._reader.delivered[0],
             weights.bytes_copied + copied,
             0 if self._spill is None else self._spill.written,
         )
@@ -275,13 +275,14 @@ class Executor(ABC):
 
         Copies to a GPU's memory run on a stream, and take no seconds here.
         """
-        store, kv, parked = self.runtime.store, self._reader.stats, self.activations
+        store, parked = self.runtime.store, self.activations
+        kv_bytes, kv_s = self._reader.delivered
         weights, copies = store.stats, [self._copies, *([] if parked is None else [parked.copies])]
         nbytes = weights.bytes_copied + sum(one.bytes for one in copies)
         timed = self.device.type != "cuda"
         seconds = self._weight_transfers.copying_s + sum(one.busy_s for one in copies)
         return {
-            "disk read": Moved(weights.bytes_read + kv.bytes, weights.disk_busy_s + kv.busy_s),
+            "disk read": Moved(weights.bytes_read + kv_bytes, weights.disk_busy_s + kv_s),
             "to device": Moved(nbytes, seconds if timed else 0.0),
         }
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from qoff.memory.instrumentation import Instrumentation
 from qoff.models.modules.configs import is_native
 from qoff.models.modules.decoder import is_modules
 from qoff.plan import Plan
+from qoff.plan.adapt import RunningPlan
 from qoff.plan.drafting import PassSeconds, pass_seconds
 from qoff.plan.pieces import prompt_tokens
 from qoff.system_memory import refusals
@@ -40,7 +42,7 @@ class Opened:
     """What a plan has taken: weights, caches of its batches, what moves and what drafts.
 
     close: gives it back. seconds: opening took. prompt_tokens: that a batch reads in a pass; by
-    default the plan's `prefill_tokens`.
+    default what the plan says.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Opened:
         self.plan = plan = executor.plan
         self.close, self.seconds = close, seconds
         vocab = executor.limits.vocab_size
-        self.prompt_tokens = prompt_tokens or plan.prefill_tokens
+        running = cache(lambda: running_plan(executor))
+        self.prompt_tokens = prompt_tokens or _prompt_tokens(executor, running)
         self._prefixes = PrefixIndex(executor.blocks) if plan.share_prefixes else None
         places = plan.batches * plan.batch_size
         self._saved_states = None
@@ -66,7 +69,7 @@ class Opened:
         pass_s: PassSeconds | None = None
         if plan.draft_tokens:
             small = None if drafts is None else running_plan(drafts.executor)
-            pass_s = pass_seconds(running_plan(executor), small)
+            pass_s = pass_seconds(running(), small)
         self.batches = [
             BatchSlots(
                 executor.new_cache(),
@@ -142,9 +145,10 @@ class Source:
                 runtime.decoder, runtime.store, plan.schedule, hooks, runtime.scratch
             )
             seconds = hooks.clock.now() - start
-            if self._prompt_tokens is None:
-                self._prompt_tokens = _prompt_tokens(executor)
-            return Opened(executor, schedule, self.close, drafts, seconds, self._prompt_tokens)
+            cut = self._prompt_tokens
+            opened = Opened(executor, schedule, self.close, drafts, seconds, cut)
+            self._prompt_tokens = opened.prompt_tokens
+            return opened
         except BaseException:
             self.close()
             raise
@@ -167,14 +171,14 @@ class Source:
         return DraftModel(self._draft, plan, self._own, self.tokenizer, self.kind, **how)
 
 
-def _prompt_tokens(executor: Executor) -> int:
+def _prompt_tokens(executor: Executor, running: Callable[[], RunningPlan]) -> int:
     """How many tokens of prompts a batch reads in a pass."""
     plan = executor.plan
     if plan.least_prefill_tokens is None or executor.whole_prompts:
         return plan.prefill_tokens
     if not is_native(executor.runtime.checkpoint.config):  # nothing can be said of its rounds
         return min(plan.least_prefill_tokens, plan.prefill_tokens)
-    return prompt_tokens(running_plan(executor))
+    return prompt_tokens(running())
 
 
 class Current:

@@ -228,11 +228,11 @@ class WeightStore:
         """Counters since the start. Raises ArgumentError in a forked process, if units stream."""
         if self._streamed or self.experts:
             self._opener.check()
-        disk = self._transfers.reader.stats
+        nbytes, busy_s = self._transfers.reader.delivered
         return StoreStats(
-            disk.bytes,
+            nbytes,
             self._transfers.copied_bytes,
-            disk.busy_s,
+            busy_s,
             self._ring.wait_s + (self.experts.wait_s if self.experts else 0),
             self.arena.used,
             self.experts.stats if self.experts else ExpertStats(),

@@ -43,6 +43,13 @@ def test_passes_go_on_as_they_take_less_time(with_guesses: float, better: bool) 
     assert passes.run(500, with_guesses, 0.4) == [better] * 500
 
 
+def test_what_came_before_the_first_pass_is_no_pass() -> None:
+    passes = Passes()
+    passes.now, passes.guesses = 1e5, 3  # the machine has been up for long
+    passes.trial.arrived(passes.mark())
+    assert passes.run(17, 0.3, 0.4) == [True] * 8 + [False] * 8 + [True]
+
+
 def test_both_are_tried_again_when_the_disk_may_be_another() -> None:
     passes = Passes()
     passes.run(33, 0.3, 0.4)

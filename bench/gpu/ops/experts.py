@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bench.gpu.case import BOUNDS, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
 from bench.gpu.model_shapes import ModelShape
+from bench.gpu.operands import random_weight, together
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.reference import experts as reference
 from qoff.kernels.triton.moe.experts import experts
@@ -112,9 +113,4 @@ def _layer(
 
 
 def _matrices(count: int, n: int, k: int, device: torch.device, bits: int, group: int) -> QExperts:
-    """As `operands.random_weight`, for every expert."""
-    codes = torch.randint(0, 256, (count, n, k * bits // 8), dtype=torch.uint8, device=device)
-    scale = (0.5 + torch.rand(count, k // group, n, device=device)) / 2**bits / k**0.5
-    middle = 0.3 + 0.4 * torch.rand(count, k // group, n, device=device)
-    scale_min = torch.stack((scale, -scale * (2**bits - 1) * middle), 3).half()
-    return QExperts(codes, scale_min, (n, k), bits, group, "split32")
+    return together([random_weight(n, k, device, bits, group) for _ in range(count)])

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bench.gpu.case import Call, Check, PreparedCase, TimedCase, relative_rms
 from bench.gpu.model_shapes import ModelShape
+from bench.gpu.operands import step_of
 from bench.gpu.targets import PLAIN_APPEND
-from qoff.kernels.layout.device_cache import DeviceLayerCache, PassTables
+from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import kv_blocks
 from qoff.kernels.triton.attention.append import kv_append
@@ -45,22 +46,8 @@ def append(
     table = torch.arange(sequences * blocks, dtype=torch.int32, device=device)
     recent = torch.randn(2, sequences, BLOCK_TOKENS, kv_heads, form.head_dim, device=device).half()
 
-    def on_device(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     pool = torch.zeros(sequences * blocks, kv_heads, form.nbytes, dtype=torch.uint8, device=device)
-    step = PassTables(
-        start=on_device(starts),
-        row_start=on_device([rows * s for s in range(sequences + 1)]),
-        length=on_device(ends),
-        packed=on_device(before),
-        after=on_device(after),
-        table=table.view(sequences, blocks),
-        positions=on_device([start + i for start in starts for i in range(rows)]),
-        max_rows=rows,
-        max_packed=max(before),
-        max_new_blocks=max((a - b) // BLOCK_TOKENS for a, b in zip(after, before, strict=True)),
-    )
+    step = step_of(starts, [rows] * sequences, before, after, table.view(sequences, blocks))
     return Append(
         torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),
         torch.randn(tokens, kv_heads, form.head_dim, device=device).half(),

@@ -10,8 +10,7 @@ import torch
 
 from bench.gpu.case import Check, PreparedCase, TimedCase
 from bench.gpu.model_shapes import ModelShape
-from bench.gpu.operands import random_weight
-from qoff.kernels.layout.qexperts import QExperts
+from bench.gpu.operands import random_weight, together
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.triton.moe.repack import repack_experts
 
@@ -56,15 +55,6 @@ def _weight(
     one = random_weight(*shape, device, bits, group)
     some = torch.randint(256, one.scale_min.shape, dtype=torch.uint8, device=device)
     return replace(one, scale_min=some)
-
-
-def together(matrices: Sequence[QTensor]) -> QExperts:
-    """A copy of them as experts."""
-    first = matrices[0]
-    codes = torch.stack([one.codes for one in matrices])
-    scale_min = torch.stack([one.scale_min for one in matrices])
-    form = first.shape, first.bits, first.group_size, first.packing
-    return QExperts(codes, scale_min, *form)
 
 
 def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:

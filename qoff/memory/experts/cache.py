@@ -229,8 +229,8 @@ class ExpertCache:
 
     def begin_pass(self) -> None:
         """Decide whether a pass reads the guesses of routers."""
-        disk = self._reader.stats
-        each = float(self.now.nbytes.max()) * disk.busy_s / disk.bytes if disk.bytes else 0.0
+        nbytes, seconds = self._reader.delivered
+        each = float(self.now.nbytes.max()) * seconds / nbytes if nbytes else 0.0
         self.trial.begin(self.mark, each)
 
     @property

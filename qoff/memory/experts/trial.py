@@ -32,13 +32,14 @@ class GuessTrial:
         self._times: dict[bool, list[float]] = {True: [], False: []}
         self._left = _BLOCK * _BLOCKS  # passes of the trial, or else for which its result is kept
         self._trying = True
-        self._began = self._arrived = Mark(0.0, 0, 0)
+        self._began: Mark | None = None  # before the first pass
+        self._arrived: Mark | None = None
 
     def begin(self, mark: Mark, expert_s: float) -> None:
         """A pass begins; the one before is noted if it had guesses. expert_s: to read an expert."""
         start, end = self._began, self._arrived
         self._began = self._arrived = mark
-        if end.guesses > start.guesses:
+        if start is not None and end is not None and end.guesses > start.guesses:
             self._note(end.now - start.now - expert_s * (end.missing - start.missing))
 
     def arrived(self, mark: Mark) -> None:

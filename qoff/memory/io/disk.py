@@ -118,16 +118,22 @@ class DiskReader:
         return SLEEPS and self._preadv is os.preadv and self.clock is SYSTEM
 
     @property
-    def stats(self) -> DiskStats:
-        """Counters since the start."""
+    def delivered(self) -> tuple[int, float]:
+        """Bytes so far, and seconds in which at least one read was in flight."""
         with self._lock:
             without, busy = self._without_python_s(), self._busy_s
             if self._in_flight:
                 busy += self.clock.now() - without - self._alone_since
-            busy += without
             nbytes = self._bytes + (0 if self._busy is None else self._busy.nbytes)
+            return nbytes, busy + without
+
+    @property
+    def stats(self) -> DiskStats:
+        """Counters since the start."""
+        delivered = self.delivered
+        with self._lock:
             buffered = frozenset(p for p, f in self._files.items() if not f.direct)
-            return DiskStats(nbytes, busy, buffered)
+        return DiskStats(*delivered, buffered)
 
     def stamp(self, path: Path) -> Stamp | None:
         """What a change of the file that is read as `path` changes; None where it has no file."""
