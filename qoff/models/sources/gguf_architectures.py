@@ -139,7 +139,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("phi3", dense.phi3, partial=True, fused_gate_up=True),
     "granite": Architecture("granite", dense.granite, rope_pairs=True),
     "minicpm": Architecture("granite", dense.minicpm, rope_pairs=True),
-    "olmo2": Architecture("olmo2", dense.olmo2),
+    "olmo2": Architecture("olmo2", dense.qwen),
     "exaone4": Architecture("exaone4", dense.exaone4),
     "arcee": Architecture("arcee", dense.llama, rope_pairs=True),
     "seed_oss": Architecture("seed_oss", dense.seed_oss, modules=_NORM_BEHIND_ATTENTION),
