@@ -20,6 +20,7 @@ from qoff.budgets import CPU, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint, CheckpointWriter, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT
 from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.plugin.install import table_of
 from qoff.hf.plugin.model_methods import StreamedMethods
 from qoff.hf.plugin.offloaded import OffloadedLayer
 from qoff.hf.plugin.streaming import streamed_residency
@@ -30,7 +31,7 @@ from qoff.process import only_here
 from qoff.system_memory import refusals
 
 from .parts import parts_of
-from .units import DISK, HOST, ModelUnit, UnitPlace, check_values, others, table_of, units_from
+from .units import DISK, HOST, ModelUnit, UnitPlace, check_values, others, units_from
 from .values import Values
 
 Model = TypeVar("Model", bound=nn.Module)
