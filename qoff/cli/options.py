@@ -33,6 +33,7 @@ TrustRemoteCode = Annotated[
     bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")]
+ACTIVATION_BITS: int = Option(16, help="16, or on a CPU 8: faster prefill, less accurate.")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class RunOptions(ModelOptions, Checked):
     """The same, and what `qoff bench` has several of."""
 
     device_memory: str | None = Option(None, help="Limit of device memory, like 8GB.")
-    activation_bits: int = Option(16, help="16, or on a CPU 8: faster prefill, less accurate.")
+    activation_bits: int = ACTIVATION_BITS
     plan: Path | None = Option(None, help="Use a plan that qoff plan --save wrote.")
 
     def check(self, context: Context) -> None:
@@ -154,6 +155,14 @@ def fraction(text: str | float) -> float:
         raise ValueError(f"{text!r} is no fraction; use one, or on") from None
 
 
+ATTENTION_TOP: float = Option(
+    1.0,
+    parser=fraction,
+    metavar="FRACTION|on",
+    help="Fraction of the packed KV blocks that a token attends to; on: 0.6.",
+)
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """How the KV cache is packed."""
@@ -173,12 +182,7 @@ class CacheOptions:
             "layer's bits by their measured cost."
         ),
     )
-    attention_top: float = Option(
-        1.0,
-        parser=fraction,
-        metavar="FRACTION|on",
-        help="Fraction of the packed KV blocks that a token attends to; on: 0.6.",
-    )
+    attention_top: float = ATTENTION_TOP
 
     def check(self, how: RunOptions) -> None:
         """Raise what `quant` would of the options alone: before a model is converted for them."""

@@ -15,7 +15,7 @@ from typer import Option
 from qoff.errors import ArgumentError
 
 from .command import command, named, parsed
-from .options import Json, Model, QuantOptions, fraction
+from .options import ACTIVATION_BITS, ATTENTION_TOP, Json, Model, QuantOptions
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
 from .plan_model import checkpoint_of, config_of, folder_of, sizes_of
@@ -39,19 +39,9 @@ _MIXED = (
     "proportion, though the matrices that lose most come first; qoff convert measures them"
 )
 _INFERENCE = (
-    *(
-        "prompt",
-        "tokens",
-        "requests",
-        "objective",
-        "token_s",
-        "routes",
-        "max_kl",
-        "losses",
-        "kv",
-        "save",
-    ),
-    *("memory", "plot", "brief", "shared", "acceptance", "attention_top", "activation_bits"),
+    *("prompt", "tokens", "requests", "objective", "token_s", "routes", "max_kl", "losses", "kv"),
+    *("save", "memory", "plot", "brief", "shared", "acceptance", "attention_top"),
+    "activation_bits",
 )
 _OF_WEIGHTS = ("bits", "group_size", "solver")
 # Options that --max-kl stands for, or whose losses it does not know.
@@ -78,13 +68,8 @@ class WorkOptions:
         max=0.99,
         help="Plan drafts: chance that a drafted token is right if those before it are.",
     )
-    attention_top: float = Option(
-        1.0,
-        parser=fraction,
-        metavar="FRACTION|on",
-        help="Fraction of the packed KV blocks that a token attends to; on: 0.6.",
-    )
-    activation_bits: int = Option(16, help="16, or on a CPU 8: faster prefill, less accurate.")
+    attention_top: float = ATTENTION_TOP
+    activation_bits: int = ACTIVATION_BITS
     routes: Path | None = Option(
         None, exists=True, help="Mixture of experts: file of qoff bench --experts -o json."
     )

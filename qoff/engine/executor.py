@@ -221,9 +221,9 @@ class Executor(ABC):
         """The model's numbers of the layers that attend."""
         return self.spec.attention_layers
 
-    def adapter_bytes(self, plan: Plan, tiled: bool) -> int:
-        """What adapters take on the device with a plan; tiled: whose layers stream in tiles."""
-        return 0 if self.adapters is None else self._adapter_bytes(plan, tiled, self._near)[0]
+    def adapter_bytes(self, plan: Plan) -> int:
+        """What adapters take on the device with a plan, at most: layers may stream in tiles."""
+        return 0 if self.adapters is None else self._adapter_bytes(plan, True, self._near)[0]
 
     def _adapter_bytes(self, plan: Plan, tiled: bool, near: Collection[Place]) -> tuple[int, int]:
         """The same with factors added to `near` there; and what the others take on the host."""

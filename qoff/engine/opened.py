@@ -94,7 +94,7 @@ class Opened:
     def beside(self, plan: Plan) -> int:
         """Bytes that adapters and the draft model would take on the device with another plan."""
         drafts = 0 if self.drafts is None else self.drafts.bytes_for(plan)
-        return drafts + self.executor.adapter_bytes(plan, tiled=True)
+        return drafts + self.executor.adapter_bytes(plan)
 
 
 @dataclass

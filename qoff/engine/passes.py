@@ -61,23 +61,18 @@ def compute(opened: Opened, places: Places, number: int, reads: int) -> Round:
     ended = clock.now()
     queried, shared = (x - y for x, y in zip(opened.looked_up, looked_up, strict=True))
     stats = RoundStats(
-        number,
-        tokens.read,
-        tokens.generated,
-        tokens.drafted,
-        tokens.accepted,
-        ended - start,
-        ended,
-        weights_s,
-        kv_s,
-        activations_s,
-        disk,
-        host,
-        spilled,
-        drafts=tokens.drafts,
-        accepted_at=tokens.accepted_at,
+        number=number,
+        seconds=ended - start,
+        ended=ended,
+        weights_wait_s=weights_s,
+        kv_wait_s=kv_s,
+        activations_wait_s=activations_s,
+        disk_bytes=disk,
+        host_bytes=host,
+        spilled_bytes=spilled,
         queried=queried,
         shared=shared,
+        **tokens._asdict(),
     )
     return Round([run for _, run in passes], stats, generated is not None)
 

@@ -101,7 +101,7 @@ def _units(
             "output_router_logits: the loss of routers is not there in training by streaming; "
             "set it to False in the config"
         )
-    found = units_of(model, first_stays=False, values=values)
+    found = units_of(model, values=values)
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layers that transformers names or lists"

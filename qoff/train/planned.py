@@ -211,7 +211,7 @@ _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 def _costs(model: Any, tokens: int) -> list[Cost]:
     """What each layer saves for its backward, counted as in a step; none where values decide."""
-    layers = [unit.module for unit in units_of(model, first_stays=False, values=False)]
+    layers = [unit.module for unit in units_of(model, values=False)]
     homes = Homes(0, 0, 0, None)
     activations = Activations(1, lambda _: True, Swaps(homes, None))
     stopping = [StoppingLayer(layer, i, layer.forward) for i, layer in enumerate(layers)]

@@ -74,9 +74,11 @@ class SimulatedOps:
             return out
         return x.new_empty(len(x), rows // 2 if end.gated else rows)
 
-    def norm(self, x: Tensor, by: Norm, *, out: Tensor | None = None, **_: Any) -> Tensor:
+    def norm(self, x: Tensor, *_: Any, out: Tensor | None = None, **__: Any) -> Tensor:
         self.machine.compute(self.call_s)
         return torch.empty_like(x) if out is None else out
+
+    gate = matched = norm
 
     def low_rank(self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any) -> Tensor:
         self.machine.compute(self.call_s)
@@ -174,12 +176,6 @@ class SimulatedOps:
         self.machine.compute(self.call_s + seconds)
         return qkvz.new_empty(len(qkvz), shape.values) if out is None else out
 
-    def gate(
-        self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
-    ) -> Tensor:
-        self.machine.compute(self.call_s)
-        return torch.empty_like(x) if out is None else out
-
     def predict(self, hidden: Tensor, router: StreamRouter, mixing: Tensor, out: Tensor) -> Tensor:
         self.machine.compute(self.call_s)
         return out
@@ -187,12 +183,6 @@ class SimulatedOps:
     def correct(self, hidden: Tensor, found: Tensor, *_: StreamRouter | Tensor) -> Tensor:
         self.machine.compute(self.call_s)
         return found
-
-    def matched(
-        self, x: Tensor, like: Tensor | None = None, *, out: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        self.machine.compute(self.call_s)
-        return torch.empty_like(x) if out is None else out
 
     def sparse_gate(
         self, z: Tensor, deviations: float, activation: str, *, out: Tensor | None = None

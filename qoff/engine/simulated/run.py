@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +17,7 @@ from qoff.kvcache.slots import SlotCache
 from qoff.memory.arena import PAGE, round_up
 from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native.graphs import uncollected
 from qoff.plan import Plan
 from qoff.plan.calls import as_used
 from qoff.plan.certify import Certified
@@ -152,7 +151,8 @@ def simulated(
     past = int(prompt - tokens) // 2
     experts = sizes.spec.experts
     router = None if experts is None else Router(experts, workload.routes)
-    with _uncollected(), Simulation(sizes, found.plan, machine, router) as run:
+    # What looks for garbage would go through all of a model's entries.
+    with uncollected(), Simulation(sizes, found.plan, machine, router) as run:
         driver = run.driver
         if router is not None:
             run.warm(router, active)
@@ -168,18 +168,6 @@ def simulated(
         prefill=replace(found.prefill, seconds=prefill.seconds, rounds=rounds),
         decode=replace(found.decode, seconds=decode.seconds),
     )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile, which would go through all of a model's entries."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @torch.inference_mode()  # as passes are, in which tables may have grown

@@ -20,6 +20,7 @@ from qoff.budgets import CPU, memory_bounds, resolve_device
 from qoff.checkpoint import Checkpoint, CheckpointWriter, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT
 from qoff.errors import ArgumentError, BudgetError
+from qoff.hf.plugin.install import table_of
 from qoff.hf.plugin.model_methods import StreamedMethods
 from qoff.hf.plugin.offloaded import OffloadedLayer
 from qoff.hf.plugin.streaming import streamed_residency
@@ -38,7 +39,6 @@ from .units import (
     check_values,
     layers_of,
     others,
-    table_of,
     units_from,
 )
 from .values import Values

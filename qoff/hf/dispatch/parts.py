@@ -9,6 +9,7 @@ from torch import nn
 from qoff.errors import ArgumentError
 
 from .units import HOST, Part, layers_of
+from .values import saved, saved_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # without a forward, as those of parameters
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
@@ -59,7 +60,7 @@ def mapped(
     cannot be split is whole in the slowest of the places. Raises ArgumentError where the map says
     nothing of a parameter.
     """
-    places = {name: _place(device_map, name) for name in _names(model)}
+    places = {name: _place(device_map, name) for _, _, name in saved(model)}
     parts = parts_of(model, None, whole)
     known = [path for path, _ in parts]
     parts += [] if "" in known else leaves(model, "", known)
@@ -78,7 +79,7 @@ def _split(
 ) -> Iterator[tuple[str, nn.Module, str]]:
     """A module if it has one place, or else those in it."""
     start = f"{path}." if path else ""
-    own = [places[start + name] for name in _names(module)]
+    own = [places[start + name] for _, _, name in saved(module)]
     if not own:
         return
     slowest = max(own, key=lambda place: _ORDER.get(place, 2))
@@ -97,28 +98,15 @@ def _place(device_map: Mapping[str, str], name: str) -> str:
     return device_map[max(above, key=len)]
 
 
-def _names(model: nn.Module) -> Iterator[str]:
-    """The names of parameters and saved buffers, all of a tied one."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        yield from (f"{path}.{own}" if path else own for own in _saved(module))
-
-
-def _saved(module: nn.Module) -> list[str]:
-    """The tensors that a module itself has, without what is not saved."""
-    found = {**module._parameters, **module._buffers}
-    left_out = module._non_persistent_buffers_set
-    return [own for own, x in found.items() if x is not None and own not in left_out]
-
-
 def _own(module: nn.Module) -> bool:
     """Whether it has tensors that are not those of a module with a forward."""
-    return bool(_saved(module)) or any(
-        isinstance(m, _PARAMETERS) and _saved(m) for m in module.children()
+    return bool(saved_of(module)) or any(
+        isinstance(m, _PARAMETERS) and saved_of(m) for m in module.children()
     )
 
 
 def _weighs(module: nn.Module) -> bool:
-    return any(map(_saved, module.modules()))
+    return any(map(saved_of, module.modules()))
 
 
 def _within(path: str, tops: Collection[str]) -> bool:

@@ -19,9 +19,10 @@ from qoff.budgets import CPU
 from qoff.checkpoint import TensorEntry, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT, DTYPE_NAMES
 from qoff.errors import ArgumentError, StreamedError
+from qoff.hf.plugin.install import table_of
 from qoff.memory import Weights
 
-from .values import Values
+from .values import Values, saved
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HOST, DISK = "cpu", "disk"  # as device maps call them
@@ -135,18 +136,17 @@ class UnitPlace:
                 table[own] = value
 
 
-def units_of(model: nn.Module, first_stays: bool = True, values: bool = True) -> list[ModelUnit]:
+def units_of(model: nn.Module, values: bool = True) -> list[ModelUnit]:
     """The parts of a model that can stream, in the order of its modules.
 
     They are the modules that transformers does not split (`_no_split_modules`), or else the members
-    of its lists of modules. Parameters that others share
-    stay where they are, and so does (`first_stays`) the part with the model's first parameter,
-    whose device is the model's. values: False for a model of shapes alone. Raises ArgumentError for
-    a model that is quantized, has no values where it should, or streams already.
+    of its lists of modules. Parameters that others share stay where they are. values: False for a
+    model of shapes alone. Raises ArgumentError for a model that is quantized, has no values where
+    it should, or streams already.
     """
     if values:
         check_values(model, Values(model, {}), learns=True)
-    return units_from(model, layers_of(model), first_stays=first_stays)
+    return units_from(model, layers_of(model), first_stays=False)
 
 
 def units_from(
@@ -261,13 +261,9 @@ def _members(path: str, parts: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _tensors(model: nn.Module, buffers: bool) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
     """Every place of a parameter, or of a buffer that is saved, shared ones once for each place."""
-    for _, module in model.named_modules(remove_duplicate=False):
-        for name, p in module._parameters.items():
-            if p is not None:
-                yield (module, name), p
-        for name, x in module._buffers.items() if buffers else ():
-            if x is not None and name not in module._non_persistent_buffers_set:
-                yield (module, name), x
+    for module, own, _ in saved(model):
+        if buffers or own in module._parameters:
+            yield (module, own), table_of(module, own)[own]
 
 
 def _stay(model: nn.Module) -> frozenset[int]:
@@ -294,11 +290,6 @@ def _storage(p: Tensor) -> int:
 def _divisor(nbytes: int) -> int:
     """The largest power of two that divides it, up to a cache line."""
     return min(nbytes & -nbytes, 64) or 64
-
-
-def table_of(module: nn.Module, own: str) -> dict[str, Any]:
-    """Where a module has a tensor of its own."""
-    return module._buffers if own in module._buffers else module._parameters
 
 
 def _as(x: Tensor, learns: bool) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.errors import ArgumentError
+from qoff.hf.plugin.install import table_of
 
 
 class Values:
@@ -29,7 +30,8 @@ class Values:
         self._weights = weights
         self._names: dict[int, tuple[Tensor, str]] = {}
         found: dict[int, tuple[Tensor, list[tuple[dict[str, Any], str]], list[str]]] = {}
-        for table, own, name in _places(model) if weights else ():
+        for module, own, name in saved(model) if weights else ():
+            table = table_of(module, own)
             _, places, names = found.setdefault(id(table[own]), (table[own], [], []))
             places.append((table, own))
             names.append(name)
@@ -72,14 +74,19 @@ class Values:
             table[own] = placed[id(x)]
 
 
-def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Every place of a tensor that is saved: its dictionary, its name there and in the model."""
+def saved(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Every place of a tensor that is saved: its module, its name there and in the model."""
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
-        for table in (module._parameters, module._buffers):
-            for own, x in table.items():
-                if x is not None and own not in module._non_persistent_buffers_set:
-                    yield table, own, f"{start}{own}"
+        for own in saved_of(module):
+            yield module, own, f"{start}{own}"
+
+
+def saved_of(module: nn.Module) -> list[str]:
+    """The tensors that a module itself has, without what is not saved."""
+    found = {**module._parameters, **module._buffers}
+    left_out = module._non_persistent_buffers_set
+    return [own for own, x in found.items() if x is not None and own not in left_out]
 
 
 def _same(x: Tensor, value: Tensor) -> Tensor:

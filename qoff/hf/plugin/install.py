@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -159,3 +159,8 @@ def _forget_tie(model: PreTrainedModel, target: str) -> None:
 def _same(a: QTensor, b: QTensor) -> bool:
     alike = (a.shape, a.bits, a.group_size, a.packing) == (b.shape, b.bits, b.group_size, b.packing)
     return alike and torch.equal(a.codes, b.codes) and torch.equal(a.scale_min, b.scale_min)
+
+
+def table_of(module: nn.Module, own: str) -> dict[str, Any]:
+    """Where a module has a tensor of its own: a router's correction is a buffer."""
+    return module._buffers if own in module._buffers else module._parameters

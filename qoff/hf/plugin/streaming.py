@@ -30,6 +30,7 @@ from qoff.memory.plan.placement import spread_evenly
 from qoff.models.runtime import transfers_to
 from qoff.process import only_here
 
+from .install import table_of
 from .model_methods import StreamedMethods
 from .offloaded import OffloadedLayer, packed_places
 from .operations import Into, Unfuse
@@ -110,8 +111,8 @@ class Streaming:
         for i in places:
             for name in {target for stored in self._units[i] for target in stored.targets}:
                 module, own = self._owner(name)
-                self._hidden[name] = _table(module, own)[own]
-                _table(module, own)[own] = None
+                self._hidden[name] = table_of(module, own)[own]
+                table_of(module, own)[own] = None
                 module.__dict__["_is_hf_initialized"] = True  # transformers shall not fill it
             for module in self._model.get_submodule(self._paths[i]).modules():
                 if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
@@ -127,7 +128,7 @@ class Streaming:
         model, numbers, files = self._model, list(self._places), self._checkpoint.layers
         for name, tensor in self._hidden.items():
             module, own = self._owner(name)
-            _table(module, own)[own] = tensor
+            table_of(module, own)[own] = tensor
         for i in numbers:
             self._read_kept(i)
         model.requires_grad_(False)
@@ -172,7 +173,7 @@ class Streaming:
                 module, own = self._owner(name)
                 buffer = own in module._buffers
                 kept = x if buffer else nn.Parameter(x, requires_grad=False)
-                _table(module, own)[own] = kept
+                table_of(module, own)[own] = kept
 
     def _part(self, numbers: Sequence[int]) -> Checkpoint:
         """The checkpoint with these layers alone; files stream whole, so they are verified."""
@@ -231,11 +232,6 @@ def streamed_residency(
     units = frozenset[Unit](host)
     nbytes = sum(plan.streamed[unit] for unit in units)
     return replace(plan, host=units, host_weight_bytes=nbytes)
-
-
-def _table(module: nn.Module, own: str) -> dict[str, Any]:
-    """Where a module has a tensor of its own: a router's correction is a buffer."""
-    return module._buffers if own in module._buffers else module._parameters
 
 
 def _path_of(i: int, unit: Sequence[StoredWeight]) -> str:

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from qoff.checkpoint import Checkpoint
 from qoff.checkpoint.layout import QuantEntry, TensorEntry
 from qoff.errors import FormatError
-from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.modules.configs import LAYOUT
 from qoff.models.spec import DecoderSpec
 
-from .own_weights import own_weights
-from .stored import stored_weights
+from .own_weights import OwnWeight, own_weights
+from .stored import Stored, stored_weights
 
-
-class StoredWeight(Protocol):
-    """A weight of a checkpoint, by its full name there; see `stored.Stored`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def targets(self) -> tuple[str, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def packed(self) -> bool: ...
-    @property
-    def expert(self) -> int | None: ...
-    @property
-    def of_experts(self) -> str: ...
-    @property
-    def orders(self) -> list[Tensor]: ...
-    def split(self, whole: QTensor | Tensor, /) -> Mapping[str, QTensor | Tensor]: ...
+StoredWeight: TypeAlias = Stored | OwnWeight
 
 
 def stored_units(checkpoint: Checkpoint, model: PreTrainedModel) -> list[Sequence[StoredWeight]]:

@@ -127,6 +127,13 @@ def full_config(config: Mapping[str, Any]) -> Any:
         return AutoConfig.for_model(**keys)
 
 
+def class_of(model_type: str) -> str | None:
+    """transformers' class of a causal language model; None: this version of it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+
+
 def common_fields(config: Any) -> Fields:
     """The fields of a spec as most families call them."""
     layers = config.num_hidden_layers

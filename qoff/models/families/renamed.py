@@ -7,30 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 from . import corrected, latent, llama
-from .family import Config, Family, Has, TensorNames
+from .family import Config, Family, Has, TensorNames, class_of
 
 
 def _family(
     models: str,
     of: Mapping[str, Family],
-    becomes: tuple[str, str],
+    becomes: str,
     *,
     fields: Mapping[str, str] | None = None,
     without: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
     own: TensorNames | None = None,
 ) -> Family:
-    """becomes: a `model_type` of `of`, and its class.
+    """becomes: a `model_type` of `of`.
 
     fields: from the model's names to the family's; without: those that say nothing; defaults: those
     that the family has others for. own: what its files call tensors, unless as the family does.
     """
-    family, called = of[becomes[0]], fields or {}
+    family, called = of[becomes], fields or {}
 
     def converted(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
         found = {called.get(k, k): v for k, v in config.items() if k not in without}
         found = {**(defaults or {}), **found}
-        found |= {"model_type": becomes[0], "architectures": [becomes[1]]}
+        found |= {"model_type": becomes, "architectures": [class_of(becomes)]}
         if isinstance(rope := found.get("rope_scaling"), dict):
             found["rope_scaling"] = _usual_yarn(rope)
         return found, own if own is not None and has(own.embedding) else family.names
@@ -77,7 +77,7 @@ SOURCES = {
     "exaone": _family(
         "EXAONE 3.0, 3.5 and Deep",
         llama.FAMILIES,
-        ("llama", "LlamaForCausalLM"),
+        "llama",
         fields={
             "num_layers": "num_hidden_layers",
             "layer_norm_epsilon": "rms_norm_eps",
@@ -89,7 +89,7 @@ SOURCES = {
     "sarvam_moe": _family(
         "Sarvam 30B",
         corrected.FAMILIES,
-        ("glm4_moe", "Glm4MoeForCausalLM"),
+        "glm4_moe",
         fields={**_EXPERTS, "use_qkv_bias": "attention_bias"},
         defaults={
             "num_key_value_heads": 4,
@@ -107,7 +107,7 @@ SOURCES = {
     "sarvam_mla": _family(
         "Sarvam 105B",
         latent.FAMILIES,
-        ("deepseek_v3", "DeepseekV3ForCausalLM"),
+        "deepseek_v3",
         fields=_EXPERTS,
         without=("head_dim", "q_head_dim"),  # of the cache, of queries
         defaults={
@@ -119,5 +119,5 @@ SOURCES = {
             "first_k_dense_replace": 1,
         },
     ),
-    "kimi_k2": _family("Kimi K2", latent.FAMILIES, ("deepseek_v3", "DeepseekV3ForCausalLM")),
+    "kimi_k2": _family("Kimi K2", latent.FAMILIES, "deepseek_v3"),
 }

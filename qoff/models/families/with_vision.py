@@ -5,38 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from qoff.models.spec_parts import unsupported
 
 from . import experts, gemma, linear, llama
-from .family import Config, Family, Has, TensorNames, full_config
-
-
-class _Text(NamedTuple):
-    """What a language model becomes."""
-
-    becomes: str  # its `model_type`
-    model: str  # its class
-    names: TensorNames
-
+from .family import Config, Family, Has, TensorNames, class_of, full_config
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def _text_alone(
-    config: Config, has: Has, kinds: Mapping[str, _Text]
+    config: Config, has: Has, of: Mapping[str, Family], kinds: Mapping[str, str]
 ) -> tuple[dict[str, Any], TensorNames]:
     """The language model, as transformers 4 or 5 calls its tensors.
 
-    kinds: what it may be, by the `model_type` of its part of the config, the default first.
+    of: families that it may be of. kinds: what it becomes, by the `model_type` of its part of the
+    config, the default first.
     """
     if not isinstance(text := config.get("text_config"), dict):
         raise unsupported("text_config", text, "an object")
     kind = text.get("model_type", next(iter(kinds)))
     if kind not in kinds:
         raise unsupported("text_config.model_type", kind, ", ".join(kinds))
-    becomes, model, names = kinds[kind]
+    becomes = kinds[kind]
+    names = of[becomes].names
     old = has("language_model.model.embed_tokens.weight")
     begin = "language_model.model." if old else "model.language_model."
     head = "language_model.lm_head.weight" if old else "lm_head.weight"
@@ -48,7 +41,7 @@ def _text_alone(
     found = {
         **text,
         "model_type": becomes,
-        "architectures": [model],
+        "architectures": [class_of(becomes)],
         "tie_word_embeddings": tied,
     }
     for key in ("rope_parameters", "rope_scaling"):
@@ -81,52 +74,26 @@ def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _family(models: str, of: Mapping[str, Family], kinds: Mapping[str, tuple[str, str]]) -> Family:
-    """kinds: by `model_type` what each becomes, and the class of that."""
-    texts = {kind: _Text(*found, of[found[0]].names) for kind, found in kinds.items()}
-    first = of[next(iter(texts.values())).becomes]
-    alone = partial(_text_alone, kinds=texts)
+def _family(models: str, of: Mapping[str, Family], kinds: Mapping[str, str]) -> Family:
+    """kinds: by `model_type` what each becomes."""
+    first = of[next(iter(kinds.values()))]
+    alone = partial(_text_alone, of=of, kinds=kinds)
     return Family(f"{models}, without images", first.fields, first.names, alone)
 
 
 SOURCES: Mapping[str, Family] = {
-    "gemma3": _family(
-        "Gemma 3 4B to 27B",
-        gemma.FAMILIES,
-        {"gemma3_text": ("gemma3_text", "Gemma3ForCausalLM")},
-    ),
-    "gemma3n": _family(
-        "Gemma 3n",
-        gemma.FAMILIES,
-        {"gemma3n_text": ("gemma3n_text", "Gemma3nForCausalLM")},
-    ),
-    "gemma4": _family(
-        "Gemma 4", gemma.FAMILIES, {"gemma4_text": ("gemma4_text", "Gemma4ForCausalLM")}
-    ),
-    "llama4": _family(
-        "Llama 4",
-        experts.FAMILIES,
-        {"llama4_text": ("llama4_text", "Llama4ForCausalLM")},
-    ),
+    "gemma3": _family("Gemma 3 4B to 27B", gemma.FAMILIES, {"gemma3_text": "gemma3_text"}),
+    "gemma3n": _family("Gemma 3n", gemma.FAMILIES, {"gemma3n_text": "gemma3n_text"}),
+    "gemma4": _family("Gemma 4", gemma.FAMILIES, {"gemma4_text": "gemma4_text"}),
+    "llama4": _family("Llama 4", experts.FAMILIES, {"llama4_text": "llama4_text"}),
     "mistral3": _family(
         "Mistral Small 3.1 and 3.2, Ministral 3",
         llama.FAMILIES,
-        {
-            "mistral": ("mistral", "MistralForCausalLM"),
-            "ministral3": ("ministral3", "Ministral3ForCausalLM"),
-        },
+        {"mistral": "mistral", "ministral3": "ministral3"},
     ),
-    "qwen3_5": _family(
-        "Qwen 3.5, dense",
-        linear.FAMILIES,
-        {"qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM")},
-    ),
+    "qwen3_5": _family("Qwen 3.5, dense", linear.FAMILIES, {"qwen3_5_text": "qwen3_5_text"}),
     "qwen3_5_moe": _family(
-        "Qwen 3.5 35B-A3B and larger",
-        linear.FAMILIES,
-        {"qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")},
+        "Qwen 3.5 35B-A3B and larger", linear.FAMILIES, {"qwen3_5_moe_text": "qwen3_5_moe_text"}
     ),
-    "qwen3_vl": _family(
-        "Qwen 3 VL", llama.FAMILIES, {"qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM")}
-    ),
+    "qwen3_vl": _family("Qwen 3 VL", llama.FAMILIES, {"qwen3_vl_text": "qwen3"}),
 }

@@ -256,7 +256,7 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with _uncollected(), torch.cuda.stream(self._stream):  # whose device is current, too
+        with uncollected(), torch.cuda.stream(self._stream):  # whose device is current, too
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -282,7 +282,7 @@ class CudaRecorder:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without the garbage collector: what it finds, like a model that nobody closed, may wait for
     the GPU or free pinned memory, and either ends a capture."""
     collects = gc.isenabled()

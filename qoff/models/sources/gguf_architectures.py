@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qoff.models.families.family import TensorNames
+from qoff.models.families.family import TensorNames, class_of
 
 from . import gguf_dense as dense
 from . import gguf_experts as experts
@@ -64,7 +64,6 @@ class Architecture:
     """
 
     model_type: str
-    model: str  # transformers' class
     fields: Callable[[Metadata, Config], Config]
     rope_pairs: bool = False
     partial: bool = False
@@ -78,7 +77,7 @@ class Architecture:
         config = {
             **(common(metadata, self.partial) if self.base is None else self.base(metadata)),
             "model_type": self.model_type,
-            "architectures": [self.model],
+            "architectures": [class_of(self.model_type)],
         }
         return {**config, **self.fields(metadata, config)}
 
@@ -117,126 +116,73 @@ def find(metadata: Metadata) -> Architecture:
 
 _ONE_NORM = {"post_attention_layernorm": "attn_norm"}  # before attention and MLP side by side
 _NORM_BEHIND_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
-_MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", experts.mixtral, rope_pairs=True)
+_MIXTRAL = Architecture("mixtral", experts.mixtral, rope_pairs=True)
 _DEEPSEEK_V2 = Architecture(
-    "deepseek_v2",
-    "DeepseekV2ForCausalLM",
-    latent.deepseek_v2,
-    rope_pairs=True,
-    modules=latent.MODULES,
-    base=latent.base,
+    "deepseek_v2", latent.deepseek_v2, rope_pairs=True, modules=latent.MODULES, base=latent.base
 )
-_DEEPSEEK_V3 = replace(
-    _DEEPSEEK_V2,
-    model_type="deepseek_v3",
-    model="DeepseekV3ForCausalLM",
-    fields=latent.deepseek_v3,
-)
-_YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", model="YoutuForCausalLM", fields=latent.youtu)
-_OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", dense.olmo3)
+_DEEPSEEK_V3 = replace(_DEEPSEEK_V2, model_type="deepseek_v3", fields=latent.deepseek_v3)
+_YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", fields=latent.youtu)
+_OLMO3 = Architecture("olmo3", dense.olmo3)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
-    "llama": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
-    "exaone": Architecture("llama", "LlamaForCausalLM", dense.llama),
-    "internlm2": Architecture("llama", "LlamaForCausalLM", dense.llama, rope_pairs=True),
-    "pangu-embedded": Architecture("llama", "LlamaForCausalLM", dense.llama),
-    "mistral3": Architecture(
-        "ministral3", "Ministral3ForCausalLM", dense.mistral3, rope_pairs=True
-    ),
-    "qwen": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen1),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
-    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM", dense.qwen),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),
-    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", dense.qwen),  # pictures are in other files
-    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", dense.llama, rope_pairs=True),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", dense.phi3, partial=True, fused_gate_up=True),
-    "granite": Architecture("granite", "GraniteForCausalLM", dense.granite, rope_pairs=True),
-    "minicpm": Architecture("granite", "GraniteForCausalLM", dense.minicpm, rope_pairs=True),
-    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", dense.olmo2),
-    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", dense.exaone4),
-    "arcee": Architecture("arcee", "ArceeForCausalLM", dense.llama, rope_pairs=True),
-    "seed_oss": Architecture(
-        "seed_oss", "SeedOssForCausalLM", dense.seed_oss, modules=_NORM_BEHIND_ATTENTION
-    ),
-    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", dense.ernie4_5, rope_pairs=True),
-    "chatglm": Architecture(
-        "glm", "GlmForCausalLM", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True
-    ),
-    "glm4": Architecture(
-        "glm4", "Glm4ForCausalLM", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True
-    ),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", dense.gemma),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", dense.gemma2),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", dense.gemma3),
-    "gemma3n": Architecture(
-        "gemma3n_text", "Gemma3nForCausalLM", gemma.gemma3n, modules=gemma.GEMMA3N_MODULES
-    ),
-    "gemma4": Architecture(
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        gemma.gemma4,
-        modules=gemma.MODULES,
-        base=gemma.base,
-    ),
-    "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", dense.gpt_neox, partial=True),
-    "command-r": Architecture(
-        "cohere", "CohereForCausalLM", dense.cohere, rope_pairs=True, modules=_ONE_NORM
-    ),
-    "cohere2": Architecture(
-        "cohere2", "Cohere2ForCausalLM", dense.cohere2, rope_pairs=True, modules=_ONE_NORM
-    ),
-    "jais2": Architecture("jais2", "Jais2ForCausalLM", dense.jais2),
-    "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM", dense.starcoder2),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", experts.qwen2_moe),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts.qwen3_moe),
-    "qwen3vlmoe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "llama": Architecture("llama", dense.llama, rope_pairs=True),
+    "exaone": Architecture("llama", dense.llama),
+    "internlm2": Architecture("llama", dense.llama, rope_pairs=True),
+    "pangu-embedded": Architecture("llama", dense.llama),
+    "mistral3": Architecture("ministral3", dense.mistral3, rope_pairs=True),
+    "qwen": Architecture("qwen2", dense.qwen1),
+    "qwen2": Architecture("qwen2", dense.qwen),
+    "qwen2vl": Architecture("qwen2", dense.qwen),
+    "qwen3": Architecture("qwen3", dense.qwen),
+    "qwen3vl": Architecture("qwen3", dense.qwen),  # pictures are in other files
+    "smollm3": Architecture("smollm3", dense.llama, rope_pairs=True),
+    "phi3": Architecture("phi3", dense.phi3, partial=True, fused_gate_up=True),
+    "granite": Architecture("granite", dense.granite, rope_pairs=True),
+    "minicpm": Architecture("granite", dense.minicpm, rope_pairs=True),
+    "olmo2": Architecture("olmo2", dense.qwen),
+    "exaone4": Architecture("exaone4", dense.exaone4),
+    "arcee": Architecture("arcee", dense.llama, rope_pairs=True),
+    "seed_oss": Architecture("seed_oss", dense.seed_oss, modules=_NORM_BEHIND_ATTENTION),
+    "ernie4_5": Architecture("ernie4_5", dense.ernie4_5, rope_pairs=True),
+    "chatglm": Architecture("glm", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True),
+    "glm4": Architecture("glm4", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True),
+    "gemma": Architecture("gemma", dense.gemma),
+    "gemma2": Architecture("gemma2", dense.gemma2),
+    "gemma3": Architecture("gemma3_text", dense.gemma3),
+    "gemma3n": Architecture("gemma3n_text", gemma.gemma3n, modules=gemma.GEMMA3N_MODULES),
+    "gemma4": Architecture("gemma4_text", gemma.gemma4, modules=gemma.MODULES, base=gemma.base),
+    "gptneox": Architecture("gpt_neox", dense.gpt_neox, partial=True),
+    "command-r": Architecture("cohere", dense.cohere, rope_pairs=True, modules=_ONE_NORM),
+    "cohere2": Architecture("cohere2", dense.cohere2, rope_pairs=True, modules=_ONE_NORM),
+    "jais2": Architecture("jais2", dense.jais2),
+    "starcoder2": Architecture("starcoder2", dense.starcoder2),
+    "qwen2moe": Architecture("qwen2_moe", experts.qwen2_moe),
+    "qwen3moe": Architecture("qwen3_moe", experts.qwen3_moe),
+    "qwen3vlmoe": Architecture("qwen3_moe", experts.qwen3_moe),
     "qwen3next": Architecture(
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        linear.qwen3_next,
-        partial=True,
-        modules=linear.MODULES,
-        linear="z",
+        "qwen3_next", linear.qwen3_next, partial=True, modules=linear.MODULES, linear="z"
     ),
     "qwen35": Architecture(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        linear.qwen3_5,
-        partial=True,
-        modules=linear.MODULES,
-        linear="all",
+        "qwen3_5_text", linear.qwen3_5, partial=True, modules=linear.MODULES, linear="all"
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
         linear.qwen3_5_moe,
         modules=linear.MODULES,
         linear="all",
         base=linear.qwen3_5_moe_base,
     ),
-    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", experts.olmoe),
-    "granitemoe": Architecture(
-        "granitemoe", "GraniteMoeForCausalLM", experts.granite_moe, rope_pairs=True
-    ),
+    "olmoe": Architecture("olmoe", experts.olmoe),
+    "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
     "glm4moe": Architecture(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        experts.glm4_moe,
-        partial=True,
-        modules=_NORM_BEHIND_ATTENTION,
+        "glm4_moe", experts.glm4_moe, partial=True, modules=_NORM_BEHIND_ATTENTION
     ),
-    "dots1": Architecture("dots1", "Dots1ForCausalLM", experts.dots1),
-    "exaone-moe": Architecture("exaone_moe", "ExaoneMoeForCausalLM", experts.exaone_moe),
-    "minimax-m2": Architecture(
-        "minimax_m2", "MiniMaxM2ForCausalLM", experts.minimax_m2, partial=True
-    ),
-    "ernie4_5-moe": Architecture(
-        "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", experts.ernie4_5_moe, rope_pairs=True
-    ),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", dense.qwen),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", experts.hunyuan_moe),
-    "llama4": Architecture("llama4_text", "Llama4ForCausalLM", experts.llama4, rope_pairs=True),
-    "gpt-oss": Architecture(
-        "gpt_oss", "GptOssForCausalLM", experts.gpt_oss, modules=_NORM_BEHIND_ATTENTION
-    ),
+    "dots1": Architecture("dots1", experts.dots1),
+    "exaone-moe": Architecture("exaone_moe", experts.exaone_moe),
+    "minimax-m2": Architecture("minimax_m2", experts.minimax_m2, partial=True),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", experts.ernie4_5_moe, rope_pairs=True),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", dense.qwen),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", experts.hunyuan_moe),
+    "llama4": Architecture("llama4_text", experts.llama4, rope_pairs=True),
+    "gpt-oss": Architecture("gpt_oss", experts.gpt_oss, modules=_NORM_BEHIND_ATTENTION),
 }

@@ -5,14 +5,13 @@ from __future__ import annotations
 from qoff.errors import UnsupportedModelError
 
 from .gguf_fields import (
-    FULL,
-    SLIDING,
     Config,
     attention_bias,
     dense,
     has_bias,
     rms,
     scales,
+    two_ropes,
     windows,
 )
 from .gguf_metadata import Metadata
@@ -39,7 +38,7 @@ def mistral3(metadata: Metadata, config: Config) -> Config:
 
 
 def qwen(metadata: Metadata, config: Config) -> Config:
-    """Qwen, and Hunyuan, whose RoPE is stored with its stretched base."""
+    """Qwen, Olmo 2, and Hunyuan, whose RoPE is stored with its stretched base."""
     return dense(metadata)
 
 
@@ -59,18 +58,13 @@ def minicpm(metadata: Metadata, config: Config) -> Config:
     return granite(metadata, config)
 
 
-def olmo2(metadata: Metadata, config: Config) -> Config:
-    return dense(metadata)
-
-
 def olmo3(metadata: Metadata, config: Config) -> Config:
     """Olmo 2 with windows; YaRN is that of the layers without one."""
     rope = config["rope_parameters"]
-    local = float(metadata.get("rope.freq_base_swa", rope["rope_theta"]))
     return {
         **dense(metadata),
         **windows(metadata, metadata.layers, 4, 0),
-        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": local}},
+        "rope_parameters": two_ropes(metadata, rope, rope["rope_theta"]),
     }
 
 
@@ -111,17 +105,13 @@ def gemma2(metadata: Metadata, config: Config) -> Config:
 
 def gemma3(metadata: Metadata, config: Config) -> Config:
     """Scaling is that of the layers without a window."""
-    local = float(metadata.get("rope.freq_base_swa", 10000.0))
     return {
         **gemma(metadata, config),
         **windows(metadata, metadata.layers, 6, 0),
         "query_pre_attn_scalar": _query_scalar(config, 62),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": metadata.get("final_logit_softcapping") or None,
-        "rope_parameters": {
-            FULL: config["rope_parameters"],
-            SLIDING: {"rope_type": "default", "rope_theta": local},
-        },
+        "rope_parameters": two_ropes(metadata, config["rope_parameters"]),
     }
 
 

@@ -79,6 +79,12 @@ def windows(metadata: Metadata, layers: int, period: int, default: int) -> Confi
     return {"layer_types": kinds, **({"sliding_window": window} if window else {})}
 
 
+def two_ropes(metadata: Metadata, full: Config, theta: float = 10000.0) -> Config:
+    """RoPE of layers without a window; and with one, of base `theta` where no key says so."""
+    local = float(metadata.get("rope.freq_base_swa", theta))
+    return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
+
+
 def stacked(metadata: Metadata) -> Any:
     """How experts lie in the first layer that has them."""
     names = metadata.tensors

@@ -10,7 +10,17 @@ import numpy as np
 from qoff.errors import FormatError, UnsupportedModelError
 from qoff.schema import shown
 
-from .gguf_fields import FULL, SLIDING, Config, attention_bias, common, dense, rms, windows
+from .gguf_fields import (
+    FULL,
+    SLIDING,
+    Config,
+    attention_bias,
+    common,
+    dense,
+    rms,
+    two_ropes,
+    windows,
+)
 from .gguf_metadata import Metadata
 from .gguf_rope import LLAMA3
 
@@ -104,7 +114,6 @@ def gemma3n(metadata: Metadata, config: Config) -> Config:
     cuts = metadata.get("activation_sparsity_scale")
     if cuts is not None:
         cuts = [round(NormalDist().cdf(float(cut)), 6) for cut in cuts.tolist()]
-    local = float(metadata.get("rope.freq_base_swa", 10000.0))
     return {
         **dense(metadata),
         **windows(metadata, metadata.layers, 5, 512),
@@ -116,10 +125,7 @@ def gemma3n(metadata: Metadata, config: Config) -> Config:
         "altup_num_inputs": metadata.need("altup.num_inputs"),
         "laurel_rank": metadata.shape("blk.0.laurel_l.weight")[0],
         "activation_sparsity_pattern": cuts,
-        "rope_parameters": {
-            FULL: config["rope_parameters"],
-            SLIDING: {"rope_type": "default", "rope_theta": local},
-        },
+        "rope_parameters": two_ropes(metadata, config["rope_parameters"]),
     }
 
 
@@ -177,12 +183,9 @@ def _ropes(metadata: Metadata, full: int) -> dict[str, Any]:
             f"{metadata.path}: tensor {LLAMA3} has {len(factors)} numbers, {found} among them; "
             f"supported: {full // 2}, some of 1 and the others of 1e30"
         )
-    local = float(metadata.get("rope.freq_base_swa", 10000.0))
-    return {
-        FULL: {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 2 * turned / full,
-            "rope_theta": float(metadata.get("rope.freq_base", 1000000.0)),
-        },
-        SLIDING: {"rope_type": "default", "rope_theta": local},
+    own = {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 2 * turned / full,
+        "rope_theta": float(metadata.get("rope.freq_base", 1000000.0)),
     }
+    return two_ropes(metadata, own)
