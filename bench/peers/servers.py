@@ -36,13 +36,24 @@ def qoff(clients: int, model: str = "", options: Sequence[str] = ()) -> Iterator
 
 
 @contextmanager
-def llama_server(clients: int, slots: int | None = None) -> Iterator[Address]:
-    """llama.cpp's, with Q4_0, its fastest 4 bits. slots: None: one for each client."""
+def llama_server(
+    clients: int, slots: int | None = None, fit: int | None = None
+) -> Iterator[Address]:
+    """llama.cpp's, with Q4_0, its fastest 4 bits. slots: None: one for each client.
+
+    fit: bytes of main memory that it fits its context into.
+    """
     tool = native.built("llama-server")
     path, port = llama_cpp.quantized(fetch_gguf(), "Q4_0"), free_port()
     count, threads = slots or clients, str(len(os.sched_getaffinity(0)))
     command = [str(tool), "--model", str(path), "--port", str(port), "--parallel", str(count)]
-    command += ["--threads", threads, "--log-disable", "--ctx-size", str(count * CONTEXT)]
+    command += ["--threads", threads, "--log-disable"]
+    if fit is None:
+        command += ["--ctx-size", str(count * CONTEXT)]
+    else:  # it takes all of the machine's memory to be free
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        command += ["--load-mode", "none", "--fit", "on", "--fit-target", str((there - fit) >> 20)]
+        command += ["--fit-ctx", str(CONTEXT)]
     with process(command, port) as pid:
         yield Address(f"http://127.0.0.1:{port}/v1", "default", {"cache_prompt": False}, pid)
 

@@ -4,8 +4,9 @@ links: rounds that a simulated disk bounds. rounds: real plans on two models, ea
 constants fitted on the other. regret: the chosen plan beside random ones that were run. grid:
 beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup that kills what
 takes more. tokenizers: what made-up ones keep. flexgen: its published figures by its own model, and
-qoff on its machine. training: `qoff plan --train` of large models. running: a job whose disk slows
-down in the middle, with and without a change of the plan.
+qoff on its machine. peers: what accelerate and llama.cpp plan for the same budgets. training: `qoff
+plan --train` of large models. running: a job whose disk slows down in the middle, with and without
+a change of the plan.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from bench.harness import Report, out_folder
 
 _OWN = {"turns", "rivals", "plans"}
 MEASURES = (
-    *("links", "rounds", "regret", "grid", "budgets", "flexgen", "training", "tokenizers"),
-    "running",
+    *("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training"),
+    *("tokenizers", "running"),
 )
 
 
