@@ -73,9 +73,9 @@ def control_group(limit: int | None) -> Iterator[ControlGroup]:
         yield ControlGroup(folder)
 
 
-def status_bytes(name: str) -> int:
-    """What this process's status says of its memory: VmRSS, or VmHWM, its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def status_bytes(name: str, pid: int | str = "self") -> int:
+    """What a process's status says of its memory, such as VmRSS, VmHWM (its peak) or RssAnon."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
 
 
