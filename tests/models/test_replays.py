@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -26,6 +27,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVQuant
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native import graphs
 from qoff.models.native.graphs import CudaRecorder, Replays, can_draw_again
 from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
 from tests.tiny_models import PlainRun
@@ -195,6 +197,26 @@ def test_a_thread_records_only_what_it_has_computed() -> None:
     run()
     assert found == [0, 2, 4, 6, 8]
     assert (replays.recorded, replays.replayed, replays.failed) == (1, 3, 0)
+
+
+def test_a_new_thread_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the other's number, and has no handles of its own."""
+    threads = SimpleNamespace(get_ident=lambda: 7, current_thread=threading.current_thread)
+    monkeypatch.setattr(graphs, "threading", threads)
+    replays, recorded = Replays(CPU, again), list[int]()
+
+    def step() -> None:
+        replays.run("key", None, torch.ones(2), lambda x: 2 * x)
+        recorded.append(replays.recorded)
+
+    for _ in range(3):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    assert recorded == [0, 0, 0]
+    step()
+    step()
+    assert recorded == [0, 0, 0, 0, 1]
 
 
 def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,7 +35,15 @@ class Recording:
     replay: Any = None  # a Replay, or a WorkReplay
     steps: StepsAhead | None = None  # what does those that follow it
     kept: object = None  # in the scratch of the ops, once it was replayed
-    threads: set[int] = field(default_factory=set)  # that have done the work
+    # That have done the work; not by numbers, which new threads have of those that ended.
+    threads: WeakSet[threading.Thread] = field(default_factory=WeakSet)
+
+    def done_here(self) -> bool:
+        """Whether this thread has done the work; from now on it has."""
+        here = threading.current_thread()
+        done = here in self.threads
+        self.threads.add(here)
+        return done
 
 
 class Replays:
@@ -109,10 +118,10 @@ class Replays:
                 self._dequantizing.add(base)
                 whole = (base, found)
             there = fixed if result is fixed else self._memory("result", result)
-            self._entries[whole] = Recording(keep, fixed, there, threads={threading.get_ident()})
+            self._entries[whole] = entry = Recording(keep, fixed, there)
+            entry.done_here()
             return result
-        if entry.replay is None and threading.get_ident() not in entry.threads:
-            entry.threads.add(threading.get_ident())
+        if entry.replay is None and not entry.done_here():
             self._entries[whole] = entry
             return work(fixed)
         if entry.replay is None:
