@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVQuant
+from qoff.memory.io.copy_stream import CopyStream
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native import graphs
 from qoff.models.native.graphs import CudaRecorder, Replays, can_draw_again
@@ -259,6 +261,38 @@ def test_no_garbage_is_collected_in_a_capture(fails: bool, monkeypatch: pytest.M
     else:
         CudaRecorder(CPU)(work)
     assert (found, gc.isenabled()) == ([False], True)
+
+
+def test_copies_of_other_threads_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a few streams of each priority, which it gives out again and again."""
+    cuda, pools = MagicMock(), dict[int, Iterator[Any]]()
+
+    def stream(device: torch.device, priority: int = 0) -> Any:
+        return next(pools.setdefault(priority, cycle([MagicMock(), MagicMock()])))
+
+    cuda.Stream = stream
+    monkeypatch.setattr(torch, "cuda", cuda)
+    copies = [CopyStream(CPU) for _ in range(2)]
+    CudaRecorder(CPU)(lambda: None)
+    (recorded,) = cuda.stream.call_args.args
+    assert not any(recorded is one._stream for one in copies)
+
+
+def test_nobody_waits_for_the_whole_gpu_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model may be closed meanwhile, in another thread."""
+    cuda, order = MagicMock(), list[str]()
+    cuda.synchronize = lambda _: order.append("waited")
+    cuda.CUDAGraph.return_value.capture_end = lambda: order.append("recorded")
+    monkeypatch.setattr(torch, "cuda", cuda)
+    closing = threading.Thread(target=CopyStream(CPU).close)
+
+    def work() -> None:
+        closing.start()
+        closing.join(0.2)  # it does not end before this
+
+    CudaRecorder(CPU)(work)
+    closing.join()
+    assert order == ["recorded", "waited"]
 
 
 class Generator:

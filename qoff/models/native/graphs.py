@@ -17,6 +17,7 @@ from torch import Tensor
 from qoff.kernels.layout.ending import Ending
 from qoff.kernels.ops import RecordWhileDone, Scratch
 from qoff.kernels.upload import on_device, pinned
+from qoff.memory.io.copy_stream import RECORDING
 
 from .graph_steps import MOST, GraphSteps, Replay, StepsAhead
 
@@ -249,7 +250,11 @@ def _into(memory: Tensor, result: Tensor) -> None:
 
 
 class CudaRecorder:
-    """Records work as CUDA graphs that share their memory: they are replayed one after another."""
+    """Records work as CUDA graphs that share their memory: they are replayed one after another.
+
+    Its stream has a priority, as torch has 32 streams of each, and hands them out again and again:
+    copies are on others, and what another thread enqueued there would be recorded, too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -260,12 +265,13 @@ class CudaRecorder:
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with _uncollected(), torch.cuda.stream(self._stream):  # whose device is current, too
+        # On the stream, whose device is current, too.
+        with RECORDING, _uncollected(), torch.cuda.stream(self._stream):
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
