@@ -19,6 +19,7 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _BYTES = re.compile(
     r"(?:tried to allocate|Unable to allocate) (\d+(?:\.\d+)?) ?(bytes|[KMGTPE]iB)?", re.IGNORECASE
 )
+_GPU = re.compile(r"\bGPU (\d+) has\b")  # in what torch says of memory
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
 _HEAP, _TOP = 32 << 20, 128 << 10  # the largest piece that its heap can have; what it keeps on top
@@ -169,12 +170,13 @@ class refusals(ContextDecorator):  # noqa: N801 - used as a function, around eve
         tier = refused_tier(error)
         if tier is None:
             return
-        match = _BYTES.search(str(error))
+        text = str(error)
+        match = _BYTES.search(text)
         wanted = "memory" if match is None else f"{_size(match):,} bytes"
-        there = machine_memory()
+        there, held = machine_memory(), _held(tier, text)
         of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""
         raise BudgetError(
-            f"{tier} memory: the system refused {wanted}; the process has {_held(tier):,} bytes"
+            f"{tier} memory: the system refused {wanted}; the process has {held:,} bytes"
             f"{of}. Use less device_memory or host_memory, smaller batches, or shorter sequences"
         ) from error
 
@@ -200,12 +202,14 @@ def _size(match: re.Match[str]) -> int:
     return int(Fraction(match[1]) * 1024**unit)
 
 
-def _held(tier: str) -> int:
-    """Bytes that this process has."""
+def _held(tier: str, text: str = "") -> int:
+    """Bytes that this process has: of the GPU that an error's text names, else the current one."""
     if tier == "device":
         import torch
 
-        return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+        named = _GPU.search(text)
+        gpu = None if named is None else int(named[1])
+        return torch.cuda.memory_reserved(gpu) if torch.cuda.is_available() else 0
     fields = _text(_PROC / "self/statm").split()
     return int(fields[1]) * PAGESIZE if fields else 0
 

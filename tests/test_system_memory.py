@@ -163,6 +163,18 @@ def test_a_refused_allocation_names_tier_and_bytes(name: str) -> None:
         allocate()
 
 
+@pytest.mark.parametrize(("text", "held"), [("GPU 1 has a total capacity of", 22), ("", 11)])
+def test_a_gpu_that_has_no_room_need_not_be_the_current_one(
+    text: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reserved: dict[int | None, int] = {None: 11, 1: 22}
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu=None: reserved[gpu])
+    error = OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 MiB. {text}")
+    with pytest.raises(BudgetError, match=f"the process has {held} bytes\\."), refusals():
+        raise error
+
+
 @pytest.mark.parametrize(
     "error",
     [ValueError("x"), RuntimeError("x"), OSError(2, "x"), DiskReadError("x"), ArgumentError("x")],

@@ -120,17 +120,25 @@ class GpuLink:
         if home.memory is not None:
             return self._copied(home.memory, into, after)
         ended = after
-        for at in range(0, into.nbytes, self._piece):
-            buffer, used = self._staging.get()
-            try:
-                if used is not None:
-                    used.synchronize()
-                piece = buffer[: into.nbytes - at]
-                self._homes.read(replace(home, offset=home.offset + at), piece).result()
-                used = ended = self._copied(piece, into[at : at + len(piece)], after)
-            finally:
-                self._staging.put((buffer, used))
+        try:
+            for at in range(0, into.nbytes, self._piece):
+                ended = self._bring_piece(home, at, into, after)
+        except BaseException:
+            ended.synchronize()  # the memory is given back, and others write there
+            raise
         return ended
+
+    def _bring_piece(self, home: Home, at: int, into: Tensor, after: Event) -> Event:
+        buffer, used = self._staging.get()
+        try:
+            if used is not None:
+                used.synchronize()
+            piece = buffer[: into.nbytes - at]
+            self._homes.read(replace(home, offset=home.offset + at), piece).result()
+            used = self._copied(piece, into[at : at + len(piece)], after)
+            return used
+        finally:
+            self._staging.put((buffer, used))
 
     def _take_away(self, home: Home, source: Tensor, made: Event) -> None:
         if home.memory is not None:

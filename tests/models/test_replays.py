@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -25,7 +27,9 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kvcache import DeviceCache, KVQuant
+from qoff.memory.io.copy_stream import CopyStream
 from qoff.models.forward_pass import ForwardPass
+from qoff.models.native import graphs
 from qoff.models.native.graphs import CudaRecorder, Replays, can_draw_again
 from tests.models.test_triton_decoder import KV8, checkpoint, interpreted
 from tests.tiny_models import PlainRun
@@ -197,6 +201,26 @@ def test_a_thread_records_only_what_it_has_computed() -> None:
     assert (replays.recorded, replays.replayed, replays.failed) == (1, 3, 0)
 
 
+def test_a_new_thread_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the other's number, and has no handles of its own."""
+    threads = SimpleNamespace(get_ident=lambda: 7, current_thread=threading.current_thread)
+    monkeypatch.setattr(graphs, "threading", threads)
+    replays, recorded = Replays(CPU, again), list[int]()
+
+    def step() -> None:
+        replays.run("key", None, torch.ones(2), lambda x: 2 * x)
+        recorded.append(replays.recorded)
+
+    for _ in range(3):
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    assert recorded == [0, 0, 0]
+    step()
+    step()
+    assert recorded == [0, 0, 0, 0, 1]
+
+
 def test_what_cannot_be_recorded_is_computed_and_said_once() -> None:
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted\n  when stream is capturing")
@@ -237,6 +261,38 @@ def test_no_garbage_is_collected_in_a_capture(fails: bool, monkeypatch: pytest.M
     else:
         CudaRecorder(CPU)(work)
     assert (found, gc.isenabled()) == ([False], True)
+
+
+def test_copies_of_other_threads_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a few streams of each priority, which it gives out again and again."""
+    cuda, pools = MagicMock(), dict[int, Iterator[Any]]()
+
+    def stream(device: torch.device, priority: int = 0) -> Any:
+        return next(pools.setdefault(priority, cycle([MagicMock(), MagicMock()])))
+
+    cuda.Stream = stream
+    monkeypatch.setattr(torch, "cuda", cuda)
+    copies = [CopyStream(CPU) for _ in range(2)]
+    CudaRecorder(CPU)(lambda: None)
+    (recorded,) = cuda.stream.call_args.args
+    assert not any(recorded is one._stream for one in copies)
+
+
+def test_nobody_waits_for_the_whole_gpu_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model may be closed meanwhile, in another thread."""
+    cuda, order = MagicMock(), list[str]()
+    cuda.synchronize = lambda _: order.append("waited")
+    cuda.CUDAGraph.return_value.capture_end = lambda: order.append("recorded")
+    monkeypatch.setattr(torch, "cuda", cuda)
+    closing = threading.Thread(target=CopyStream(CPU).close)
+
+    def work() -> None:
+        closing.start()
+        closing.join(0.2)  # it does not end before this
+
+    CudaRecorder(CPU)(work)
+    closing.join()
+    assert order == ["recorded", "waited"]
 
 
 class Generator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qoff import train
+from qoff.budgets import CPU
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, BudgetError, TrainingError
+from qoff.errors import ArgumentError, BudgetError, DiskReadError, TrainingError
 from qoff.plan.profile import Link
 from qoff.train.forecast import forecast
+from qoff.train.gpu_link import GpuLink
+from qoff.train.homes import Home, Homes
 from qoff.train.placement import placed
 from qoff.train.swaps import Swaps
 from tests.plan.machines import machine
@@ -285,6 +289,32 @@ def test_nothing_is_computed_of_two_devices(
         with pytest.raises(RuntimeError, match="two devices"):  # or this would be no test
             _ = training.model.lm_head.weight @ torch.ones(64, 1, dtype=torch.bfloat16)
     assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_of_a_read_that_fails_nothing_comes_later() -> None:
+    """Its first piece is on its way when the second one cannot be read."""
+
+    class Damaged(Homes):
+        def read(self, home: Home, into: Tensor) -> Future[None]:
+            ended: Future[None] = Future()
+            if home.offset:
+                ended.set_exception(DiskReadError("no"))
+            else:
+                into.fill_(1)
+                ended.set_result(None)
+            return ended
+
+    homes, up, down = Damaged(0, 0, 0, None), LateStream(CPU), LateStream(CPU)
+    link = GpuLink(homes, up, down, list(torch.zeros(4, 1024, dtype=torch.uint8)))
+    into = torch.zeros(2048, dtype=torch.uint8)
+    read = link.read(Home("weights", len(into), None), into)
+    assert isinstance(read.exception(), DiskReadError)
+    into.fill_(7)  # it is given back
+    up.copy(into[:0], into[:0], None, timed=False).ended.synchronize()
+    assert into.unique().tolist() == [7]
+    link.close()
+    up.close()
+    homes.close()
 
 
 def test_what_a_gpu_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

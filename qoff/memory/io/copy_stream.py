@@ -14,6 +14,10 @@ from torch import Tensor
 
 from .pinned import pinned_memory
 
+# Held while work is recorded as a CUDA graph: to wait for a whole GPU meanwhile, in any thread, is
+# an error of CUDA, and may end the recording.
+RECORDING = threading.RLock()
+
 
 class Event(Protocol):
     """A point in the work of a device."""
@@ -113,7 +117,8 @@ class CopyStream:
 
     def close(self) -> None:
         """Wait until no memory is copied or computed on any more."""
-        torch.cuda.synchronize(self.device)
+        with RECORDING:
+            torch.cuda.synchronize(self.device)
 
     @staticmethod
     def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from qoff.kernels.layout.ending import Ending
 from qoff.kernels.ops import RecordWhileDone, Scratch
 from qoff.kernels.upload import on_device, pinned
+from qoff.memory.io.copy_stream import RECORDING
 
 from .graph_steps import MOST, GraphSteps, Replay, StepsAhead
 
@@ -34,7 +36,15 @@ class Recording:
     replay: Any = None  # a Replay, or a WorkReplay
     steps: StepsAhead | None = None  # what does those that follow it
     kept: object = None  # in the scratch of the ops, once it was replayed
-    threads: set[int] = field(default_factory=set)  # that have done the work
+    # That have done the work; not by numbers, which new threads have of those that ended.
+    threads: WeakSet[threading.Thread] = field(default_factory=WeakSet)
+
+    def done_here(self) -> bool:
+        """Whether this thread has done the work; from now on it has."""
+        here = threading.current_thread()
+        done = here in self.threads
+        self.threads.add(here)
+        return done
 
 
 class Replays:
@@ -109,10 +119,10 @@ class Replays:
                 self._dequantizing.add(base)
                 whole = (base, found)
             there = fixed if result is fixed else self._memory("result", result)
-            self._entries[whole] = Recording(keep, fixed, there, threads={threading.get_ident()})
+            self._entries[whole] = entry = Recording(keep, fixed, there)
+            entry.done_here()
             return result
-        if entry.replay is None and threading.get_ident() not in entry.threads:
-            entry.threads.add(threading.get_ident())
+        if entry.replay is None and not entry.done_here():
             self._entries[whole] = entry
             return work(fixed)
         if entry.replay is None:
@@ -240,7 +250,11 @@ def _into(memory: Tensor, result: Tensor) -> None:
 
 
 class CudaRecorder:
-    """Records work as CUDA graphs that share their memory: they are replayed one after another."""
+    """Records work as CUDA graphs that share their memory: they are replayed one after another.
+
+    Its stream has a priority, as torch has 32 streams of each, and hands them out again and again:
+    copies are on others, and what another thread enqueued there would be recorded, too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -251,12 +265,13 @@ class CudaRecorder:
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with uncollected(), torch.cuda.stream(self._stream):  # whose device is current, too
+        # On the stream, whose device is current, too.
+        with RECORDING, uncollected(), torch.cuda.stream(self._stream):
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
