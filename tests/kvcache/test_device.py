@@ -20,6 +20,9 @@ from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import DeviceCache, PlainCache
+from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.groups import one_group
+from qoff.kvcache.store.pool import BlockPool
 from tests.tolerances import PACKED_ATTENTION, assert_close
 from tests.triton_module import triton_module
 
@@ -300,3 +303,14 @@ def test_the_reference_is_met_with_norms_and_rotation(heads: tuple[int, int], la
             outs.append(found.cpu().float())
             step.end()
         assert_close(outs[0], outs[1], dtype=torch.float16)
+
+
+def test_rings_beside_shared_blocks_take_what_they_hold() -> None:
+    """torch's allocator rounds up what it is asked for: of each layer that would be MiBs."""
+    shapes = [SHAPE] * len(FORMS)
+    pool = BlockPool.growing("device", FORMS, [1] * len(FORMS), 0, DEVICE)
+    stores = {one_group(shapes)[0]: DeviceBlocks(FORMS, pool)}
+    cache = DeviceCache(shapes, FORMS, 3, window=16, device=DEVICE, stores=stores)
+    memory = {x.untyped_storage() for x in (*cache.recent_k, *cache.recent_v)}
+    sizes = {one.data_ptr(): one.nbytes() for one in memory}
+    assert [*sizes.values()] == [DeviceCache.recent_bytes(shapes, 3, 16, torch.float16)]

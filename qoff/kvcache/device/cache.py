@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -39,8 +40,9 @@ class DeviceCache(SlotCache):
     replayed. values_rotated, attention_top: see `DeviceLayerCache`; where that is below 1,
     single tokens go to offloaded blocks. lent: layers that are opened again when others have been.
     stores: blocks of each group of layers, shared with other caches; some of the first one's may be
-    offloaded. By default it has its own, which grow, of groups by the layers' windows, and
-    `FORGETTABLE` tokens can be forgotten at any time; without `frees` all blocks are kept.
+    offloaded; rings are in one piece then. By default it has its own, which grow, of groups by the
+    layers' windows, and `FORGETTABLE` tokens can be forgotten at any time; without `frees` all
+    blocks are kept.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class DeviceCache(SlotCache):
         stores: Mapping[LayerGroup, DeviceBlocks] | None = None,
     ) -> None:
         super().__init__(sequences, window, expected=self.blocks_of(capacity, window, 0))
+        whole = stores is not None
         self.steady, self.values_rotated, self.lent = steady, values_rotated, frozenset(lent)
         self.attention_top = attention_top
         self.group = max(shape.heads // shape.kv_heads for shape in shapes)
@@ -76,11 +79,10 @@ class DeviceCache(SlotCache):
         self.tables = [DeviceTables(sequences, device) for _ in self.groups]
         self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
         rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
-        self.recent_k = [torch.empty(ring, dtype=dtype, device=device) for ring in rings]
-        self.recent_v = [
-            torch.empty(*ring[:3], form.own_value_dim, dtype=dtype, device=device)
-            for ring, form in zip(rings, self.forms, strict=True)
-        ]
+        pairs = zip(rings, self.forms, strict=True)
+        values = [(*ring[:3], form.own_value_dim) for ring, form in pairs]
+        found = _new_rings([*rings, *values], dtype, device, whole)
+        self.recent_k, self.recent_v = found[: len(rings)], found[len(rings) :]
         # What kernels are told of every cache like this one.
         self.kind = repr((rings, self.forms, [*stores], dtype, values_rotated, attention_top))
 
@@ -162,6 +164,21 @@ class DeviceCache(SlotCache):
         """Have the tables know a slot whose blocks are others than passes have made."""
         for tables, group in zip(self.tables, self.groups, strict=True):
             tables.write(slot, 0, group.blocks[slot])
+
+
+def _new_rings(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, together: bool
+) -> list[Tensor]:
+    """Rings of these shapes. together: in one piece, whose memory goes back as a whole.
+
+    torch takes pieces of 1 to 10 MiB from 20 MiB, and others in steps of 2 MiB: of rings of 7 MiB
+    that go one by one, three tenths would be taken in vain.
+    """
+    if not together:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _growing(
