@@ -26,7 +26,7 @@ class Handler:
         self.held = 0  # so many contexts
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == self.asked == signal.SIGHUP:
+        if number == signal.SIGHUP and self.asked:
             return  # the shell and the system both send it when a terminal is closed
         self.asked = number
         if not self.held:

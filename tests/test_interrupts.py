@@ -103,12 +103,13 @@ def test_rounds_passes_and_conversions_look(checkpoint: Path, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_hang_up_does_not_cut_what_is_cleaned_up() -> None:
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_a_later_hang_up_does_not_cut_what_is_cleaned_up(first: signal.Signals) -> None:
     cleaned: list[bool] = []
 
     def hung_up() -> None:
         try:
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(first)
         finally:
             signal.raise_signal(signal.SIGHUP)
             cleaned.append(True)

@@ -208,10 +208,10 @@ def test_ragged_passes_over_both_tiers(placement: KVPlacement) -> None:
 
 
 def test_layers_of_their_own_forms_in_bfloat16() -> None:
-    pair = Pair(1, dtype=torch.bfloat16, forms=(*FORMS, FORMS[0]))
-    for counts in ([100], [28], [1]):
-        pair.forward(counts)
-    assert pair.offloaded_tokens == [128]
+    pair = Pair(6, dtype=torch.bfloat16, forms=(*FORMS, FORMS[0]))
+    for count in (100, 28, 1):
+        pair.forward([count] * 6)
+    assert pair.offloaded_tokens == [128] * 6
 
 
 def test_a_sliding_window_over_both_tiers() -> None:
