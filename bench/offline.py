@@ -19,10 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench import ptx, sass, ttgir
+from bench import ptx, sass, series, ttgir
 from bench.gpu_limits import LIMITS, WARP, blocks_per_sm
 from bench.variants.shipped import shipped
 from bench.variants.variant import (
+    COPIED_AHEAD,
     FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
@@ -61,9 +62,11 @@ class Artefact:
     code_widths: dict[str, int] = field(default_factory=dict)  # bits -> loads of codes
     code_bytes: int = 0  # of a block: tiles of codes that it loads, each load counted once
     wide_bytes: int = 0  # of a block: codes that loads of 128 bits and more bring
+    waited_bytes: int = 0  # of a block: codes and compact scales that loops wait for
     converts_in_loop: int = 0
     shared_stores_in_loop: int = 0
     in_flight: int = 0  # bytes of a block
+    waits: tuple[float, ...] = ()  # of each loop, see `series`
     seconds: float = 0.0  # that compiling took
 
     @property
@@ -106,6 +109,8 @@ class Artefact:
                 f"128-bit loads bring {self.wide_bytes} of {self.code_bytes} bytes of codes; "
                 f"loads by bits: {self.code_widths}"
             )
+        if COPIED_AHEAD in self.traits and (self.waited_bytes or not self.code_bytes):
+            yield f"waits for {self.waited_bytes} bytes of codes and scales in loops"
         if NO_SHARED_IN_LOOP in self.traits and self.shared_stores_in_loop:
             yield (
                 f"{self.shared_stores_in_loop} stores to shared memory in the inner loop "
@@ -164,10 +169,12 @@ def _read(variant: Variant, capability: int, launch: Launch, compiled: Any) -> A
         early=sass.early(machine_code) if launch.options["launch_pdl"] else 0,
         code_widths={str(w): n for w, n in sorted(code.widths(codes).items())},
         code_bytes=tiles.code_bytes,
+        waited_bytes=tiles.waited_bytes,
         wide_bytes=threads * sum(load.nbytes for load in wide),
         converts_in_loop=tiles.converts_in_loop,
         shared_stores_in_loop=code.shared_stores_in_loop,
         in_flight=max(tiles.buffer_bytes, threads * code.bytes_before_use),
+        waits=tuple(round(each, 1) for each in series.waits(machine_code)),
     )
 
 

@@ -27,14 +27,14 @@ _LEFT = 4  # registers of a left operand
 _WIDTHS = {"64": 2, "128": 4, "WIDE": 2, "4": 4, "2": 2}  # by a part of an instruction's name
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
     address: str
     text: str
 
 
 def overwritten(machine_code: str) -> int:
     """Instructions that write to a register which a `wgmma` under way may still read."""
-    code, labels = _parsed(machine_code)
+    code, labels = parsed(machine_code)
     if not any(_PRODUCT.match(one.text) for one in code):
         return 0
     found = set(_overwriting(code))
@@ -69,25 +69,25 @@ def early(machine_code: str) -> int:
     All of them where there is no wait.
     """
     found = 0
-    for one in _parsed(machine_code)[0]:
+    for one in parsed(machine_code)[0]:
         if one.text.startswith("ACQBULK"):
             break
         found += bool(_MEMORY.match(one.text))
     return found
 
 
-def _parsed(machine_code: str) -> tuple[list[_Instruction], dict[str, int]]:
+def parsed(machine_code: str) -> tuple[list[Instruction], dict[str, int]]:
     """The instructions, and which of them labels stand before."""
-    code, labels = list[_Instruction](), dict[str, int]()
+    code, labels = list[Instruction](), dict[str, int]()
     for line in machine_code.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(code)
         elif instruction := _INSTRUCTION.match(line):
-            code.append(_Instruction(*instruction.groups()))
+            code.append(Instruction(*instruction.groups()))
     return code, labels
 
 
-def _overwriting(code: Sequence[_Instruction]) -> Iterator[str]:
+def _overwriting(code: Sequence[Instruction]) -> Iterator[str]:
     """Addresses of what overwrites a left operand, if these instructions run one by one."""
     reading: list[list[range]] = [[]]  # registers of each group of products, the oldest first
     for address, text in code:

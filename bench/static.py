@@ -2,8 +2,9 @@
 
 One line for a variant and an architecture: registers and spilled bytes of a thread, shared memory
 of a block, how many blocks and warps an SM runs at once at most, bytes on their way from memory to
-an SM, widths of the loads of codes, tensor cores, changes of layout and stores to shared memory in
-inner loops. Exits with 1 if a variant does not show what its traits ask for, and says which.
+an SM, loads that a round of each loop waits for in series (`bench.series`), widths of the loads of
+codes, tensor cores, changes of layout and stores to shared memory in inner loops. Exits with 1 if a
+variant does not show what its traits ask for, and says which.
 
 Bytes on their way: for asynchronous copies all buffers of the pipeline, for other loads what is
 issued before the first use in the order of the PTX; times the blocks on an SM.
@@ -26,7 +27,7 @@ OPS = tuple(dict.fromkeys(variant.op for variant in shipped(90)))
 JOBS = 2
 _HEADER = (
     "variant", "sm", "warps", "regs", "spill", "shared", "blocks/SM", "warps/SM",
-    "KiB in flight/SM", "code loads", "tensor cores", "converts", "st.shared",
+    "KiB in flight/SM", "waits", "code loads", "tensor cores", "converts", "st.shared",
 )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def _row(a: Artefact) -> tuple[str, ...]:
         str(blocks),
         f"{blocks * a.warps}/{LIMITS[a.capability].warps}",
         f"{blocks * a.in_flight / 1024:.1f}",
+        " ".join(f"{each:.1f}" for each in a.waits) or "-",
         " ".join(f"{n}x{bits}b" for bits, n in a.code_widths.items()) or "-",
         " ".join(kind.partition(".")[0] for kind in a.tensor_cores) or "-",
         str(a.converts_in_loop),

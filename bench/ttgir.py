@@ -23,6 +23,7 @@ class Found:
     """Counts over one kernel, and bytes of one block."""
 
     code_bytes: int  # of tiles of codes that loads and asynchronous copies bring
+    waited_bytes: int  # of codes and compact scales that loads bring in loops: each is waited for
     buffer_bytes: int  # of what asynchronous copies write to: all stages of the pipeline
     converts_in_loop: int  # changes of layout inside loops, through shared memory or not
     slow_dots: int  # products that are not done by tensor cores
@@ -37,13 +38,15 @@ def read(text: str, scales: Collection[int] = ()) -> Found:
     arguments, made_from = _arguments(lines), _made_from(lines)
     to_scales = {arguments[i] for i in scales}
     encodings = dict(_ENCODING.findall(text))
-    code_bytes = converts = slow_dots = depth = 0
+    code_bytes = waited_bytes = converts = slow_dots = depth = 0
     loops: list[int] = []  # the depths that loops were opened at
     for line in lines:
         if any(f"{name} " in line for name in _LOADS):
             tiles = _POINTERS.findall(line)[:1]
+            nbytes = sum(_elements(shape) * int(bits) // 8 for shape, bits in tiles)
             if tiles and _origin(_address(line), made_from) not in to_scales:
-                code_bytes += sum(_elements(shape) * int(bits) // 8 for shape, bits in tiles)
+                code_bytes += nbytes
+            waited_bytes += nbytes * (bool(loops) and "tt.load " in line)
         converts += bool(loops) and "ttg.convert_layout" in line
         if "tt.dot " in line and (result := _DOT_RESULT.search(line)):
             slow_dots += encodings.get(result[1]) == "blocked"
@@ -55,7 +58,7 @@ def read(text: str, scales: Collection[int] = ()) -> Found:
         while loops and depth <= loops[-1]:
             loops.pop()
     buffers = sum(_elements(shape) * _BYTES.get(kind, 0) for shape, kind in _BUFFER.findall(text))
-    return Found(code_bytes, buffers, converts, slow_dots)
+    return Found(code_bytes, waited_bytes, buffers, converts, slow_dots)
 
 
 def _arguments(lines: Sequence[str]) -> list[str]:

@@ -276,11 +276,8 @@ def _decode(models: Sequence[ModelShape], dtype: torch.dtype) -> Iterator[Search
             attend, _ = decode_problem(model, _CONTEXT, _BATCH, device, dtype)
             return lambda config: partial(attend, config)
 
-        space = itertools.product((1, 2, 4), (0, 1), (4, 8, 16, 32), (2, 4, 8))
-        configs = (
-            DecodeConfig(warps, prefetch=prefetch, programs=programs, min_blocks=blocks)
-            for warps, prefetch, programs, blocks in space
-        )
+        space = itertools.product((1, 2, 4), (1, 2, 3), (4, 8, 12, 16))
+        configs = itertools.starmap(DecodeConfig, space)
         yield Search("decode_attention", key, tuple(configs), build)
 
 

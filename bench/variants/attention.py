@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.variants.variant import (
+    COPIED_AHEAD,
     DTYPES,
     TENSOR_CORES,
     WIDE_CODES,
@@ -237,6 +238,8 @@ def _traits(kind: str, capability: int, form: KVFormat, rows: int) -> frozenset[
     else:  # rows of 40 bytes are 8 apart; for Turing's products 32 are cut into pieces of 8
         wide = form.head_dim != 80 and (capability >= 80 or form.head_dim > 64)
     traits = {WIDE_CODES} if wide else set()
+    if kind == "decode" and capability >= 80 and min(form.k_bits, form.v_bits) >= 4:
+        traits.add(COPIED_AHEAD)
     return frozenset(traits | ({TENSOR_CORES} if capability >= 80 else set()))
 
 

@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from bench.variants.variant import (
+    COPIED_AHEAD,
     DTYPES,
     FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
@@ -26,9 +27,9 @@ from qoff.kernels.triton.linear.product import Epilogue
 from qoff.kernels.triton.linear.quantize import quantize
 
 _MANY, _FEW = 1 << 16, 1 << 10  # rows
-_GEMV = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
-_SKINNY = frozenset({TENSOR_CORES, WIDE_CODES})
-_GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP})
+_GEMV = frozenset({COPIED_AHEAD, TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
+_SKINNY = frozenset({TENSOR_CORES, WIDE_CODES, COPIED_AHEAD})
+_GEMM = frozenset({TENSOR_CORES, FROM_REGISTERS, NO_SHARED_IN_LOOP, COPIED_AHEAD})
 _GEMM_TURNED = _GEMM - {NO_SHARED_IN_LOOP}  # compact scales, and masked ones, change their layout
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.variants.variant import (
+    COPIED_AHEAD,
     DTYPES,
     FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
@@ -67,10 +68,11 @@ def variants(capability: int) -> Iterator[Variant]:
             traits = frozenset({WIDE_CODES})
             yield _product("fma", traits, "fp16", bits, group, activation, **options)
         else:
-            traits = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP})
+            traits = frozenset({TENSOR_CORES, WIDE_CODES, NO_SHARED_IN_LOOP, COPIED_AHEAD})
             yield _product("gemv", traits, dtype, bits, group, activation, **options)
     if capability >= 80:
-        traits = frozenset({TENSOR_CORES, FROM_REGISTERS if capability == 90 else WIDE_CODES})
+        kind = FROM_REGISTERS if capability == 90 else WIDE_CODES
+        traits = frozenset({TENSOR_CORES, COPIED_AHEAD, kind})
         for dtype, bits, group, activation, options in _TILES:
             yield _product("tile", traits, dtype, bits, group, activation, **options)
     for dtype in float_types(capability):

@@ -19,6 +19,7 @@ from qoff.kernels.triton.launch.gpu import Gpu
 TENSOR_CORES = "tensor cores"  # mma.sync or wgmma (tcgen05 on sm_100)
 FROM_REGISTERS = "from registers"  # wgmma reads weights from registers, and is not waited for
 WIDE_CODES = "wide codes"  # 128-bit global loads (or asynchronous copies) of codes
+COPIED_AHEAD = "copied ahead"  # loops bring codes and compact scales by asynchronous copies
 NO_SHARED_IN_LOOP = "no shared memory in the loop"  # no layout conversion through shared memory
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -152,19 +152,19 @@ def test_tuning_reports_what_is_faster() -> None:
 
     def launch(config: Any) -> Call:
         def call() -> None:
-            if config is not None and config.programs == 99:
+            if config is not None and config.resident == 99:
                 raise RuntimeError("does not fit")
 
         return call
 
-    configs = tuple(tune.DecodeConfig(1, programs=p) for p in (4, 8, 99))
+    configs = tuple(tune.DecodeConfig(1, resident=p) for p in (4, 8, 99))
     names: dict[type, str] = {tune.DecodeConfig: "a way"}
     search = tune.Search("decode_attention", "key", configs, lambda device: launch, names)
     same = replace(search, key="same", candidates=())
     report = GpuReport({})
     tune.tune(report.add, [search, same], (), CPU, Timer(), float("inf"))
     assert report.tuned["a way"].keys() == {"key"}
-    assert report.tuned["a way"]["key"]["programs"] == 8
+    assert report.tuned["a way"]["key"]["resident"] == 8
     assert report.done == ["decode_attention key", "decode_attention same"]
     late: list[dict[str, Any]] = []
     tune.tune(late.append, [search, same], report.done[:1], CPU, Timer(), 0.0)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from bench.variants.variant import (
+    COPIED_AHEAD,
     FROM_REGISTERS,
     NO_SHARED_IN_LOOP,
     TENSOR_CORES,
@@ -108,6 +109,7 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _variant("weights-in-shared", float_product, shape, {FROM_REGISTERS})
     shape = {"ROWS": 64, "DTYPE": tl.uint8, "TIMES": 3}
     yield _variant("waits-for-products", float_product, shape, {FROM_REGISTERS})
+    yield _variant("not-ahead", every_other, {"SIZE": 4096}, {COPIED_AHEAD})
     yield _variant("shared-in-loop", turned, {"ROWS": 64}, {NO_SHARED_IN_LOOP})
     yield _variant("large", product, {"ROWS": 128, "DTYPE": tl.float16}, set(), stages=20)
     yield _variant("unknown", unknown, {}, set())

@@ -106,7 +106,7 @@ def sources() -> Iterator[Path]:
     for path in (ROOT / "kernels").rglob("*"):
         if path.suffix in (".py", ".json") and path.parts[len(ROOT.parts) + 1] not in ELSEWHERE:
             yield path
-    for name in ("static", "offline", "ptx", "sass", "ttgir", "gpu_limits"):
+    for name in ("static", "offline", "ptx", "sass", "series", "ttgir", "gpu_limits"):
         yield ROOT / "bench" / f"{name}.py"
     yield from (ROOT / "bench" / "variants").glob("*.py")
     yield ROOT / Path(*BAD.split(".")).with_suffix(".py")

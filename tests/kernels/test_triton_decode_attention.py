@@ -15,7 +15,7 @@ from qoff.kernels.reference import attention as reference_attention
 from qoff.kernels.reference import elementwise
 from qoff.kernels.triton.attention.decode import (
     DecodeConfig,
-    blocks_per_run,
+    Split,
     decode_attention,
 )
 from qoff.kernels.triton.attention.new_token import NewTokens
@@ -45,7 +45,7 @@ def _shape(cache: DeviceLayerCache, heads: int, **options) -> HeadShape:
 
 def _runs(blocks: int) -> DecodeConfig:
     """Runs of this many blocks, however few there are."""
-    return DecodeConfig(num_warps=1, programs=10**4, min_blocks=blocks)
+    return DecodeConfig(num_warps=1, resident=10**4, min_blocks=blocks)
 
 
 def _check(
@@ -162,12 +162,33 @@ def test_rows_of_queries_may_lie_apart() -> None:
     _check(cache, qkv[:, :2])
 
 
-def test_runs_fill_the_processors_and_are_not_too_short() -> None:
-    config = DecodeConfig(num_warps=1, programs=16, min_blocks=4)
-    assert blocks_per_run(32, 128, 132, config) == 4
-    assert blocks_per_run(64, 2048, 132, config) == 63
-    assert blocks_per_run(10**6, 100, 132, config) == 100
-    assert blocks_per_run(0, 0, 132, config) == 4
+@pytest.mark.parametrize(
+    ("heads", "sequences", "blocks", "parts", "run"),
+    [
+        (8, 1, 0, 4, 1),
+        (8, 1, 16, 20, 1),  # as short as can be, where many processors have nothing to do
+        (8, 1, 128, 68, 2),  # joining more parts takes longer
+        (8, 1, 512, 132, 4),  # all programs at once: 1056
+        (56, 1, 128, 18, 8),
+        (8, 8, 128, 28, 5),
+        (8, 500, 7, 2, 7),  # no run is worth cutting
+        (0, 0, 0, 4, 1),
+    ],
+)
+def test_runs_fill_rounds_of_programs(
+    heads: int, sequences: int, blocks: int, parts: int, run: int
+) -> None:
+    split = Split(heads, sequences, 132, DecodeConfig(num_warps=1, resident=8), blocks, 128)
+    assert split.of(blocks) == (parts, run)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 40])
+def test_runs_hold_all_blocks_and_are_no_more_than_memory_is_reserved_for(sequences: int) -> None:
+    for blocks in (*range(70), 1000, 2**14):
+        split = Split(4, sequences, 132, DecodeConfig(num_warps=1, resident=2), blocks, 64)
+        parts, run = split.of(blocks)
+        assert (parts - split.recent[0]) * run >= blocks
+        assert parts <= split.most_parts
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_attention_is_that_of_the_reference(group: int, options: dict, top: floa
     q = torch.randn(4, 2 * group, 64).half()
     shape = HeadShape(2 * group, 2, 64, **{"scale": 0.125, **options})
     expected = reference_attention.decode_attention(q.double(), cache, shape)
-    config = DecodeConfig(num_warps=1, programs=10**4, min_blocks=2)
+    config = DecodeConfig(num_warps=1, resident=10**4, min_blocks=2)
     actual = decode_attention(q, cache, shape, config=config)
     for found, wanted in zip(actual, expected, strict=True):
         assert_close(found, wanted, dtype=q.dtype)

@@ -125,10 +125,11 @@ def _chain(model: ModelShape, context: int, batch: int, device: torch.device) ->
     """
     form = KVFormat(model.head_dim)
     columns = 8 if model.group <= 8 else 16
-    tiles = batch * model.kv_heads * -(-model.group // columns)
+    tiles = model.kv_heads * -(-model.group // columns)
     config = decode._configured(device, torch.float16, form, columns)
     blocks = max(0, context - 1) // BLOCK_TOKENS
-    run = decode.blocks_per_run(tiles, blocks, Gpu.of(device).processors, config)
+    split = decode.Split(tiles, batch, Gpu.of(device).processors, config, blocks, BLOCK_TOKENS)
+    run = decode.blocks_per_run(split, blocks)
     return SerialChain(launches=2, loads=2 + min(run, blocks) + 1)
 
 

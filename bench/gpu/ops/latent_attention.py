@@ -142,7 +142,7 @@ def searches(dtype: torch.dtype, capability: int) -> Iterator[Search]:
             operands = problem(_FORM, heads, list(_TUNED), 1, dtype, device)
             return lambda config: lambda: latent_attention(*operands, config=config)
 
-        space = itertools.product((16, 32, 64), (4, 8), (32, 64), (1, 2), (2, 4, 8))
+        space = itertools.product((16, 32, 64), (4, 8), (32, 64), (1, 2, 3), (1, 2), (2, 4, 8))
         key = tuned_key(dtype, _FORM, heuristic(capability, heads, _FORM.k_bits))
         if key in keys:
             continue

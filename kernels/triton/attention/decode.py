@@ -14,6 +14,7 @@ program each; `merge` joins them (flash-decoding).
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import NamedTuple
@@ -51,13 +52,12 @@ from .select_blocks import ChosenBlocks, most_seen, select_blocks, select_bytes
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a block is spread over warps, and how many programs a processor is given."""
+    """How a block is spread over warps, and what is known about programs of that kind."""
 
     num_warps: int
-    num_stages: int = 1
-    prefetch: int = 0  # 1: the next block is brought to L2 ahead (capability 90 and later)
-    programs: int = 16  # per processor, at most
-    min_blocks: int = 4  # in a run
+    num_stages: int = 2  # 2: a block is copied to shared memory while the one before is computed
+    resident: int = 8  # programs that a processor holds at once
+    min_blocks: int = 1  # in a run
 
 
 @triton.jit(
@@ -94,7 +94,7 @@ def decode_attention_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, RESIDENT_FROM: tl.constexpr,
     SPARSE: tl.constexpr, NEW: tl.constexpr, TURNED: tl.constexpr, Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr, V_RUN: tl.constexpr, QUERY_SCALE: tl.constexpr,
-    PREFETCH: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A run of blocks, or (the first ones of a sequence) of its recent window, for COLUMNS queries.
 
@@ -171,7 +171,7 @@ def decode_attention_kernel(
             pool + kv_head * NBYTES, kv_heads * NBYTES, table,
             begin, stop, hidden, scale, soft_cap,
             COLUMNS, HEAD_DIM, PAIRS, K_BITS, V_BITS, PARTS, K_SCALE, V_CODES, V_SCALE,
-            SOFT_CAP, WINDOW, PREFETCH, STAGES, ASM,
+            SOFT_CAP, WINDOW, STAGES, ASM,
         )  # fmt: skip
     let_next_begin(OVERLAP)
     safe = tl.where(total == 0, 1.0, total)
@@ -256,6 +256,11 @@ def decode_attention(
 
 
 _RECENT_PARTS = 4
+_ROUNDS = 2  # of programs that a processor holds at once, at most
+# On an H200 starting a program took as long as two blocks, and 30 to 40 parts more to join as long
+# as one.
+_START = 2.0
+_JOINED = 40
 _NOTHING = (None,) * 7  # of new tokens
 
 
@@ -283,8 +288,7 @@ class Split(NamedTuple):
     def of(self, blocks: int) -> tuple[int, int]:
         """Parts, the ring among them, and blocks of a run, for so many of the longest sequence."""
         blocks = min(blocks, self.most_blocks)
-        programs = self.tiles * self.sequences
-        run = blocks_per_run(programs, blocks, self.processors, self.config)
+        run = blocks_per_run(self, blocks)
         return self.recent[0] + cdiv(blocks, run), run
 
     @property
@@ -297,8 +301,13 @@ class Split(NamedTuple):
     @property
     def most_parts(self) -> int:
         """Of sequences of any length."""
-        runs = _most_runs(self.tiles * self.sequences, self.processors, self.config)
-        return self.recent[0] + min(runs, cdiv(self.most_blocks, self.config.min_blocks))
+        return self.recent[0] + self.most_runs(self.most_blocks)
+
+    def most_runs(self, blocks: int) -> int:
+        """Runs of so many blocks, at most: two rounds of programs."""
+        programs = max(1, self.tiles * self.sequences)
+        most = cdiv(_ROUNDS * self.processors * self.config.resident, programs)
+        return min(most, cdiv(blocks, self.config.min_blocks))
 
 
 @cache
@@ -334,7 +343,6 @@ def _bound(
         SOFT_CAP=shape.soft_cap != 0,
         WINDOW=windowed,
         QUERY_SCALE=shape.query_scale is not None,
-        PREFETCH=bool(config.prefetch) and use_asm(),
         STAGES=config.num_stages,
         OVERLAP=overlaps(device),
         ASM=use_asm(),
@@ -354,13 +362,27 @@ def _configured(
     return DecodeConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form, columns)
 
 
-def blocks_per_run(tiles: int, blocks: int, processors: int, config: DecodeConfig) -> int:
-    """How many blocks a program attends to: few enough to fill the GPU, many enough to be worth it.
+@cache
+def blocks_per_run(split: Split, blocks: int) -> int:
+    """How many blocks a program attends to, for so many of the longest sequence.
 
-    tiles: programs without splitting; blocks: of the longest sequence. Runs are equally long in all
-    sequences, so a long one among short ones gets more programs.
+    All programs of a round, which fill the processors once, begin together, and a round takes as
+    long as a run. A last round of a few programs is as long as the others. The run is the one that
+    takes the least time, half of the weight on sequences that are all as long as the longest, half
+    on a single long one among short ones.
     """
-    return max(config.min_blocks, cdiv(blocks, _most_runs(tiles, processors, config)))
+    slots = split.processors * split.config.resident
+    runs, best, least = split.most_runs(blocks), split.config.min_blocks, math.inf
+    while runs:
+        run = cdiv(blocks, runs)
+        runs = cdiv(blocks, run)
+        parts = split.recent[0] + runs
+        rounds = sum(cdiv(split.tiles * n * parts, slots) for n in (1, max(1, split.sequences)))
+        time = rounds / 2 * (_START + run) + parts / _JOINED
+        if time < least:
+            best, least = run, time
+        runs -= 1
+    return best
 
 
 def decode_bytes(
@@ -384,8 +406,8 @@ def decode_bytes(
     config = _configured(device, dtype, form, columns)
     tiles = sequences * kv_heads * cdiv(group, columns)
     processors = Gpu.of(device).processors
-    runs = min(cdiv(blocks, config.min_blocks), _most_runs(tiles, processors, config))
-    parts = most_recent_parts(tiles, processors) + runs
+    split = Split(tiles, 1, processors, config, blocks, 0)
+    parts = most_recent_parts(tiles, processors) + split.most_runs(blocks)
     merged = (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
     return merged + select_bytes(sequences, kv_heads, blocks, top, offloaded)
 
@@ -393,11 +415,6 @@ def decode_bytes(
 def most_recent_parts(tiles: int, processors: int) -> int:
     """Into how many parts the recent window is cut, at most: each takes a program microseconds."""
     return min(_RECENT_PARTS, max(1, processors // max(1, tiles)))
-
-
-def _most_runs(tiles: int, processors: int, config: DecodeConfig) -> int:
-    """Into how many runs the blocks of a sequence are cut, at most."""
-    return cdiv(processors * config.programs, max(1, tiles))
 
 
 def _columns(group: int) -> int:
@@ -408,17 +425,14 @@ def _columns(group: int) -> int:
 def _heuristic(capability: int, form: KVFormat, columns: int) -> DecodeConfig:
     """As few warps as hold a block in registers: one warp needs no barriers.
 
-    Where memory is fast for the number of processors, the loads of a block alone are too few bytes
-    on the way. On Turing Triton multiplies without tensor cores, which takes more registers.
+    Codes of 2 and 3 bits take too many registers to be copied ahead. On Turing, which has no copies
+    to shared memory, Triton multiplies without tensor cores, and that takes more registers.
     """
     if capability < 80:
-        return DecodeConfig(num_warps=8)
-    small = form.head_dim <= 128
-    warps = (1 if small else 2) * (columns // 8)
-    # A block takes a warp microseconds: on an H200 1,024 tokens took 11.8 us with runs of one block
-    # and 18.4 with runs of four, longer sequences the same.
+        return DecodeConfig(num_warps=8, num_stages=1, resident=1)
+    warps = (1 if form.head_dim <= 128 else 2) * (columns // 8)
     return DecodeConfig(
         num_warps=warps,
-        prefetch=int(small and capability in (90, 100)),
-        min_blocks=1 if capability == 90 else 4,
+        num_stages=1 if min(form.k_bits, form.v_bits) < 4 else 2,
+        resident=(12 if form.head_dim <= 64 else 8) // warps,
     )

@@ -15,7 +15,7 @@ from qoff.kernels.triton.linear.nibbles import dot16
 from qoff.kernels.triton.linear.planes import halves
 
 from .kv_pairs import load_channel_pairs, load_code_pairs, raised_pairs
-from .kv_tiles import OFFSET, TOKENS, cap_scores, load_token_params, prefetch
+from .kv_tiles import OFFSET, TOKENS, cap_scores, load_token_params
 
 # Probabilities are 2**6 times what they are, or float16 would round those of small values of V
 # away. V that spans more than 15 000 within a token would overflow.
@@ -89,9 +89,16 @@ def attend_blocks(
     COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, K_BITS: tl.constexpr,
     V_BITS: tl.constexpr, PARTS: tl.constexpr, K_SCALE: tl.constexpr,
     V_CODES: tl.constexpr, V_SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
-    PREFETCH: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the packed blocks begin..stop-1 of one sequence and KV head."""
+    """Attend to the packed blocks begin..stop-1 of one sequence and KV head.
+
+    With STAGES of 2 Triton copies the next block to shared memory meanwhile. For that, what a round
+    hands to the next must be made in that round, and V be loaded in the order in which the product
+    wants it.
+    """
+    token = tl.arange(0, TOKENS)
+    pair = tl.arange(0, PAIRS)
     K_RAISE: tl.constexpr = 1.0 if K_BITS == 8 else 0.0625
     V_RAISE: tl.constexpr = 1.0 if V_BITS == 8 else 0.0625
     r2 = (q2 * K_RAISE).to(tl.float16)
@@ -110,18 +117,18 @@ def attend_blocks(
     minima_low = tl.zeros([16, COLUMNS], tl.float32)
     minima_high = tl.zeros([16, COLUMNS], tl.float32)
     block = tl.load(table + begin, mask=begin < stop, other=0)
-    next_block = tl.load(table + begin + 1, mask=begin + 1 < stop, other=0)
     for b in tl.range(begin, stop, num_stages=STAGES):
         record = pool + block.to(tl.int64) * block_stride
-        block = next_block
-        next_block = tl.load(table + b + 2, mask=b + 2 < stop, other=0)
-        if PREFETCH:
-            prefetch(pool + block.to(tl.int64) * block_stride, V_SCALE + 4 * PARTS * TOKENS)
-        k_first, k_second = load_code_pairs(record, HEAD_DIM, PAIRS, K_BITS)
+        block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
+        k_first, k_second = load_code_pairs(
+            record, token[:, None], pair[None, :], HEAD_DIM, PAIRS, K_BITS
+        )
         ks0, ks1, ks2, ks3 = load_channel_pairs(record + K_SCALE, HEAD_DIM, PAIRS)
         km0, km1, km2, km3 = load_channel_pairs(record + K_SCALE + 2 * HEAD_DIM, HEAD_DIM, PAIRS)
-        v_first, v_second = load_code_pairs(record + V_CODES, HEAD_DIM, PAIRS, V_BITS)
-        vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS)
+        v_first, v_second = load_code_pairs(
+            record + V_CODES, token[None, :], pair[:, None], HEAD_DIM, PAIRS, V_BITS
+        )
+        vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS, True)
 
         k0, k1, k2, k3 = raised_pairs(k_first, k_second, K_BITS, ASM)
         bias = tl.dot(tl.broadcast_to(km0[None, :], (16, PAIRS)), q0)
@@ -144,7 +151,7 @@ def attend_blocks(
             factor = 1.0
             shift = tl.zeros([COLUMNS], tl.float32)
         if WINDOW:
-            seen = b * TOKENS + tl.arange(0, TOKENS) >= first_key
+            seen = b * TOKENS + token >= first_key
             s = tl.where(seen[:, None], s, -float("inf"))
         new_top = tl.maximum(top, tl.max(s, 0) * factor + shift)
         fade = tl.exp2(top - new_top)[None, :]
@@ -161,10 +168,10 @@ def attend_blocks(
         minima_low = tl.dot(offset_low, p_low, acc=minima_low)
         minima_high = tl.dot(offset_high, p_high, acc=minima_high)
         v0, v1, v2, v3 = raised_pairs(v_first, v_second, V_BITS, ASM)
-        o0 = tl.dot(tl.trans(v0), p_low, acc=o0 * fade)
-        o1 = tl.dot(tl.trans(v1), p_low, acc=o1 * fade)
-        o2 = tl.dot(tl.trans(v2), p_high, acc=o2 * fade)
-        o3 = tl.dot(tl.trans(v3), p_high, acc=o3 * fade)
+        o0 = tl.dot(v0, p_low, acc=o0 * fade)
+        o1 = tl.dot(v1, p_low, acc=o1 * fade)
+        o2 = tl.dot(v2, p_high, acc=o2 * fade)
+        o3 = tl.dot(v3, p_high, acc=o3 * fade)
     low = tl.max(minima_low, 0)[None, :]
     high = tl.max(minima_high, 0)[None, :]
     o0 += low

@@ -38,20 +38,22 @@ def raised_pairs(first, second, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def load_code_pairs(codes, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BITS: tl.constexpr):
-    """Codes of the low and the high channels, uint16 [64, PAIRS] each (one tile below 8 bits).
+def load_code_pairs(
+    codes, token, pair, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Codes of the low and the high channels, uint16 tiles (one tile below 8 bits).
 
-    An element is two bytes, of neighbouring channels. 0 beyond HEAD_DIM / 4 pairs.
+    token and pair: [64, 1] and [1, PAIRS], or [1, 64] and [PAIRS, 1] for a turned tile. An element
+    is two bytes, of neighbouring channels. 0 beyond HEAD_DIM / 4 pairs.
     """
     QUARTER: tl.constexpr = HEAD_DIM // 4
     WIDTH: tl.constexpr = 2 * QUARTER if BITS == 8 else QUARTER
-    pair = tl.arange(0, PAIRS)[None, :]
     at = codes.to(tl.pointer_type(tl.uint16))
     inside = pair < QUARTER
-    first = load_code_rows(at, pair, inside, WIDTH, BITS, PAIRS == QUARTER)
+    first = load_code_rows(at, token, pair, inside, WIDTH, BITS, PAIRS == QUARTER)
     second = first
     if BITS == 8:
-        second = load_code_rows(at + QUARTER, pair, inside, WIDTH, BITS, PAIRS == QUARTER)
+        second = load_code_rows(at + QUARTER, token, pair, inside, WIDTH, BITS, PAIRS == QUARTER)
     return first, second
 
 

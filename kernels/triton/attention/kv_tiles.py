@@ -15,19 +15,12 @@ import triton.language as tl
 
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.triton.linear.planes import halves
 
 TOKENS = tl.constexpr(BLOCK_TOKENS)
 OFFSET = tl.constexpr(1024.0)  # float16 of the bits 0x6400
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-# Thread 0 asks for $2 bytes at $1 to be brought to L2 (compute capability 90 and later).
-PREFETCH = tl.constexpr("""{
-    .reg .pred first;
-    mov.u32 $0, %tid.x;
-    setp.eq.u32 first, $0, 0;
-    @first cp.async.bulk.prefetch.L2.global [$1], $2;
-}""")
 
 
 @cache
@@ -53,14 +46,13 @@ def load_where(at, inside, ALL: tl.constexpr):
 
 @triton.jit
 def load_code_rows(
-    codes, column, inside, WIDTH: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr
+    codes, token, column, inside, WIDTH: tl.constexpr, BITS: tl.constexpr, ALL: tl.constexpr
 ):  # fmt: skip
-    """Rows of 64 tokens of codes of 2, 3, 4 or 8 bits: [64, columns], 0 where not `inside`.
+    """Rows of 64 tokens of codes of 2, 3, 4 or 8 bits, 0 where not `inside`.
 
-    codes: pointer to elements of one or two bytes, `column` those of a row of WIDTH that are
-    loaded. Codes of 2 and 3 bits become codes of 4.
+    codes: pointer to elements of one or two bytes. token: [64, 1], column: [1, columns], those of a
+    row of WIDTH that are loaded; or both turned. Codes of 2 and 3 bits become codes of 4.
     """
-    token = tl.arange(0, TOKENS)[:, None]
     if BITS >= 4:
         rows = load_where(codes + (token * WIDTH + column), inside, ALL)
     else:
@@ -76,28 +68,37 @@ def load_code_rows(
 
 
 @triton.jit
-def load_token_params(params, PARTS: tl.constexpr):
-    """Scales of both planes and minima of both planes, float16 [64] each."""
-    SECOND: tl.constexpr = (PARTS - 1) * TOKENS
-    at = params.to(tl.pointer_type(tl.float16)) + tl.arange(0, TOKENS)
-    a = tl.load(at)
-    b = tl.load(at + SECOND)
-    c = tl.load(at + PARTS * TOKENS)
-    d = tl.load(at + PARTS * TOKENS + SECOND)
-    return a, b, c, d
+def load_float16(at, first, inside, COUNT: tl.constexpr, ALL: tl.constexpr):
+    """COUNT float16 from `first` on, both even, at a pointer to float16; 0 from `inside` on.
+
+    Two at a time: four bytes are the least that can be copied ahead to shared memory.
+    """
+    pair = tl.arange(0, COUNT // 2)
+    pairs = load_where(
+        at.to(tl.pointer_type(tl.uint32)) + first // 2 + pair, first + 2 * pair < inside, ALL
+    )
+    even, odd = halves(pairs, tl.float16)
+    return tl.reshape(tl.join(even, odd), (COUNT,))
 
 
 @triton.jit
-def prefetch(record, NBYTES: tl.constexpr):
-    """Start bringing NBYTES (a multiple of 16) at `record` to L2, without waiting."""
-    tl.inline_asm_elementwise(
-        PREFETCH,
-        "=r,l,r",
-        [record.to(tl.int64, bitcast=True), tl.full([], NBYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def load_token_params(params, PARTS: tl.constexpr, PAIRS: tl.constexpr):
+    """Scales of both planes and minima of both planes, float16 [64] each. PAIRS: by `load_float16`,
+    which is of use in loops that Triton pipelines, and takes registers in others."""
+    SECOND: tl.constexpr = (PARTS - 1) * TOKENS
+    at = params.to(tl.pointer_type(tl.float16))
+    if PAIRS:
+        a = load_float16(at, 0, TOKENS, TOKENS, True)
+        b = load_float16(at + SECOND, 0, TOKENS, TOKENS, True)
+        c = load_float16(at + PARTS * TOKENS, 0, TOKENS, TOKENS, True)
+        d = load_float16(at + PARTS * TOKENS + SECOND, 0, TOKENS, TOKENS, True)
+    else:
+        at += tl.arange(0, TOKENS)
+        a = tl.load(at)
+        b = tl.load(at + SECOND)
+        c = tl.load(at + PARTS * TOKENS)
+        d = tl.load(at + PARTS * TOKENS + SECOND)
+    return a, b, c, d
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from .kv_tiles import (
     cap_scores,
     first_seen,
     load_code_rows,
+    load_float16,
     load_token_params,
     load_where,
 )
@@ -28,12 +29,13 @@ def load_codes(codes, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.conste
     """Codes uint8 of both halves, [64, PAD] each (one tile below 8 bits); 0 where padded."""
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = HEAD_DIM if BITS == 8 else HALF
+    token = tl.arange(0, TOKENS)[:, None]
     channel = tl.arange(0, PAD)[None, :]
     inside = channel < HALF
-    first = load_code_rows(codes, channel, inside, WIDTH, BITS, PAD == HALF)
+    first = load_code_rows(codes, token, channel, inside, WIDTH, BITS, PAD == HALF)
     second = first
     if BITS == 8:
-        second = load_code_rows(codes + HALF, channel, inside, WIDTH, BITS, PAD == HALF)
+        second = load_code_rows(codes + HALF, token, channel, inside, WIDTH, BITS, PAD == HALF)
     return first, second
 
 
@@ -41,12 +43,11 @@ def load_codes(codes, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.conste
 def load_channel_params(params, HEAD_DIM: tl.constexpr, PAD: tl.constexpr):
     """Scales of both planes and minima of both planes, float16 [PAD] each."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    at = params.to(tl.pointer_type(tl.float16)) + tl.arange(0, PAD)
-    inside = tl.arange(0, PAD) < HALF
-    a = load_where(at, inside, PAD == HALF)
-    b = load_where(at + HALF, inside, PAD == HALF)
-    c = load_where(at + HEAD_DIM, inside, PAD == HALF)
-    d = load_where(at + HEAD_DIM + HALF, inside, PAD == HALF)
+    at = params.to(tl.pointer_type(tl.float16))
+    a = load_float16(at, 0, HALF, PAD, PAD == HALF)
+    b = load_float16(at + HALF, 0, HALF, PAD, PAD == HALF)
+    c = load_float16(at + HEAD_DIM, 0, HALF, PAD, PAD == HALF)
+    d = load_float16(at + HEAD_DIM + HALF, 0, HALF, PAD, PAD == HALF)
     return a, b, c, d
 
 
@@ -71,7 +72,7 @@ def load_packed_tile(
     k_first, k_second = load_codes(record, HEAD_DIM, PAD, K_BITS)
     a, b, c, d = load_channel_params(record + K_SCALE, HEAD_DIM, PAD)
     v_first, v_second = load_codes(record + V_CODES, HEAD_DIM, PAD, V_BITS)
-    vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS)
+    vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS, True)
     k_low, k_high = exact_planes(k_first, k_second, K_BITS, ASM)
     k_low = k_low * a[None, :] + c[None, :]
     k_high = k_high * b[None, :] + d[None, :]
@@ -88,7 +89,7 @@ def load_packed_values(
 ):  # fmt: skip
     """V of a packed block alone."""
     first, second = load_codes(record + V_CODES, HEAD_DIM, PAD, V_BITS)
-    low_scale, high_scale, low_min, high_min = load_token_params(record + V_SCALE, PARTS)
+    low_scale, high_scale, low_min, high_min = load_token_params(record + V_SCALE, PARTS, False)
     low, high = exact_planes(first, second, V_BITS, ASM)
     low = low * low_scale[:, None] + low_min[:, None]
     high = high * high_scale[:, None] + high_min[:, None]

@@ -46,6 +46,7 @@ class LatentConfig:
     rows: int
     num_warps: int
     chunk: int = 64  # channels of either half whose products are summed at a time
+    stages: int = 2  # 2: the next ones are copied to shared memory meanwhile
     programs: int = 1  # per processor, at most, of few tiles
     min_blocks: int = 4  # in a run
 
@@ -72,7 +73,7 @@ def latent_attention_kernel(
     PAD: tl.constexpr, CHUNK: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     PARTS: tl.constexpr, K_SCALE: tl.constexpr, V_CODES: tl.constexpr, V_SCALE: tl.constexpr,
     NBYTES: tl.constexpr, KEYS: tl.constexpr, RING_HAS_NEW: tl.constexpr, SPLIT: tl.constexpr,
-    RESIDENT_FROM: tl.constexpr, LATENT: tl.constexpr, ASM: tl.constexpr,
+    RESIDENT_FROM: tl.constexpr, LATENT: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against a run of blocks, or (the first) what is not packed; or all.
 
@@ -115,7 +116,7 @@ def latent_attention_kernel(
     for b in tl.range(first_block, stop, num_stages=1):
         record = pool + (block.to(tl.int64) * KV_HEADS + kv_head) * NBYTES
         block = tl.load(table + b + 1, mask=b + 1 < stop, other=0)
-        score = packed_scores(queries, inside, record, HALF, CHUNK, K_BITS, K_SCALE, ASM)
+        score = packed_scores(queries, inside, record, HALF, CHUNK, K_BITS, K_SCALE, STAGES, ASM)
         if LATENT:
             v_low, v_high = load_packed_part(
                 record, 0, EACH, PAD, HALF, K_BITS, K_SCALE, PAD == EACH, ASM
@@ -134,7 +135,7 @@ def latent_attention_kernel(
         low, high, top, total = attend_dense(
             queries, inside, recent_k + base, ROW, recent_v + base, ROW,
             in_blocks, begin, ring, 0, begin + row, scale, low, high, top, total,
-            EACH, PAD, HALF, CHUNK, KEYS, True, ASM,
+            EACH, PAD, HALF, CHUNK, KEYS, True, STAGES, ASM,
         )  # fmt: skip
         if not RING_HAS_NEW:
             end = tl.minimum(begin + count, begin + (tile * ROWS + ROWS - 1) // HEADS + 1)
@@ -143,7 +144,7 @@ def latent_attention_kernel(
             low, high, top, total = attend_dense(
                 queries, inside, new_k, k_stride, new_v, v_stride,
                 begin, end, 1, begin, begin + row, scale, low, high, top, total,
-                EACH, PAD, HALF, CHUNK, KEYS, False, ASM,
+                EACH, PAD, HALF, CHUNK, KEYS, False, STAGES, ASM,
             )  # fmt: skip
     safe = tl.where(total == 0, 1.0, total)
     lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
@@ -260,6 +261,7 @@ def _bound(
             SPLIT=split,
             RESIDENT_FROM=resident_from,
             LATENT=form.latent > 0,
+            STAGES=config.stages,
             ASM=use_asm(),
             num_warps=config.num_warps,
             num_stages=1,
@@ -292,10 +294,11 @@ def heuristic(capability: int, queries: int, bits: int, own_values: bool = False
     if capability < 80:  # no tensor cores in Triton there: products take many registers
         return LatentConfig(16, num_warps=8)
     if capability == 90:
-        return LatentConfig(rows, num_warps=8, chunk=32)
+        return LatentConfig(rows, num_warps=8, chunk=64 if own_values else 32)
     # On 10.0 sums of 64 rows go to tensor memory, which is too small for them.
     rows = min(32 if bits == 4 and not own_values else 16, rows)
-    return LatentConfig(rows, num_warps=8, chunk=32 if capability == 100 else 64)
+    wide = capability < 100 or own_values
+    return LatentConfig(rows, num_warps=8, chunk=64 if wide else 32)
 
 
 def latent_attention_bytes(

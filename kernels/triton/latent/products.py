@@ -100,7 +100,7 @@ def absorb_kernel(
     for group in tl.range(tl.program_id(1), groups, tl.num_programs(1), num_stages=1):
         low = tl.zeros([TOKENS, RUN], tl.float32)
         high = tl.zeros([TOKENS, RUN], tl.float32)
-        for first in tl.range(0, NOPE, CHUNK, num_stages=1):
+        for first in tl.range(0, NOPE, CHUNK, num_stages=2):
             channel = first + tl.arange(0, CHUNK)
             inside = channel < NOPE
             x = tl.load(
@@ -176,7 +176,7 @@ def expand_kernel(
     row = h * (NOPE + VALUE) + NOPE + value
     found = x + token * (HEADS * LATENT) + h * LATENT
     acc = tl.zeros([TOKENS, CHUNK], tl.float32)
-    for group in tl.range(0, groups, num_stages=1):
+    for group in tl.range(0, groups, num_stages=3):
         w_low, w_high = _group(
             codes, scale_min, row, value < VALUE, group, row_bytes, scale_stride,
             RUN, BITS, DTYPE, ASM,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.attention.kv_tiles import TOKENS, load_code_rows, load_where
+from qoff.kernels.triton.attention.kv_tiles import TOKENS, load_code_rows, load_float16
 from qoff.kernels.triton.attention.prefill_tiles import exact_planes, weights
 from qoff.kernels.triton.linear.nibbles import dot16
 
@@ -39,31 +39,32 @@ def load_packed_part(
     WIDTH: tl.constexpr = 2 * HALF if BITS == 8 else HALF
     channel = first + tl.arange(0, SIZE)
     inside = channel < COUNT
+    token = tl.arange(0, TOKENS)[:, None]
     column = channel[None, :]
-    a = load_code_rows(record, column, inside[None, :], WIDTH, BITS, ALL)
+    a = load_code_rows(record, token, column, inside[None, :], WIDTH, BITS, ALL)
     b = a
     if BITS == 8:
-        b = load_code_rows(record + HALF, column, inside[None, :], WIDTH, BITS, ALL)
+        b = load_code_rows(record + HALF, token, column, inside[None, :], WIDTH, BITS, ALL)
     low, high = exact_planes(a, b, BITS, ASM)
-    params = (record + K_SCALE).to(tl.pointer_type(tl.float16)) + channel
-    low = low * load_where(params, inside, ALL)[None, :]
-    low += load_where(params + 2 * HALF, inside, ALL)[None, :]
-    high = high * load_where(params + HALF, inside, ALL)[None, :]
-    high += load_where(params + 3 * HALF, inside, ALL)[None, :]
+    params = (record + K_SCALE).to(tl.pointer_type(tl.float16))
+    low = low * load_float16(params, first, COUNT, SIZE, ALL)[None, :]
+    low += load_float16(params + 2 * HALF, first, COUNT, SIZE, ALL)[None, :]
+    high = high * load_float16(params + HALF, first, COUNT, SIZE, ALL)[None, :]
+    high += load_float16(params + 3 * HALF, first, COUNT, SIZE, ALL)[None, :]
     return low, high
 
 
 @triton.jit
 def packed_scores(
     queries, inside, record, HALF: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr,
-    K_SCALE: tl.constexpr, ASM: tl.constexpr,
+    K_SCALE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Products [rows, 64] of the queries at pointers `queries` with the keys of a packed block.
 
     Some channels at a time: operands of all of them are more than registers hold.
     """
     s = tl.zeros([queries.shape[0], TOKENS], tl.float32)
-    for first in tl.range(0, HALF, CHUNK, num_stages=1):
+    for first in tl.range(0, HALF, CHUNK, num_stages=STAGES):
         q_low, q_high = load_part(queries, inside, first, HALF, CHUNK, HALF)
         k_low, k_high = load_packed_part(
             record, first, HALF, CHUNK, HALF, BITS, K_SCALE, HALF % CHUNK == 0, ASM
@@ -75,11 +76,12 @@ def packed_scores(
 
 @triton.jit
 def _dense_scores(
-    queries, inside, keys, there, HALF: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr
-):
+    queries, inside, keys, there, HALF: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
     """The same with the keys at pointers `keys`."""
     s = tl.zeros([queries.shape[0], keys.shape[0]], tl.float32)
-    for first in tl.range(0, HALF, CHUNK, num_stages=1):
+    for first in tl.range(0, HALF, CHUNK, num_stages=STAGES):
         q_low, q_high = load_part(queries, inside, first, HALF, CHUNK, HALF)
         k_low, k_high = load_part(keys, there, first, HALF, CHUNK, HALF)
         s = dot16(q_low, tl.trans(k_low), s, ASM)
@@ -92,7 +94,7 @@ def attend_dense(
     queries, inside, keys, stride, values, value_stride, first, end, modulus, shift, position,
     scale, low, high, top, total,
     EACH: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr,
+    KEYS: tl.constexpr, RING: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys that are not packed, at positions first..end-1.
 
@@ -102,7 +104,7 @@ def attend_dense(
         key = base + tl.arange(0, KEYS)
         there = key < end
         row = (key % modulus if RING else key - shift).to(tl.int64)
-        score = _dense_scores(queries, inside, keys + row * stride, there, HALF, CHUNK, ASM)
+        score = _dense_scores(queries, inside, keys + row * stride, there, HALF, CHUNK, STAGES, ASM)
         seen = there[None, :] & (key[None, :] <= position[:, None])
         v_low, v_high = load_part(values + row * value_stride, there, 0, EACH, PAD, HALF)
         p, fade, top, total = weights(score, seen, scale, top, total, True)

@@ -263,19 +263,19 @@ def gemm_sums(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, steps, num_stages=FORM.config.stages):
         done = (start + step) * BYTES
-        live = (row >= 0)[:, None] & (group >= 0)[None, :]
+        live = (row < N)[:, None] & (group >= 0)[None, :]
         if FORM.even:
             packed = tl.load(code_pointer + step * PAIRS)
             inputs = tl.load(x_pointer + step * INPUTS)
         else:
             left = row_bytes - done
-            inside = (row >= 0)[:, None] & (2 * pair < left)[None, :]
+            inside = (row >= 0)[:, None] & (pair < left // 2)[None, :]
             packed = tl.load(code_pointer + step * PAIRS, mask=inside, other=0)
             inside = (element < left * (8 // FORM.bits))[:, None] & (token >= 0)[None, :]
             inputs = tl.load(x_pointer + step * INPUTS, mask=inside, other=0.0)
             live = live & (group * GROUP_BYTES < left)[None, :]
         first_group = done // GROUP_BYTES
-        index = (first_group + group)[None, :] * N + safe_row[:, None]
+        index = (first_group + group)[None, :] * N + row[:, None]
         scale, minimum = load_scale_min(scale_min, index, live, FORM.bits)
         weights = _weights(packed, scale, minimum, DTYPE, FORM.bits, FORM.asm)
         total = dot16(weights, inputs, total, FORM.asm)

@@ -127,11 +127,11 @@ def skinny_sums(
         second = first
         if BITS == 4:
             second = _load(x_pointer + done * SPREAD + 16, inside, FORM.even)
-        live = every & (group >= 0)[None, None, :]
+        live = every & (row < N)[None, :, None] & (group >= 0)[None, None, :]
         if not FORM.even:
             live = live & ((group * GROUP_BYTES)[None, None, :] < left)
         first_group = (first_byte + done) // GROUP_BYTES
-        pair = (first_group[:, None, None] + group[None, None, :]) * N + safe_row[None, :, None]
+        pair = (first_group[:, None, None] + group[None, None, :]) * N + row[None, :, None]
         scale, minimum = load_scale_min(scale_min, pair, live, BITS)
         factor = _spread(scale, DTYPE, BYTES // GROUPS)
         middle = _spread(minimum + CENTRE * scale, DTYPE, BYTES // GROUPS)
