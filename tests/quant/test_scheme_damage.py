@@ -259,6 +259,7 @@ def _inner(key: str, value: Any) -> dict[str, Any]:
             r"checkpoint_format is 'marlin'; supported: 'gptq', 'gptq_v2'",
         ),
         ({"quant_method": "gptq", "is_marlin_format": True}, r"is_marlin_format is True"),
+        ({"quant_method": "gptq", "pack_dtype": "int8"}, r"pack_dtype is 'int8'; supported: 'in"),
         ({"quant_method": "awq", "version": "gemv"}, r"version is 'gemv'; supported: 'gemm'"),
         ({"quant_method": "awq", "bits": 8}, r"bits is 8; supported: 4"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, r"zero_point is False"),
