@@ -104,6 +104,12 @@ def _bnb() -> dict[str, Tensor]:
             _set("g_idx", torch.arange(K).int()),
             r"m.g_idx holds group 12; expected 0 to 11",
         ),
+        (
+            gptq_scheme,
+            _gptq,
+            _set("g_idx", _int(K) - 2),
+            r"m.g_idx holds group -2; expected 0 to 11",
+        ),
         (gptq_scheme, _gptq, _set("g_idx", _int(K + 1)), r"m.g_idx is int32 \[385\]"),
         (
             lambda: gptq_scheme(3),
@@ -181,7 +187,8 @@ def _bnb() -> dict[str, Tensor]:
         (bnb_scheme, _bnb, _state("{"), r"bitsandbytes__nf4 does not describe a matrix: JSON"),
         (bnb_scheme, _bnb, _state("[]"), r"does not describe a matrix: TypeError"),
         (bnb_scheme, _bnb, _state("{}"), r"does not describe a matrix: KeyError 'shape'"),
-        (bnb_scheme, _bnb, _state('{"shape": [80, -1]}'), r"matrix: ValueError -1 where a whole"),
+        (bnb_scheme, _bnb, _state('{"shape": [80, 0]}'), r"matrix: ValueError 0 where a whole"),
+        (bnb_scheme, _bnb, _state('{"shape": [80, 384.0]}'), r"ValueError 384.0 where a whole"),
         (
             bnb_scheme,
             _bnb,
