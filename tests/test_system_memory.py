@@ -61,24 +61,59 @@ def test_the_memory_of_a_machine(
     assert fake_machine(tmp_path, group, limits) == expected
 
 
-def test_what_limits_leave_of_memory(tmp_path: Path) -> None:
-    group, files = tmp_path / "cgroup/memory/x", tmp_path / "cgroup/memory/x/memory.stat"
-    stat = "cache 300\ntotal_inactive_file 100\ntotal_active_file 200\n"
-    limits = {"cgroup/memory/x/memory.limit_in_bytes": "6000"}
-    fake_machine(tmp_path, "2:memory:/x\n", limits)
-    (group / "memory.usage_in_bytes").write_text("4000\n")
-    files.write_text(stat)
-    found = [call(tmp_path, tmp_path / "cgroup") for call in (left_by_limits, free_memory)]
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "total"),
+    [
+        ("2:memory:/x/y\n", "memory/x", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ("0::/x/y\n", "x", "memory.max", "memory.current", ""),
+    ],
+    ids=["v1", "v2"],
+)
+def test_what_limits_leave_of_memory(
+    line: str, folder: str, limit: str, used: str, total: str, tmp_path: Path
+) -> None:
+    """The least of what a group and those around it leave; cached files are counted as free."""
+    root = tmp_path / "cgroup"
+    group = root / folder
+    inner = f"cgroup/{folder}/y"
+    stat = f"file 300\n{total}inactive_file 100\n{total}active_file 200\n"
+    limits = {
+        f"cgroup/{folder}/{limit}": "6000",
+        f"cgroup/{folder}/{used}": "4000\n",
+        f"cgroup/{folder}/memory.stat": stat,
+        f"{inner}/{limit}": "5000",  # which leaves more
+        f"{inner}/{used}": "1000\n",
+        f"{inner}/memory.stat": "file 0\n",
+    }
+    fake_machine(tmp_path, line, limits)
+    found = [call(tmp_path, root) for call in (left_by_limits, free_memory)]
     assert found == [2200, 2200]
     lines = (tmp_path / "meminfo").read_text().splitlines()
     kib = {"MemAvailable": 1, "SwapFree": 2}
     more = [f"{name}: {size} kB" for name, size in kib.items()]
     kept = [line for line in lines if line.partition(":")[0] not in kib]
     (tmp_path / "meminfo").write_text("\n".join(kept + more))
-    free = [free_memory(tmp_path, tmp_path / "cgroup", swap=swap) for swap in (False, True)]
+    free = [free_memory(tmp_path, root, swap=swap) for swap in (False, True)]
     assert free == [1024, 2200]
-    (group / "memory.limit_in_bytes").write_text(str(2 << 30))  # more than the machine has
-    assert left_by_limits(tmp_path, tmp_path / "cgroup") is None
+    for one, least in ((root / folder / "y", 2200), (group, None)):
+        (one / limit).write_text(str(2 << 30))  # more than the machine has
+        assert left_by_limits(tmp_path, root) == least
+
+
+def test_pages_of_files_are_not_a_processs_own(tmp_path: Path) -> None:
+    size = 8 << 20
+    (tmp_path / "file").write_bytes(bytes(size))
+    with (
+        (tmp_path / "file").open("rb") as file,
+        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as pages,
+    ):
+        before = own_memory()
+        assert sum(pages[:: mmap.PAGESIZE]) == 0
+        assert own_memory() - before < size // 2
+        before = own_memory()
+        own = torch.ones(size, dtype=torch.uint8)
+        assert own_memory() - before > size // 2
+        del own
 
 
 @pytest.mark.skipif(system_memory._trim() is None, reason="needs the GNU C library")

@@ -43,9 +43,11 @@ def pass_seconds(plan: RunningPlan, drafts: RunningPlan | None = None) -> PassSe
 def with_drafts(certifier: Certifier, best: Certified) -> Certified:
     """A plan with as many drafted tokens as are the fastest for its workload; maybe none."""
     work = certifier.cost.workload
+    if not work.acceptance:
+        return best
     limit = work.token_s
     found = best
-    for drafted in _TRIED if work.acceptance else ():
+    for drafted in _TRIED:
         plan = replace(best.plan, draft_tokens=drafted)
         fit = certifier.fit(plan)
         if isinstance(fit, str):  # more rows of logits take memory, too
@@ -53,7 +55,5 @@ def with_drafts(certifier: Certifier, best: Certified) -> Certified:
         one = certifier.forecast(choices_of(plan), *fit)
         if one.seconds < found.seconds and (limit is None or one.decode.seconds <= limit):
             found = one
-    if found is best:
-        return best
-    fewer = work.tokens_of_pass(max(_TRIED))  # passes, at most so many times
+    fewer = work.tokens_of_pass(max(_TRIED))  # passes of any plan, at most so many times
     return replace(found, bound=min(found.seconds, best.bound / fewer))

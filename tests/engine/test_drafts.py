@@ -111,8 +111,10 @@ def test_rejected_drafts_leave_rounds_of_several_steps(
     with LLM(checkpoint, replace(PLAN, draft_tokens=2), device="cpu") as llm:
         (found,) = llm.generate([[1, 2, 3]], params)
         drafts = sum(one.drafts for one in llm.rounds)
+        longest = max(one.drafted for one in llm.rounds)
     assert found.token_ids == wanted.token_ids
     assert 0 < drafts <= 9
+    assert longest == 2
 
 
 def answers(llm: LLM, **how: object) -> list[Completion]:
@@ -226,28 +228,40 @@ def test_a_small_model_drafts_and_changes_no_token(
     assert drafted > 0
 
 
-def test_a_small_model_that_cannot_go_back_reads_again(
+def test_a_small_model_reads_what_is_new_alone(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that begins again, of which a sliding window has moved on."""
+    """But for an answer that begins again, of which a sliding window has moved on."""
     plan = replace(PLAN, draft_model=str(checkpoint), draft_tokens=4)
     with LLM(checkpoint, plan, device="cpu") as llm:
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1))
         opened = llm._rounds.current.opened
         assert opened.drafts is not None
-        batch = opened.drafts.new_batch(128)
+        batch, runtime = opened.drafts.new_batch(128), opened.drafts.executor.runtime
+        read, forward = list[int](), runtime.forward
+        monkeypatch.setattr(
+            runtime, "forward", lambda run: read.append(len(run.tokens)) or forward(run)
+        )
         one = Sequence(0, 0, None, tuple(LOOP), SamplingParams(), 20)
-        one.answer = [5]
+
+        def proposed(*answer: int) -> list[int]:
+            one.answer = list(answer)
+            read.clear()
+            return batch.propose({1: (one, 4)})[1]
+
         with torch.inference_mode():
-            wanted = batch.propose({1: (one, 4)})
-            one.answer = [5, 6, 7]
-            batch.propose({1: (one, 4)})
+            wanted = proposed(5)
+            assert read == [101, 1, 1, 1]  # no last one
+            other = next(token for token in range(4, 100) if token != wanted[3])
+            proposed(5, *wanted[:3], other)
+            assert read == [1, 1, 1, 1]
+            proposed(5, *wanted[:3], other, wanted[0] + 1)
+            assert sum(read) <= 2 + 3
             monkeypatch.setattr(batch._cache, "can_forget", lambda tokens: max(tokens) <= 4)
-            one.answer = [9] * 8
-            batch.propose({1: (one, 4)})
-            one.answer = [5]
-            assert batch.propose({1: (one, 4)}) == wanted
-    assert len(wanted[1]) == 4
+            proposed(*[9] * 8)
+            assert proposed(5) == wanted
+            assert read == [101, 1, 1, 1]
+    assert len(wanted) == 4
 
 
 def test_bits_of_layers_that_a_small_model_lacks_are_the_large_ones(

@@ -18,6 +18,7 @@ import pytest
 
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.batch import BatchSlots
+from qoff.engine.calls import Call
 from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError, DiskReadError
 from qoff.kvcache import KVQuant
@@ -218,6 +219,23 @@ def test_an_interrupt_while_prompts_get_their_places_loses_none(
     assert found.count(None) == 1
     assert found[0] in (None, expected[1])
     assert found[1] in (None, expected[3])
+
+
+def test_answers_that_wait_for_one_prompt_begin_again_together(llm: LLM) -> None:
+    """Two prompts in two batches of three, interrupted before they are read."""
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    params, prompts, call = SamplingParams(n=2, max_tokens=3, ignore_eos=True), PROMPTS[:2], Call()
+    llm.submit(prompts, params, call)
+    in_round(llm, stop)
+    with pytest.raises(KeyboardInterrupt):
+        llm.work(lambda: bool(call.done))
+    assert not call.done
+    llm.work(lambda: len(call.done) == 4 or len(llm.rounds) > 20)
+    assert sorted((one.index, one.sample) for one in call.done) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert llm.blocks.used("device") == 0
 
 
 def test_answers_that_are_done_come_before_the_error_of_a_later_round(llm: LLM) -> None:

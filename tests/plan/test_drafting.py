@@ -45,6 +45,16 @@ def test_plans_draft_where_weights_stream_and_tokens_are_accepted() -> None:
     assert find_plan(model, machine(), busy).plan.draft_tokens <= alone.plan.draft_tokens
 
 
+@pytest.mark.parametrize(("requests", "acceptance"), [(1, 0.5), (64, 0.02)])
+def test_the_bound_is_one_of_plans_that_draft(requests: int, acceptance: float) -> None:
+    """Also where the best plan does not: another one might."""
+    model, on = sizes(), machine(device=6 * MIB)
+    plain = find_plan(model, on, replace(WORK, requests=requests))
+    work = replace(WORK, requests=requests, acceptance=acceptance)
+    best = find_plan(model, on, work)
+    assert best.bound == min(best.seconds, plain.bound / work.tokens_of_pass(16))
+
+
 def test_drafted_tokens_of_a_template_are_chosen_again() -> None:
     """As where another machine is compared with a plan that drafts."""
     model, on, rare = sizes(), machine(device=6 * MIB), replace(WORK, requests=64, acceptance=0.02)
@@ -97,7 +107,16 @@ def test_what_passes_take_is_kept_for_every_size_of_a_batch() -> None:
     assert all(seconds(sequences) is was for sequences, was in enumerate(first, 1))
 
 
-@pytest.mark.parametrize("acceptance", [1, -0.1, float("nan"), "0.5"])
-def test_other_parts_are_refused(acceptance: object) -> None:
-    with pytest.raises(ArgumentError, match="acceptance is"):
-        replace(WORK, acceptance=acceptance)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("acceptance", value) for value in (1, -0.1, float("nan"), "0.5")),
+        *(("shared", value) for value in (1, -0.1, float("nan"), "0.5")),
+        *(("requests", value) for value in (0, 1.0, True, 1 << 41)),
+        *(("token_s", value) for value in (0, -1.0, float("nan"), "0.5")),
+        ("objective", "speed"),
+    ],
+)
+def test_other_parts_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} is {value!r}; use "):
+        replace(WORK, **{name: value})  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from qoff.memory.plan import LM_HEAD, plan_residency
 from qoff.models.families import tensor_names
 from qoff.models.layer_weights import layer_weights
 from qoff.models.names import layer_prefix
+from qoff.plan import Plan
 from qoff.plan.sizes import ModelSizes, planned_file
 from qoff.quant import QuantConfig
 from tests.plan.machines import SMALL
@@ -101,3 +102,10 @@ def test_what_a_config_cannot_tell_is_refused(config: dict[str, object], what: s
     with pytest.raises(UnsupportedModelError, match=what) as refusal:
         ModelSizes.of(config)
     assert "\n" not in str(refusal.value)
+
+
+def test_logits_of_every_row_of_every_pass_are_counted() -> None:
+    """Of each sequence with its drafts in each batch, float32; and the sequences' tokens, int32."""
+    plan = Plan(batch_size=3, batches=4, context=128, draft_tokens=2)
+    logits, tokens = 3 * 4 * (1 + 2) * 1000, 3 * 4 * 128
+    assert plan.logits_bytes(1000) == 4 * (logits + tokens)

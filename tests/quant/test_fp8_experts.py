@@ -27,6 +27,7 @@ SHAPES = {  # of scales, and of those of one expert that its values are multipli
     "one": ((), (1, 1)),
     "matrices": ((E,), (1, 1)),
     "halves": ((E, 2, 1), (2, 1)),
+    "halves of columns": ((E, 1, 2), (1, 2)),
     "rows": ((E, N, 1), (N, 1)),
     "rows of all": ((E * N, 1), (N, 1)),
     "columns": ((E, 1, K), (1, K)),
@@ -58,6 +59,7 @@ def test_values_are_exact(config: dict[str, Any], name: str, kind: str) -> None:
     for e in range(E):
         own = scales.expand(E) if kind == "one" else scales
         grid = own.reshape(E, *each)[e].repeat_interleave(N // each[0], 0)
+        grid = grid.repeat_interleave(K // each[1], 1)
         wanted = codes[e].float() * grid
         assert torch.equal(fp8(config).item(tensors, "m.w", e), wanted)
 
@@ -216,7 +218,9 @@ def test_models_without_a_spec(base: Path, tmp_path: Path) -> None:
         codes, scales, values[name] = coded(values[name], (len(values[name]), 1))
         tensors |= {name: codes, f"{name}_scale": scales}
         tensors[name.replace("weight", "input_scale")] = torch.ones(1)
-    assert len(tensors) > len(values)
+    stored = Tensors(tensors)
+    scales_of_all = {f"m.{name}" for name in tensors if name not in values}
+    assert fp8(compressed("channel")).beside(stored, stored.tensors) == scales_of_all != set()
     assert_becomes_the_same(source, compressed("channel"), tensors, values, tmp_path)
     changed(source, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.raises(UnsupportedModelError, match=r"for which no quantized weights but 8-bit"):

@@ -104,6 +104,12 @@ def _bnb() -> dict[str, Tensor]:
             _set("g_idx", torch.arange(K).int()),
             r"m.g_idx holds group 12; expected 0 to 11",
         ),
+        (
+            gptq_scheme,
+            _gptq,
+            _set("g_idx", _int(K) - 2),
+            r"m.g_idx holds group -2; expected 0 to 11",
+        ),
         (gptq_scheme, _gptq, _set("g_idx", _int(K + 1)), r"m.g_idx is int32 \[385\]"),
         (
             lambda: gptq_scheme(3),
@@ -181,7 +187,8 @@ def _bnb() -> dict[str, Tensor]:
         (bnb_scheme, _bnb, _state("{"), r"bitsandbytes__nf4 does not describe a matrix: JSON"),
         (bnb_scheme, _bnb, _state("[]"), r"does not describe a matrix: TypeError"),
         (bnb_scheme, _bnb, _state("{}"), r"does not describe a matrix: KeyError 'shape'"),
-        (bnb_scheme, _bnb, _state('{"shape": [80, -1]}'), r"matrix: ValueError -1 where a whole"),
+        (bnb_scheme, _bnb, _state('{"shape": [80, 0]}'), r"matrix: ValueError 0 where a whole"),
+        (bnb_scheme, _bnb, _state('{"shape": [80, 384.0]}'), r"ValueError 384.0 where a whole"),
         (
             bnb_scheme,
             _bnb,
@@ -259,6 +266,7 @@ def _inner(key: str, value: Any) -> dict[str, Any]:
             r"checkpoint_format is 'marlin'; supported: 'gptq', 'gptq_v2'",
         ),
         ({"quant_method": "gptq", "is_marlin_format": True}, r"is_marlin_format is True"),
+        ({"quant_method": "gptq", "pack_dtype": "int8"}, r"pack_dtype is 'int8'; supported: 'in"),
         ({"quant_method": "awq", "version": "gemv"}, r"version is 'gemv'; supported: 'gemm'"),
         ({"quant_method": "awq", "bits": 8}, r"bits is 8; supported: 4"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, r"zero_point is False"),

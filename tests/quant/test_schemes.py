@@ -88,6 +88,7 @@ GROUPS = {32: 32, 64: 64, 128: 128, 96: 32, 192: 64, -1: 128}
 def test_gptq_is_exact(bits: int, group: int, version: int) -> None:
     stored = "gptq" if version == 1 else "gptq_v2"
     scheme = gptq_scheme(bits, group, checkpoint_format=stored)
+    assert scheme == gptq_scheme(bits, group, format=stored)
     for sym in (False, True):
         matrix = random_matrix(N, K, bits, group, sym=sym)
         tensors = gptq(matrix, version)
