@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from qoff.cli.main import app
 from qoff.cli.options import model_name
 from qoff.engine import LLM
-from qoff.errors import FormatError, QoffError
+from qoff.errors import ConversionError, FormatError, QoffError
 from qoff.serve.engine import Engine
 from qoff.serve.guard import logging_to_stderr
 from qoff.serve.server import Server, serve
@@ -230,6 +231,35 @@ def test_wrong_options_are_one_line(
     assert found.exit_code == 1
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("qoff: ")]
     assert message in line
+
+
+def test_a_model_is_converted_behind_an_open_port(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[tuple[int, str]]()
+
+    def converting(*_: Any, **__: Any) -> Path:
+        (port,) = (sock.getsockname()[1] for sock in listening)
+        connection = HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        said.append((answer.status, json.loads(answer.read())["error"]["code"]))
+        connection.close()
+        raise ConversionError("the model is broken")
+
+    listening, create = list[socket.socket](), socket.create_server
+
+    def created(*place: Any, **how: Any) -> socket.socket:
+        listening.append(create(*place, **how))
+        return listening[-1]
+
+    monkeypatch.setattr(socket, "create_server", created)
+    monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", converting)
+    command = ["serve", "model.gguf", "--port", "0", "--files", str(tmp_path)]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 1
+    assert "qoff: the model is broken" in found.stderr
+    assert said == [(503, "loading")]
 
 
 def test_nothing_is_collected_at_the_end_of_the_process(
