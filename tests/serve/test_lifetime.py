@@ -233,6 +233,17 @@ def test_wrong_options_are_one_line(
     assert message in line
 
 
+def test_an_encrypted_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None:
+    """Nobody may be there whom OpenSSL could ask."""
+    key = tmp_path / "key.pem"
+    key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIFHDBO\n")
+    command = ["serve", str(checkpoint), "--port", "0", "--files", str(tmp_path)]
+    tls = ["--ssl-certfile", str(key), "--ssl-keyfile", str(key)]
+    found = CliRunner().invoke(app, [*command, *tls])
+    assert f"qoff: {key}: is encrypted" in found.stderr
+    assert found.exit_code == 1
+
+
 def test_a_model_is_converted_behind_an_open_port(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
