@@ -195,7 +195,11 @@ def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:
             assert time.monotonic() < end
 
 
-def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> None:
+def test_a_failed_round_is_an_error_for_those_in_it_alone(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says which, as the disk may be at fault."""
+    caplog.set_level(logging.INFO, "qoff.serve")
     with running(checkpoint) as served:
         llm = served.engine.llm
         assert llm is not None
@@ -210,6 +214,8 @@ def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> N
         status, found, _ = served.ask(CHATS, {**LONG, "stream": False})
         assert (status, found["error"]["message"]) == (500, "a broken layer")
         assert served.ask(CHATS, LONG)[0] == 200
+    logged: list[Any] = [one for one in caplog.records if one.getMessage() == "request"]
+    assert [one.fields.get("error") for one in logged] == ["a broken layer", None]
 
 
 @pytest.mark.parametrize(
