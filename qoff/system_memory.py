@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import re
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, suppress
 from fractions import Fraction
@@ -68,6 +69,12 @@ def left_by_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     whole = _of_machine(proc)
     found = [left for limit, left in _left_by_groups(proc, cgroups) if limit < whole]
     return min(found, default=None)
+
+
+def address_space() -> int | None:
+    """Bytes of address space that this process may have (`ulimit -v`); None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def check_machine(nbytes: int, what: str) -> None:
@@ -175,9 +182,13 @@ class refusals(ContextDecorator):  # noqa: N801 - used as a function, around eve
         wanted = "memory" if match is None else f"{_size(match):,} bytes"
         there, held = machine_memory(), _held(tier, text)
         of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""
+        limit, how = address_space() if tier == "host" else None, "Use"
+        if limit is not None:
+            of = f", and may have {limit:,} bytes of address space (ulimit -v)"
+            how = "Raise that limit, or use"
         raise BudgetError(
             f"{tier} memory: the system refused {wanted}; the process has {held:,} bytes"
-            f"{of}. Use less device_memory or host_memory, smaller batches, or shorter sequences"
+            f"{of}. {how} less device_memory or host_memory, smaller batches, or shorter sequences"
         ) from error
 
 

@@ -23,6 +23,7 @@ SHARED = frozenset(
         "process",
         "schema",
         "settings",
+        "standard_output",
         "system_memory",
         "units",
     }

@@ -198,6 +198,13 @@ def test_a_refused_allocation_names_tier_and_bytes(name: str) -> None:
         allocate()
 
 
+def test_a_limit_of_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have a hundred times as much memory."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (10**9, -1))
+    with pytest.raises(BudgetError, match=r"1,000,000,000 bytes .*ulimit -v.*Raise"), refusals():
+        bytearray(HUGE)
+
+
 @pytest.mark.parametrize(("text", "held"), [("GPU 1 has a total capacity of", 22), ("", 11)])
 def test_a_gpu_that_has_no_room_need_not_be_the_current_one(
     text: str, held: int, monkeypatch: pytest.MonkeyPatch

@@ -18,11 +18,13 @@ from typer.core import TyperGroup
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.interrupts import ending_by_signals
-from qoff.system_memory import refusals
+from qoff.system_memory import address_space, refusals
+from qoff.units import format_size
 
 from .output import print_error, stop_with
 
 _Found = TypeVar("_Found")
+_LIBRARIES = 5 << 28  # bytes of address space, at least, with the first jobs of a model
 
 
 class Program(TyperGroup):
@@ -33,6 +35,8 @@ class Program(TyperGroup):
         end: SystemExit | None = None
         _open_closed_streams()
         _name_standard_output()
+        if not {"--help", "--version"} & set(sys.argv):
+            _check_address_space()
         try:
             try:
                 return super().main(*args, **options)
@@ -47,6 +51,17 @@ class Program(TyperGroup):
                 print_error(_words(error))
             raise SystemExit(1) from None
         raise end
+
+
+def _check_address_space() -> None:
+    """End the program where its libraries would have no room: they fail in many ways, or abort."""
+    limit = address_space()
+    if limit is not None and limit < _LIBRARIES:
+        print_error(
+            f"the limit of address space (ulimit -v) is {format_size(limit)}, and torch and the "
+            f"other libraries take {format_size(_LIBRARIES)}; raise the limit"
+        )
+        raise SystemExit(1)
 
 
 def _open_closed_streams() -> None:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from qoff.interrupts import whole
 from qoff.schema import json_text
+from qoff.standard_output import write_out
 
 from .progress import duration
 
@@ -38,11 +39,8 @@ def stop_with(message: str, status: int = 1) -> NoReturn:
 def print_line(text: str) -> None:
     """Print text on standard output, all of it even if a signal comes meanwhile."""
     with whole():
-        sys.stdout.flush()
-        left = memoryview(f"{text}\n".encode(sys.stdout.encoding or "utf-8", "replace"))
-        while left:  # with PYTHONUNBUFFERED, a signal cuts what one call writes
-            left = left[sys.stdout.buffer.write(left) :]
-        sys.stdout.buffer.flush()
+        encoding = sys.stdout.encoding or "utf-8"
+        write_out(f"{text}\n".encode(encoding, "replace"), encoding)
 
 
 def print_json(value: Any) -> None:

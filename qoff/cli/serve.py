@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -130,7 +129,6 @@ def serve(
         read_timeout_s=read_timeout,
         shutdown_timeout_s=shutdown_timeout,
     )
-    path = how.checkpoint(model)
     name = served_model_name or model_name(model)
     atexit.register(_collect_no_more)
     with logging_to_stderr(log_level), ExitStack() as ends:
@@ -138,7 +136,11 @@ def serve(
         if batches is not None:
             ends.callback(batches.stop)
         engine = Engine(name, options.max_queue, options.request_timeout_s, batches)
-        run(partial(LLM, path, plan, **opening, _grammars=True), engine, options)
+
+        def open_llm() -> LLM:  # a conversion takes minutes, in which clients are told to wait
+            return LLM(how.checkpoint(model), plan, **opening, _grammars=True)
+
+        run(open_llm, engine, options)
 
 
 def _check_origins(origins: Sequence[str]) -> None:

@@ -98,7 +98,9 @@ def main() -> None:
     """Answer requests until there are no more."""
     sys.path.extend(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is its parent's to handle
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jinja = environment()
     jinja.from_string = lru_cache(maxsize=8)(jinja.from_string)  # most requests have one template

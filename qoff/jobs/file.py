@@ -21,6 +21,7 @@ from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, DiskWriteError, QoffError, io_errors
 from qoff.interrupts import whole
 from qoff.plan import Plan
+from qoff.standard_output import write_out
 
 from .journal import Journal, Places
 from .lines import Bits, Line, Overview, as_seen, is_openai, overview, read_lines
@@ -100,7 +101,7 @@ class FileJob:
                 self._check_options()
                 if asked.output is not None:
                     says = self._says(seen.sha256, checkpoint, plan or Plan())
-                    self.sink = self._journal(asked.output, says, overwrite)
+                    self.sink = self._journal(asked.output, says, overwrite, seen.lines)
         except BaseException:
             self._ends.close()
             raise
@@ -183,7 +184,9 @@ class FileJob:
             copy.seek(0)
         return copy
 
-    def _journal(self, output: Path, says: dict[str, Any], overwrite: bool) -> Journal:
+    def _journal(
+        self, output: Path, says: dict[str, Any], overwrite: bool, requests: int
+    ) -> Journal:
         stem = str(output).removesuffix(".jsonl")  # another suffix may tell two outputs apart
         errors = self._asked.errors or Path(f"{stem}.errors.jsonl")
         for path in (output, errors):
@@ -197,7 +200,7 @@ class FileJob:
         if len({path.resolve() for path in used}) < len(used):
             raise ArgumentError("requests, answers and errors need a file each")
         samples = 1 if self._openai else self._asked.params.n
-        journal = Journal(places, says, overwrite=overwrite, samples=samples)
+        journal = Journal(places, says, overwrite=overwrite, samples=samples, requests=requests)
         self._ends.callback(journal.close)
         return journal
 
@@ -236,11 +239,7 @@ class _Printed:
     def write(self, numbers: list[int], output: list[bytes], errors: list[bytes]) -> None:
         try:
             for line in [*output, *errors]:
-                sys.stdout.flush()
-                left = memoryview(line)
-                while left:  # with PYTHONUNBUFFERED, one call may write a part
-                    left = left[sys.stdout.buffer.write(left) :]
-            sys.stdout.buffer.flush()
+                write_out(line)
         except BrokenPipeError:  # who reads has seen enough
             raise
         except OSError as error:
@@ -299,8 +298,8 @@ def _linked(path: Path) -> Path:
 def _is_printed_to(file: BinaryIO) -> bool:
     """Whether standard output goes to this file, which would grow while it is read."""
     try:
-        one, other = os.fstat(file.fileno()), os.fstat(sys.stdout.buffer.fileno())
-    except (OSError, ValueError):  # one of them is no file of the system
+        one, other = os.fstat(file.fileno()), os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # one of them is no file of the system
         return False
     return stat.S_ISREG(one.st_mode) and os.path.samestat(one, other)
 

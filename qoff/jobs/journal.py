@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import operator
 import os
 import re
 import secrets
@@ -54,17 +55,24 @@ class Journal:
     """What is done of a job, and where more is written.
 
     says: what the answers depend on; all of it must be as it was, or ArgumentError names what is
-    not. overwrite: forget what is there. samples: lines of output that a request has. Raises
-    FormatError for files that are damaged beyond their last block or not those of a job,
-    ArgumentError where another process writes them, DiskReadError and DiskWriteError.
+    not. overwrite: forget what is there. samples: lines of output that a request has. requests: how
+    many there are; lines of others are damaged. Raises FormatError for files that are damaged
+    beyond their last block or not those of a job, ArgumentError where another process writes them,
+    DiskReadError and DiskWriteError.
     """
 
     block = BLOCK
 
     def __init__(
-        self, places: Places, says: Mapping[str, Any], *, overwrite: bool = False, samples: int = 1
+        self,
+        places: Places,
+        says: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        samples: int = 1,
+        requests: int = 1 << 32,
     ) -> None:
-        self.places, self._samples = places, samples
+        self.places, self._samples, self._requests = places, samples, requests
         self.done = Bits()
         self.completed = self.failed = 0  # requests
         with io_errors(places.header, DiskWriteError, "name a file in a folder you can write to"):
@@ -205,21 +213,23 @@ class Journal:
             if "index" in found:
                 last = self._samples - 1  # an error of all has no sample
                 whole = (found.get("sample", last) if "error" in found else found["sample"]) == last
-                job, number = found.get("job", self.job), found["index"] if whole else -1
+                job, number = found.get("job", self.job), found["index"]
             else:
                 match = _ID.fullmatch(found["id"])
                 if match is None:
                     return None
-                job, number = match[1], match[2]
-            number = int(number)
+                job, number, whole = match[1], int(match[2]), True
+            number = operator.index(number)
         except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if not 0 <= number < self._requests:
             return None
         if job != self.job:
             raise FormatError(
                 f"{path}: has lines of another job than {self.places.header}; choose another file, "
                 f"or {_ANEW}"
             )
-        return number
+        return number if whole else -1
 
     def close(self) -> None:
         """Let other processes have the job; idempotent."""

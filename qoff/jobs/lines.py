@@ -33,7 +33,7 @@ class Digest(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not empty. number: among these, from 0; at: in the file, from 1."""
+    """A line that is not blank. number: among these, from 0; at: in the file, from 1."""
 
     number: int
     at: int
@@ -46,14 +46,14 @@ class Overview:
 
     sha256: str
     nbytes: int
-    lines: int  # that are not empty
+    lines: int  # that are not blank
     openai: bool  # OpenAI's batch lines; otherwise prompts
 
 
 def read_lines(
     file: BinaryIO, digest: Digest | None = None, nbytes: int | None = None
 ) -> Iterator[Line]:
-    """The lines of a file that are not empty; `digest` is given every byte.
+    """The lines of a file that are not blank; `digest` is given every byte.
 
     nbytes: where it ends, even if it has grown since. Raises QoffError for a file that is no text.
     """
@@ -74,7 +74,7 @@ def read_lines(
         if whole is not None:
             whole = whole.removesuffix(b"\n").removesuffix(b"\r")
             whole = whole.removeprefix(BOM_UTF8) if at == 1 else whole
-        if whole != b"":
+        if whole is None or whole.strip():
             yield Line(number, at, whole)
             number += 1
 

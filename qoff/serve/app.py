@@ -34,7 +34,7 @@ from .batch_routes import BatchRoutes
 from .bodies import BodyRoom, read_data
 from .embeddings import Embedded
 from .engine import Engine
-from .generation import Generated
+from .generation import LOG, Generated
 from .guard import Guard
 from .options import ServeOptions
 from .page import page
@@ -191,6 +191,8 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
             known = ApiError(error.status_code, str(error.detail), headers=error.headers)
         else:
             known = as_api_error(error, _PROMPTS.get(request.url.path))
+        if known.status == 500:
+            request.scope[LOG]["error"] = str(error)
         return JSONResponse(known.body(), known.status, known.headers)
 
     for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,

@@ -167,7 +167,7 @@ class Batches:
                 }
                 if self._adapters:
                     says["adapters"] = self._adapters
-                journal = Journal(self._places_of(batch_id), says)
+                journal = Journal(self._places_of(batch_id), says, requests=seen.lines)
                 try:
                     with self.files.coming() as more:
                         self._answer(said, read_lines(file), _Bounded(journal, more), seen.lines)

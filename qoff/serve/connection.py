@@ -16,6 +16,8 @@ from qoff.api.errors import ApiError
 
 from .options import ServeOptions
 
+_FIRST_PROBE_S = 0.05  # after which a client that sends no more is asked again, then after twice
+
 
 class Connection(H11Protocol):
     """A connection of a client that may be slow, silent or one too many."""
@@ -25,7 +27,8 @@ class Connection(H11Protocol):
         self._options = options
         self._deadline: asyncio.TimerHandle | None = None  # for the head of a request
         self._to_read: asyncio.TimerHandle | None = None  # for the client, what it was sent
-        self._refused = False
+        self._probe: asyncio.TimerHandle | None = None  # of a client that sends no more
+        self._refused = self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,6 +49,27 @@ class Connection(H11Protocol):
         else:
             self._stop_waiting()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the client may still wait for an answer that has not begun, as `nc -N` does.
+
+        It may be gone as well. What is written tells: the system of who is gone refuses it. TLS is
+        never closed by half, and HTTP/1.0 has no answers in between.
+        """
+        one = self.cycle
+        if one is None or one.more_body or one.response_started or self._refused:
+            return False
+        if self.scheme == "https" or one.scope["http_version"] != "1.1":
+            return False
+        self._half_closed = True
+        self._ask_whether_gone(_FIRST_PROBE_S)
+        return True
+
+    def _ask_whether_gone(self, again_s: float) -> None:
+        """Send what says nothing, and sends on what was refused, until the answer begins."""
+        if not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._probe = self.loop.call_later(again_s, self._ask_whether_gone, 2 * again_s)
+
     def pause_writing(self) -> None:
         """64 KiB wait for the client, which has to take most of them in time."""
         super().pause_writing()
@@ -60,11 +84,15 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed and self._awaits_request:
+            self.transport.close()  # when all is written
         self._expect_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._all_read()
+        if self._probe is not None:
+            self._probe.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

@@ -297,7 +297,7 @@ class Engine:
         self._changed()
         if answers.left and self.llm is not None:
             self.llm.cancel(answers)
-        else:
+        if len(answers.done) == answers.count:  # else it was refused, or given up
             spent = time.perf_counter() - answers.started
             self._lasts_s += 0.1 * (spent - self._lasts_s)
 

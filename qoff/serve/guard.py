@@ -63,6 +63,7 @@ class Guard:
         try:
             self._check_origin(scope)
             self._check_key(scope)
+            _check_encoding(scope)
             with self._room.of_one() as scope[KEEP]:
                 await self._app(scope, receive, noted)
         except (ClientGone, ClientDisconnect):
@@ -113,6 +114,18 @@ class Guard:
         if kind.lower() != b"bearer" or not any(right):
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key",
                            headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+
+
+def _check_encoding(scope: Scope) -> None:
+    """Refuse a compressed body: a few bytes of one may be gigabytes."""
+    found = dict(scope["headers"]).get(b"content-encoding", b"").decode("latin-1")
+    if found.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"the request's body has the Content-Encoding {found[:40]!r}; send it as it is",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
 
 
 def _read_target(scope: Scope) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
@@ -23,6 +26,9 @@ from .engine import Engine
 from .options import ServeOptions
 
 logger = logging.getLogger("qoff.serve")
+_ENCRYPTED = re.compile(
+    rb"^(-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,ENCRYPTED)", re.MULTILINE
+)  # of a key in PEM
 _LAST_S = 1.0  # for the end of requests that were cut off
 _OTHER_FILES = 256  # that the model and its tiers may have open
 
@@ -34,10 +40,14 @@ class Server:
     """
 
     def __init__(self, engine: Engine, options: ServeOptions) -> None:
+        locked = _is_encrypted(options.tls_key)
+        if locked and not sys.stdin.isatty():  # OpenSSL would ask on a terminal
+            raise QoffError(_locked_key(options))
         try:
             config = _config(engine, options)
         except (OSError, ValueError) as error:
-            raise QoffError(f"the TLS files cannot be used: {error}") from error
+            said = _locked_key(options) if locked else f"the TLS files cannot be used: {error}"
+            raise QoffError(said) from error
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         try:
             self._socket = socket.create_server((options.host, options.port), family=family)
@@ -92,6 +102,21 @@ def serve(open_llm: Callable[[], LLM], engine: Engine, options: ServeOptions) ->
             logger.info("stopping", extra={"fields": {"in_flight": engine.in_flight}})
             server.close()
             engine.stop()
+
+
+def _is_encrypted(key: str | None) -> bool:
+    """Whether a file has a key that needs a passphrase; False where it cannot be read."""
+    try:
+        return key is not None and _ENCRYPTED.search(Path(key).read_bytes()) is not None
+    except OSError:
+        return False  # which is said when it is used
+
+
+def _locked_key(options: ServeOptions) -> str:
+    return (
+        f"{options.tls_key}: is encrypted, and its passphrase was not given; decrypt it first, "
+        "with openssl pkey for instance"
+    )
 
 
 def _allow_files(wanted: int) -> None:

@@ -238,6 +238,14 @@ def test_a_limit_without_room_for_the_libraries_is_one_line(
     assert "leaves it 160.0 MiB" in fail("generate", checkpoint, "Hello")
 
 
+def test_a_limit_of_address_space_without_room_for_them_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would fail in many ways while they are imported, or abort."""
+    monkeypatch.setattr("qoff.cli.command.address_space", lambda: 600 << 20)
+    assert "(ulimit -v) is 600.0 MiB" in fail("env")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

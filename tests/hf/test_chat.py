@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from qoff.errors import ArgumentError
+from qoff.hf import chat_worker
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.tokenizer import load_tokenizer
 from tests.tiny_models import save_tokenizer
@@ -117,6 +119,17 @@ def test_a_process_that_was_killed_is_replaced(tokenizer: Any, renderer: ChatRen
     renderer._worker._process.kill()
     renderer._worker._process.wait()
     assert renderer.render(tokenizer, CHAT)
+
+
+def test_a_lower_limit_of_address_space_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may not raise its own."""
+    asked = dict[int, tuple[int, int]]()
+    monkeypatch.setattr("resource.getrlimit", lambda _: (700 << 20, 800 << 20))
+    monkeypatch.setattr("resource.setrlimit", asked.__setitem__)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(chat_worker, "read", lambda _: b"")
+    chat_worker.main()
+    assert asked[resource.RLIMIT_AS] == (800 << 20, 800 << 20)
 
 
 def test_an_interrupted_request_leaves_no_answer_to_the_next(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from io import StringIO
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -493,12 +494,19 @@ def test_every_call_on_files_fails_once(how: int, tmp_path: Path) -> None:
 
 
 def test_any_line_is_a_prompt(tmp_path: Path) -> None:
-    lines = ['"quoted", she said', '{"prompt": "json\u2028line"}', "", "plain\x85text", '"text"']
+    lines = [
+        '"quoted", she said',
+        '{"prompt": "json\u2028line"}',
+        "",
+        "plain\x85text",
+        " \t",
+        '"text"',
+    ]
     (tmp_path / "in").write_text("\r\n".join(lines), encoding="utf-8-sig", newline="")
     with (tmp_path / "in").open("rb") as file:
         found = list(read_lines(file))
     assert [prompt(one) for one in found] == [lines[0], "json\u2028line", "plain\x85text", "text"]
-    assert [(one.number, one.at) for one in found] == [(0, 1), (1, 2), (2, 4), (3, 5)]
+    assert [(one.number, one.at) for one in found] == [(0, 1), (1, 2), (2, 4), (3, 6)]
     with pytest.raises(QoffError, match="is not UTF-8"):
         prompt(Line(0, 1, b"\xff\xfe"))
 
@@ -553,9 +561,38 @@ def test_answers_are_not_printed_into_the_requests(
     write(tmp_path, "first")
     with (tmp_path / "in.jsonl").open("ab") as same, (tmp_path / "out").open("wb") as other:
         for file, refused in ((same, True), (other, False)):
-            monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=file))
+            monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=file.fileno))
             with pytest.raises(ArgumentError, match="-o") if refused else nullcontext():
                 file_job(tmp_path, output=None)
+
+
+@pytest.mark.parametrize("out", [StringIO(), SimpleNamespace(write=lambda _: 0)])
+def test_answers_are_printed_where_text_alone_is_taken(
+    out: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in notebooks, or where a program keeps what a command prints."""
+    write(tmp_path, "first")
+    said = []
+    with monkeypatch.context() as patch:
+        patch.setattr(out, "write", said.append)
+        patch.setattr(out, "flush", lambda: None, raising=False)
+        patch.setattr(sys, "stdout", out)
+        with file_job(tmp_path, output=None) as job:
+            job.sink.write([0], ['{"text": "é"}\n'.encode()], [])
+    assert said == ['{"text": "é"}\n']
+
+
+@pytest.mark.parametrize("index", ["Infinity", "NaN", "1e3", "9" * 30, "67", "-1", "null"])
+def test_an_index_of_no_request_is_damage(index: str, tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    with closing(Journal(places, {}, requests=BLOCK + 3)) as journal:
+        lines = [
+            f'{{"index": {i}, "sample": 0, "job": "{journal.job}"}}\n' for i in range(BLOCK + 3)
+        ]
+    wrong = lines[1].replace('"index": 1', f'"index": {index}')
+    places.output.write_text("".join([lines[0], wrong, *lines[2:]]))
+    with pytest.raises(FormatError, match="line 2 is damaged"):
+        Journal(places, {}, requests=BLOCK + 3)
 
 
 def test_ids_are_told_apart() -> None:

@@ -210,6 +210,22 @@ def test_close_ends_the_threads() -> None:
     assert threading.active_count() == before
 
 
+def test_threads_end_where_the_system_refuses_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait in memory of a pool that is gone."""
+    before, start = threading.active_count(), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "qoff-cpu-3":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            Pool(5)
+    assert threading.active_count() == before
+
+
 def test_no_threads_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Pool(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import socket
 import threading
@@ -122,6 +124,19 @@ def test_prompts_that_cannot_be_answered_are_refused(served: Running) -> None:
     assert idle(served)
 
 
+def test_refused_prompts_say_nothing_of_how_long_answers_take(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From that a full queue tells when to try again."""
+    monkeypatch.setattr(served.engine, "_lasts_s", 50.0)
+    assert served.ask(TEXTS, {"prompt": "x" * 500})[0] == 400
+    wait_for(lambda: not served.engine._running)
+    assert served.engine._lasts_s == 50
+    assert served.ask(TEXTS, {"prompt": "x", "max_tokens": 1})[0] == 200
+    wait_for(lambda: not served.engine._running)
+    assert 40 < served.engine._lasts_s < 50
+
+
 def test_other_paths_methods_and_models_are_errors_of_the_same_shape(served: Running) -> None:
     for path, body, status in (
         ("/v1/nothing", None, 404),
@@ -183,6 +198,14 @@ def test_megabytes_are_refused_and_not_kept(served: Running) -> None:
         except ConnectionError:  # closed while we still write
             answer = b"HTTP/1.1 413"
     assert answer.startswith(b"HTTP/1.1 413")
+
+
+def test_a_compressed_body_is_refused_as_such(served: Running) -> None:
+    body = json.dumps(chat()).encode()
+    for name, data, wanted in (("gzip", gzip.compress(body), 415), ("Identity", body, 200)):
+        status, said, _ = served.ask(CHATS, data, {"Content-Encoding": name})
+        assert status == wanted
+        assert wanted == 200 or "Content-Encoding 'gzip'" in said["error"]["message"]
 
 
 def test_many_messages_that_fit_are_answered_or_too_long(served: Running) -> None:

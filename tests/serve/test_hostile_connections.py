@@ -82,6 +82,33 @@ def test_a_client_that_hangs_up_frees_its_place(
     wait_for(lambda: idle(served))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_is_answered(served: Running, stream: bool) -> None:
+    """As `nc -N` and some proxies do; one that is gone frees its place before a round ends."""
+    body = json.dumps(chat(max_tokens=3, ignore_eos=True, stream=stream)).encode()
+    whole = head(len(body)) + body
+    wait_for(lambda: idle(served))
+    with served.held() as rounds, served.connect() as sock:
+        sock.sendall(whole)
+        sock.shutdown(socket.SHUT_WR)
+        rounds.under_way()
+        assert sock.recv(100).startswith(b"HTTP/1.1 100")
+        with served.connect() as gone:
+            gone.sendall(whole)
+            wait_for(lambda: served.engine.in_flight == 2)
+        wait_for(lambda: served.engine.in_flight == 1)
+        rounds.free()
+        answer = everything(sock)
+    before, _, after = answer.partition(b"HTTP/1.1 200 OK\r\n")
+    assert not before.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    assert (b"[DONE]" if stream else b'"completion_tokens":3') in after
+    with served.connect() as sock:  # two requests at once, and what is cut is nobody's
+        sock.sendall(whole + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + whole[:-1])
+        sock.shutdown(socket.SHUT_WR)
+        assert everything(sock).count(b"HTTP/1.1 200 OK") == 2
+    wait_for(lambda: idle(served))
+
+
 def test_answers_that_were_given_up_are_no_negative_number(served: Running) -> None:
     """They wait until the round ends, and nobody asks for them any more."""
     llm = served.engine.llm

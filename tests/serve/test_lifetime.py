@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from qoff.cli.main import app
 from qoff.cli.options import model_name
 from qoff.engine import LLM
-from qoff.errors import FormatError, QoffError
+from qoff.errors import ConversionError, FormatError, QoffError
 from qoff.serve.engine import Engine
 from qoff.serve.guard import logging_to_stderr
 from qoff.serve.server import Server, serve
@@ -194,7 +195,11 @@ def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:
             assert time.monotonic() < end
 
 
-def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> None:
+def test_a_failed_round_is_an_error_for_those_in_it_alone(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says which, as the disk may be at fault."""
+    caplog.set_level(logging.INFO, "qoff.serve")
     with running(checkpoint) as served:
         llm = served.engine.llm
         assert llm is not None
@@ -209,6 +214,8 @@ def test_a_failed_round_is_an_error_for_those_in_it_alone(checkpoint: Path) -> N
         status, found, _ = served.ask(CHATS, {**LONG, "stream": False})
         assert (status, found["error"]["message"]) == (500, "a broken layer")
         assert served.ask(CHATS, LONG)[0] == 200
+    logged: list[Any] = [one for one in caplog.records if one.getMessage() == "request"]
+    assert [one.fields.get("error") for one in logged] == ["a broken layer", None]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +237,46 @@ def test_wrong_options_are_one_line(
     assert found.exit_code == 1
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("qoff: ")]
     assert message in line
+
+
+def test_an_encrypted_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> None:
+    """Nobody may be there whom OpenSSL could ask."""
+    key = tmp_path / "key.pem"
+    key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIFHDBO\n")
+    command = ["serve", str(checkpoint), "--port", "0", "--files", str(tmp_path)]
+    tls = ["--ssl-certfile", str(key), "--ssl-keyfile", str(key)]
+    found = CliRunner().invoke(app, [*command, *tls])
+    assert f"qoff: {key}: is encrypted" in found.stderr
+    assert found.exit_code == 1
+
+
+def test_a_model_is_converted_behind_an_open_port(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[tuple[int, str]]()
+
+    def converting(*_: Any, **__: Any) -> Path:
+        (port,) = (sock.getsockname()[1] for sock in listening)
+        connection = HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        said.append((answer.status, json.loads(answer.read())["error"]["code"]))
+        connection.close()
+        raise ConversionError("the model is broken")
+
+    listening, create = list[socket.socket](), socket.create_server
+
+    def created(*place: Any, **how: Any) -> socket.socket:
+        listening.append(create(*place, **how))
+        return listening[-1]
+
+    monkeypatch.setattr(socket, "create_server", created)
+    monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", converting)
+    command = ["serve", "model.gguf", "--port", "0", "--files", str(tmp_path)]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 1
+    assert "qoff: the model is broken" in found.stderr
+    assert said == [(503, "loading")]
 
 
 def test_nothing_is_collected_at_the_end_of_the_process(

@@ -76,8 +76,13 @@ class Pool:
             )
             for i in range(1, threads)
         ]
-        for thread in self._workers:
-            thread.start()
+        try:
+            for thread in self._workers:
+                thread.start()
+        except BaseException:  # the system has no more: those that began use memory of this pool
+            self._workers = [thread for thread in self._workers if thread.ident is not None]
+            self.close()
+            raise
 
     def run(self, function: int, args: Arguments, keep: object = None) -> None:
         """Run the job at address `function` on all threads, with `args`, and wait for it.
