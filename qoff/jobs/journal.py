@@ -26,7 +26,7 @@ from qoff.schema import read_object, shown
 from .lines import Bits
 
 BLOCK = 64  # requests whose answers are forced to disk together, at most
-_VERSION = 1
+_VERSION = 2  # before, lines of blanks were requests
 _ID = re.compile(r"batch_req_(\w+)_(\d{1,15})")
 _ANEW = "--overwrite starts anew"
 _HASHES = {  # which say nothing to anyone

@@ -109,7 +109,7 @@ def variants(capability: int) -> Iterator[Variant]:
     yield _variant("weights-in-shared", float_product, shape, {FROM_REGISTERS})
     shape = {"ROWS": 64, "DTYPE": tl.uint8, "TIMES": 3}
     yield _variant("waits-for-products", float_product, shape, {FROM_REGISTERS})
-    yield _variant("not-ahead", every_other, {"SIZE": 4096}, {COPIED_AHEAD})
+    yield _variant("not-ahead", turned, {"ROWS": 64}, {COPIED_AHEAD})
     yield _variant("shared-in-loop", turned, {"ROWS": 64}, {NO_SHARED_IN_LOOP})
     yield _variant("large", product, {"ROWS": 128, "DTYPE": tl.float16}, set(), stages=20)
     yield _variant("unknown", unknown, {}, set())

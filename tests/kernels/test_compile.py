@@ -183,6 +183,7 @@ def bad(compiled: list[Artefact]) -> dict[str, Artefact]:
         ("no-tensor-cores", "1 products without tensor cores"),
         ("no-product", "0 products without tensor cores"),
         ("weights-in-shared", "read shared memory twice"),
+        ("not-ahead", "waits for 4096 bytes of codes and scales in loops"),
         ("shared-in-loop", "stores to shared memory in the inner loop"),
         ("unknown", "no_such_name is not defined"),
         ("waits-for-products", "waits for all products in"),
