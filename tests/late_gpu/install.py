@@ -15,6 +15,7 @@ from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import cuda, tensors
+from .races import Uses
 from .streams import DEVICE
 
 _META, _CUDA, _TYPES = 14, 1, 24  # of c10::DeviceType
@@ -50,8 +51,9 @@ def install(early_copies: bool = False) -> None:
 
 def _pinned(x: Tensor) -> Tensor:
     if x.nbytes:
-        tensors.pin(x.data_ptr(), x.nbytes)
-        weakref.finalize(x, tensors.unpin, x.data_ptr())
+        storage = x.untyped_storage()
+        tensors.pin(storage.data_ptr(), storage.nbytes())
+        weakref.finalize(storage, tensors.unpin, storage.data_ptr())
     return x
 
 
@@ -137,8 +139,9 @@ def _interpreter() -> None:
             if isinstance(x, Tensor) and not isinstance(x, tensors.LateTensor):
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         there = tree_unflatten([getattr(x, "here", x) for x in flat], spec)
-        DEVICE.submit(
-            lambda: run(self, *there[0], **there[1]), [x.memory for x in late], str(self.fn)
-        )
+        memories = [x.memory for x in late]
+        uses = Uses(kernel=[one.region for one in memories])
+        name = self.fn.__name__
+        DEVICE.submit(lambda: run(self, *there[0], **there[1]), memories, name, uses=uses)
 
     GridExecutor.__call__ = launch

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from .races import Region, Uses
 from .streams import DEVICE, Memory
 
 aten = torch.ops.aten
@@ -25,11 +26,11 @@ _WAITING = {
     aten.unique_consecutive.default,
     aten.allclose.default,
 }
-_pinned: dict[int, int] = {}  # start -> end
+_pinned: dict[int, Region] = {}
 
 
 def pin(start: int, nbytes: int) -> None:
-    _pinned[start] = start + nbytes
+    _pinned[start] = Region(start, nbytes)
 
 
 def unpin(start: int) -> None:
@@ -37,8 +38,17 @@ def unpin(start: int) -> None:
 
 
 def is_pinned(x: Tensor) -> bool:
+    return bool(_places(x))
+
+
+def _places(x: Any) -> list[tuple[Region, Tensor]]:
+    """The memory of a tensor that streams may share."""
+    if isinstance(x, LateTensor):
+        return [(x.memory.region, x.here)]
+    if not isinstance(x, Tensor):
+        return []
     at = x.data_ptr()
-    return any(start <= at < end for start, end in list(_pinned.items()))
+    return [(one, x) for one in list(_pinned.values()) if one.start <= at < one.end][:1]
 
 
 class LateTensor(Tensor):
@@ -122,7 +132,8 @@ def new(make: Callable[[], Tensor]) -> LateTensor:
     here = make()
     poison(here)
     graph = DEVICE.current.capturing
-    memory = Memory(DEVICE.current, graph)
+    storage = here.untyped_storage()
+    memory = Memory(DEVICE.current, graph, Region(storage.data_ptr(), storage.nbytes()))
     if graph is not None:
         graph.own.append(here)
     return LateTensor(here, memory)
@@ -177,8 +188,14 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     flat = [torch.device("cpu") if isinstance(x, torch.device) else x for x in flat]
     inner_args, inner_kwargs = tree_unflatten([_inner(x) for x in flat], spec)
     memories = [x.memory for x in late]
+    written = list(_written(func, args, kwargs).values()) if func._schema.is_mutable else []
+    changed = [x for x in tree_flatten(written)[0] if isinstance(x, LateTensor)]
+    uses = Uses(
+        reads=[place for x in late if not any(x is one for one in changed) for place in _places(x)],
+        writes=[place for x in changed for place in _places(x)],
+    )
     if func._schema.is_mutable:
-        DEVICE.submit(partial(func, *inner_args, **inner_kwargs), memories, func.name())
+        DEVICE.submit(partial(func, *inner_args, **inner_kwargs), memories, func.name(), uses=uses)
         return _mutated(func, args, kwargs)
     try:
         shapes = _on(_meta, func, flat, spec)
@@ -212,8 +229,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 target.copy_(one)
 
     memories += [x.memory for x in outs if isinstance(x, LateTensor)]
+    uses.writes += [place for x in outs if isinstance(x, LateTensor) for place in _places(x)]
     if any(x.numel() for x in targets if isinstance(x, Tensor)):
-        DEVICE.submit(run, memories, func.name())
+        DEVICE.submit(run, memories, func.name(), uses=uses)
     return tree_unflatten(outs, out_spec)
 
 
@@ -223,6 +241,11 @@ def _is_mask(index: Tensor | None) -> bool:
 
 def _eager(func: Any, flat: list[Any], spec: Any, why: str) -> Any:
     """Do it now, behind the current stream's work."""
+    if DEVICE.current.capturing is None:
+        uses = Uses(
+            reads=[place for x in flat if isinstance(x, LateTensor) for place in _places(x)]
+        )
+        DEVICE.submit(lambda: None, name=why, uses=uses)
     DEVICE.synchronize(DEVICE.current, why)
     DEVICE.eager[why] += 1
     flat = [torch.device("cpu") if isinstance(x, torch.device) else x for x in flat]
@@ -259,16 +282,22 @@ def _on(stand_in: Callable[[Any], Any], func: Any, flat: list[Any], spec: Any) -
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op returns that writes to its arguments: these."""
-    by_name: dict[str, Any] = {}
-    for at, argument in enumerate(func._schema.arguments):
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_name[next(iter(argument.alias_info.before_set))] = value
+    by_name = _written(func, args, kwargs)
     found = []
     for one in func._schema.returns:
         assert one.alias_info is not None, func
         found.append(by_name[next(iter(one.alias_info.before_set))])
     return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that an op writes to, by their names in its schema's aliases."""
+    found: dict[str, Any] = {}
+    for at, argument in enumerate(func._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found[next(iter(argument.alias_info.before_set), argument.name)] = value
+    return found
 
 
 def _copy(dest: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -280,7 +309,8 @@ def _copy(dest: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             origin = source.clone()
     else:
         waits = not isinstance(dest, LateTensor) and not (non_blocking and is_pinned(dest))
-    DEVICE.submit(partial(to.copy_, origin), memories, "copy")
+    uses = Uses(reads=_places(source), writes=_places(dest))
+    DEVICE.submit(partial(to.copy_, origin), memories, "copy", uses=uses)
     if waits:
         DEVICE.synchronize(DEVICE.current, "blocking copy")
     return dest
