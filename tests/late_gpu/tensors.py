@@ -247,7 +247,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(x.float(), dim, False)
     elif func is aten.histc.default:  # which a CPU has for floats only
         x, *bins = inner_args
-        compute = partial(func, x.double(), *bins, **inner_kwargs)
+
+        def compute() -> Tensor:
+            return func(x.double(), *bins, **inner_kwargs)
     else:
         compute = partial(func, *inner_args, **inner_kwargs)
 

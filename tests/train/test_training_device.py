@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from qoff import train
-from tests.tiny_models import tiny_checkpoint
 
 from .test_gpu import Found, run
-from .test_lora import lora
 from .test_training import LOSSES, LR, TOKENS, WEIGHTS, batch, model_of
 
 pytestmark = pytest.mark.gpu
@@ -68,18 +64,3 @@ def test_a_run_of_the_cpu_goes_on_there(tmp_path: Path) -> None:
     found = steps(on_gpu, 2), on_gpu.state_dict(), on_gpu
     assert_near(found, (wanted, on_cpu.state_dict(), on_cpu), torch.float32)
     assert on_gpu.evaluate([batch(7), batch(8)]) == pytest.approx(loss, abs=LOSSES)
-
-
-@pytest.mark.parametrize("places", [{}, {"device_map": "disk"}], ids=["resident", "streamed"])
-def test_adapters_learn_as_on_the_cpu(places: dict[str, str], base: Path) -> None:
-    path = tiny_checkpoint(base, "llama")
-
-    def found(device: str) -> tuple[list[float], dict[str, Tensor], train.Training]:
-        model = lora(AutoModelForCausalLM.from_pretrained(path, **places))
-        training = train.offload(
-            model, train.AdamW(lr=LR), tokens=TOKENS, micro_batches=3, device=device
-        )
-        losses = [training.step([batch(step), batch(step + 9)]) for step in range(3)]
-        return losses, training.state_dict(), training
-
-    assert_near(found("cuda"), found("cpu"), torch.float32)
