@@ -23,6 +23,8 @@ class Operands:
     Gaps between rows that lie apart count as theirs; the rest of a storage does not.
     """
 
+    seen: Any = None  # what is shown each access, if anything: `add(writes, addresses, nbytes)`
+
     def __init__(self) -> None:
         self._kernel = ""
         self._named: list[tuple[int, int, str]] = []  # first byte, end, argument
@@ -50,6 +52,8 @@ class Operands:
         used = addresses[mask]
         if not used.size:
             return
+        if Operands.seen is not None:
+            Operands.seen.add(what == "writes", used, nbytes)
         least, most = int(used.min()), int(used.max())
         at = bisect_right(self._first, least) - 1
         if at >= 0 and most + nbytes <= self._end[at]:

@@ -148,8 +148,8 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def memory_is_freed_behind_its_uses() -> Iterator[None]:
-    """On the late GPU, torch's allocator must not give memory away that another stream uses."""
+def streams_wait_for_each_other() -> Iterator[None]:
+    """On the late GPU, no memory is freed or used while another stream may still use it."""
     yield
     if os.environ.get("QOFF_LATE_GPU"):
         from tests.late_gpu import DEVICE

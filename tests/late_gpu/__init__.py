@@ -6,7 +6,8 @@ the host waits for it, or for something behind it, and not before; other streams
 early instead. New memory is filled with 0xFF, NaN in floats. So a missing wait, an event recorded
 too early, host memory that is filled again before it was copied, a read by the host within the
 capture of a graph or memory that a graph still uses after it was freed are wrong numbers or errors,
-each time. `install` is for a whole process.
+each time. Tasks of several streams that use the same bytes in no order fail the test, whatever the
+numbers are (`races`). `install` is for a whole process.
 """
 
 from .install import install

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import tensors
-from .streams import DEVICE, LateGraph, LateStream, Work
+from .races import Uses
+from .streams import DEVICE, LateGraph, LateStream, Work, merge
 
 
 class Stream:
@@ -38,13 +39,10 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         with DEVICE.lock:
             if event._graph is not None and self._late.capturing is None:
-                self._late.capturing = event._graph  # it joins the capture
-                event._graph.streams.append(self._late)
+                event._graph.joined_by(self._late)
+            merge(self._late.knows, event._knows)
             if event._work is None:
                 return
-            for stream, seq in event._knows.items():
-                if self._late.knows.get(stream, 0) < seq:
-                    self._late.knows[stream] = seq
             with stream_of(self._late):
                 DEVICE.submit(None, name="wait", waits=(event._work,))
 
@@ -57,7 +55,10 @@ class Stream:
         DEVICE.synchronize(self._late, "stream.synchronize")
 
     def query(self) -> bool:
-        return not self._late.queue
+        done = not self._late.queue
+        if done:
+            merge(DEVICE.host_knows, self._late.knows)
+        return done
 
 
 class Event:
@@ -90,15 +91,15 @@ class Event:
                 return
             DEVICE.waited["event"] += 1
             DEVICE.finish(self._work)
-            for stream, seq in self._knows.items():
-                if DEVICE.host_knows.get(stream, 0) < seq:
-                    DEVICE.host_knows[stream] = seq
+            merge(DEVICE.host_knows, self._knows)
 
     def query(self) -> bool:
         """Asking is taken for waiting a while."""
         if self._work is not None and not self._work.done:
             DEVICE.finish(self._work)
             return False
+        if self._work is not None:
+            merge(DEVICE.host_knows, self._knows)
         return True
 
     def elapsed_time(self, other: Event) -> float:
@@ -152,13 +153,10 @@ class CUDAGraph:
         if stream is DEVICE.default:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         assert stream.capturing is None
-        stream.capturing = self._late
-        self._late.streams.append(stream)
+        self._late.joined_by(stream)
 
     def capture_end(self) -> None:
-        for stream in self._late.streams:
-            stream.capturing = None
-        self._late.streams.clear()
+        self._late.ended()
 
     def replay(self) -> None:
         late = self._late
@@ -166,14 +164,14 @@ class CUDAGraph:
         if dead:
             raise RuntimeError(f"a graph uses {len(dead)} memories that have been freed")
         memories = [memory() for memory in late.others.values()]
+        uses = Uses()
 
         def run() -> None:
             for own in late.own:
                 tensors.poison(own)
-            for work in late.works:
-                work()
+            DEVICE.faults += late.replay(uses)
 
-        DEVICE.submit(run, memories, "graph")
+        DEVICE.submit(run, memories, "graph", uses=uses)
 
     def reset(self) -> None:
         self._late = LateGraph()

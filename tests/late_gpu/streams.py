@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .races import Region, Uses, done, forget
+
 
 @dataclass(eq=False)
 class Work:
@@ -23,6 +25,7 @@ class Work:
     seq: int
     waits: tuple[Work, ...] = ()
     name: str = ""
+    uses: Uses | None = None
     done: bool = False
 
 
@@ -32,8 +35,8 @@ class Memory:
     uses: the newest use by each stream. made_by: the stream that it is given back to.
     """
 
-    def __init__(self, made_by: LateStream, graph: LateGraph | None) -> None:
-        self.made_by, self.graph = made_by, graph
+    def __init__(self, made_by: LateStream, graph: LateGraph | None, region: Region) -> None:
+        self.made_by, self.graph, self.region = made_by, graph, region
         self.uses: dict[LateStream, int] = {}
         self.recorded: set[LateStream] = set()
         weakref.finalize(self, _freed, made_by, self.uses, self.recorded, graph)
@@ -77,10 +80,28 @@ class LateStream:
 class LateGraph:
     """What was captured: works in the order of the calls, and the memory that they use."""
 
-    works: list[Callable[[], object]] = field(default_factory=list)
+    works: list[tuple[Callable[[], object], Uses]] = field(default_factory=list)
     own: list[Any] = field(default_factory=list)  # memory allocated within
     others: dict[int, Any] = field(default_factory=dict)  # weak references to memory from before
     streams: list[LateStream] = field(default_factory=list)
+    knew: dict[LateStream, dict[LateStream, int]] = field(default_factory=dict)  # before
+
+    def joined_by(self, stream: LateStream) -> None:
+        stream.capturing = self
+        self.streams.append(stream)
+        self.knew[stream] = dict(stream.knows)
+
+    def ended(self) -> None:
+        """What streams know of each other within a graph holds within it."""
+        for stream in self.streams:
+            stream.capturing, stream.knows = None, self.knew[stream]
+        self.streams.clear()
+        self.knew.clear()
+
+    def replay(self, uses: Uses) -> list[str]:
+        """Do what was captured, as the task that `uses` stands for; races."""
+        within: dict[Region, Any] = {}
+        return [race for run, own in self.works for race in done(run, own, uses, within)]
 
 
 class Device:
@@ -118,24 +139,28 @@ class Device:
         memories: Iterable[Memory] = (),
         name: str = "",
         waits: tuple[Work, ...] = (),
+        uses: Uses | None = None,
     ) -> Work | None:
         """Queue something on the current stream; within a capture, add it to the graph."""
         with self.lock:
             stream = self.current
             graph = stream.capturing
+            stream.count += 1
+            if graph is None:
+                merge(stream.knows, self.host_knows)
+            stream.knows[stream] = stream.count
+            if uses is not None:
+                uses.asked(name, stream)
             if graph is not None:
                 if run is not None:
-                    graph.works.append(run)
+                    graph.works.append((run, uses or Uses()))
                 for memory in memories:
                     if memory.graph is not graph:
                         graph.others[id(memory)] = weakref.ref(memory)
                 return None
-            stream.count += 1
-            _merge(stream.knows, self.host_knows)
-            stream.knows[stream] = stream.count
             for memory in memories:
                 memory.uses[stream] = stream.count
-            work = Work(run, stream, stream.count, waits, name)
+            work = Work(run, stream, stream.count, waits, name, uses)
             stream.queue.append(work)
             stream.tail = work
             self._advance()
@@ -165,7 +190,7 @@ class Device:
             self.waited[why] += 1
             for one in self.streams if stream is None else [stream]:
                 self.finish(one.tail)
-                _merge(self.host_knows, one.knows)
+                merge(self.host_knows, one.knows)
 
     def _do(self, work: Work) -> None:
         found = work.stream.queue.popleft()
@@ -173,12 +198,21 @@ class Device:
         collects = gc.isenabled()
         gc.disable()  # what is collected may wait for the device, which is busy with this
         try:
-            if work.run is not None:
+            if work.run is not None and work.uses is not None:
+                self.faults += done(work.run, work.uses, None, {})
+                forget(work.uses, self._floor)
+            elif work.run is not None:
                 work.run()
         finally:
-            work.done, work.run, work.waits = True, None, ()
+            work.done, work.run, work.waits, work.uses = True, None, (), None
             if collects:
                 gc.enable()
+
+    def _floor(self, stream: LateStream) -> int:
+        """Up to which task of a stream all that is done from now on knows of it."""
+        queued = [x.uses for one in self.streams for x in one.queue if x.uses is not None]
+        known = [self.host_knows, *(uses.knows for uses in queued)]
+        return min(one.get(stream, 0) for one in known)
 
     def _advance(self) -> None:
         """Let streams that are early do what they may."""
@@ -191,7 +225,7 @@ class Device:
                     moved = True
 
 
-def _merge(known: dict[LateStream, int], more: dict[LateStream, int]) -> None:
+def merge(known: dict[LateStream, int], more: dict[LateStream, int]) -> None:
     for stream, seq in more.items():
         if known.get(stream, 0) < seq:
             known[stream] = seq

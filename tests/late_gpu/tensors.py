@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from .device import give_keys
+from .races import Region, Uses
 from .streams import DEVICE, Memory
 
 aten = torch.ops.aten
@@ -25,11 +27,12 @@ _WAITING = {
     aten.unique_consecutive.default,
     aten.allclose.default,
 }
-_pinned: dict[int, int] = {}  # start -> end
+DATA: Any = torch._C.TensorBase.data
+_pinned: dict[int, Region] = {}
 
 
 def pin(start: int, nbytes: int) -> None:
-    _pinned[start] = start + nbytes
+    _pinned[start] = Region(start, nbytes)
 
 
 def unpin(start: int) -> None:
@@ -37,8 +40,17 @@ def unpin(start: int) -> None:
 
 
 def is_pinned(x: Tensor) -> bool:
+    return bool(_places(x))
+
+
+def _places(x: Any) -> list[tuple[Region, Tensor]]:
+    """The memory of a tensor that streams may share."""
+    if isinstance(x, LateTensor):
+        return [(x.memory.region, x.here)]
+    if not isinstance(x, Tensor):
+        return []
     at = x.data_ptr()
-    return any(start <= at < end for start, end in list(_pinned.items()))
+    return [(one, x) for one in list(_pinned.values()) if one.start <= at < one.end][:1]
 
 
 class LateTensor(Tensor):
@@ -61,6 +73,14 @@ class LateTensor(Tensor):
         )
         made.here, made.memory = here, memory
         return made
+
+    @property
+    def data(self) -> LateTensor:
+        return LateTensor(self.here, self.memory)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        set_data(self, value)
 
     def __repr__(self) -> str:
         return f"LateTensor({tuple(self.shape)}, {self.dtype})"
@@ -98,6 +118,22 @@ class LateTensor(Tensor):
         return dispatch(func, args, kwargs or {})
 
 
+def set_data(x: Tensor, value: Tensor) -> None:
+    """`x.data = value`, which may move `x` to the device or from it."""
+    DATA.__set__(x, value)
+    give_keys(x, value)
+    if isinstance(value, LateTensor):
+        if not isinstance(x, LateTensor):
+            parameter = isinstance(x, torch.nn.Parameter)
+            x.__class__ = LateTensor
+            if parameter:
+                x._is_param = True  # type: ignore[attr-defined]
+        x.here, x.memory = value.here, value.memory  # type: ignore[attr-defined]
+    elif isinstance(x, LateTensor):
+        x.__class__ = torch.nn.Parameter if hasattr(x, "_is_param") else Tensor
+        del x.here, x.memory
+
+
 def _index(index: Any) -> Any:
     """An index whose lists are tensors of the host."""
     if isinstance(index, tuple):
@@ -122,7 +158,8 @@ def new(make: Callable[[], Tensor]) -> LateTensor:
     here = make()
     poison(here)
     graph = DEVICE.current.capturing
-    memory = Memory(DEVICE.current, graph)
+    storage = here.untyped_storage()
+    memory = Memory(DEVICE.current, graph, Region(storage.data_ptr(), storage.nbytes()))
     if graph is not None:
         graph.own.append(here)
     return LateTensor(here, memory)
@@ -177,8 +214,14 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     flat = [torch.device("cpu") if isinstance(x, torch.device) else x for x in flat]
     inner_args, inner_kwargs = tree_unflatten([_inner(x) for x in flat], spec)
     memories = [x.memory for x in late]
+    written = list(_written(func, args, kwargs).values()) if func._schema.is_mutable else []
+    changed = [x for x in tree_flatten(written)[0] if isinstance(x, LateTensor)]
+    uses = Uses(
+        reads=[place for x in late if not any(x is one for one in changed) for place in _places(x)],
+        writes=[place for x in changed for place in _places(x)],
+    )
     if func._schema.is_mutable:
-        DEVICE.submit(partial(func, *inner_args, **inner_kwargs), memories, func.name())
+        DEVICE.submit(partial(func, *inner_args, **inner_kwargs), memories, func.name(), uses=uses)
         return _mutated(func, args, kwargs)
     try:
         shapes = _on(_meta, func, flat, spec)
@@ -202,6 +245,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         def compute() -> Tensor:
             return func(x.float(), dim, False)
+    elif func is aten.histc.default:  # which a CPU has for floats only
+        x, *bins = inner_args
+
+        def compute() -> Tensor:
+            return func(x.double(), *bins, **inner_kwargs)
     else:
         compute = partial(func, *inner_args, **inner_kwargs)
 
@@ -212,8 +260,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 target.copy_(one)
 
     memories += [x.memory for x in outs if isinstance(x, LateTensor)]
+    uses.writes += [place for x in outs if isinstance(x, LateTensor) for place in _places(x)]
     if any(x.numel() for x in targets if isinstance(x, Tensor)):
-        DEVICE.submit(run, memories, func.name())
+        DEVICE.submit(run, memories, func.name(), uses=uses)
     return tree_unflatten(outs, out_spec)
 
 
@@ -223,6 +272,11 @@ def _is_mask(index: Tensor | None) -> bool:
 
 def _eager(func: Any, flat: list[Any], spec: Any, why: str) -> Any:
     """Do it now, behind the current stream's work."""
+    if DEVICE.current.capturing is None:
+        uses = Uses(
+            reads=[place for x in flat if isinstance(x, LateTensor) for place in _places(x)]
+        )
+        DEVICE.submit(lambda: None, name=why, uses=uses)
     DEVICE.synchronize(DEVICE.current, why)
     DEVICE.eager[why] += 1
     flat = [torch.device("cpu") if isinstance(x, torch.device) else x for x in flat]
@@ -259,16 +313,22 @@ def _on(stand_in: Callable[[Any], Any], func: Any, flat: list[Any], spec: Any) -
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op returns that writes to its arguments: these."""
-    by_name: dict[str, Any] = {}
-    for at, argument in enumerate(func._schema.arguments):
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            by_name[next(iter(argument.alias_info.before_set))] = value
+    by_name = _written(func, args, kwargs)
     found = []
     for one in func._schema.returns:
         assert one.alias_info is not None, func
         found.append(by_name[next(iter(one.alias_info.before_set))])
     return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that an op writes to, by their names in its schema's aliases."""
+    found: dict[str, Any] = {}
+    for at, argument in enumerate(func._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found[next(iter(argument.alias_info.before_set), argument.name)] = value
+    return found
 
 
 def _copy(dest: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -280,7 +340,8 @@ def _copy(dest: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             origin = source.clone()
     else:
         waits = not isinstance(dest, LateTensor) and not (non_blocking and is_pinned(dest))
-    DEVICE.submit(partial(to.copy_, origin), memories, "copy")
+    uses = Uses(reads=_places(source), writes=_places(dest))
+    DEVICE.submit(partial(to.copy_, origin), memories, "copy", uses=uses)
     if waits:
         DEVICE.synchronize(DEVICE.current, "blocking copy")
     return dest

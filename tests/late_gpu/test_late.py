@@ -53,6 +53,9 @@ def test_streams_know_of_each_other_what_they_wait_for() -> None:
             return found.tolist()
 
     assert doubled(lambda _: None) == [1, 1, 1, 1]
+    torch.cuda.synchronize()
+    assert [fault[:5] for fault in DEVICE.faults] == ["race:"]
+    DEVICE.faults.clear()
     assert doubled(lambda other: other.wait_stream(torch.cuda.current_stream())) == [2, 2, 2, 2]
 
 
