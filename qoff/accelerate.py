@@ -75,7 +75,7 @@ def cpu_offload(
     device = _device(model, execution_device)
     values = _offloaded(model, state_dict, None, None)
     units = _units(model, values, preload_module_classes, offload_buffers)
-    return _placed(model, dict.fromkeys(units, HOST), device, None, values)
+    return _without_map(_placed(model, dict.fromkeys(units, HOST), device, None, values))
 
 
 def disk_offload(
@@ -92,7 +92,7 @@ def disk_offload(
     device = _device(model, execution_device)
     values = _offloaded(model, None, offload_dir, None)
     units = _units(model, values, preload_module_classes, offload_buffers)
-    return _placed(model, dict.fromkeys(units, DISK), device, offload_dir, values)
+    return _without_map(_placed(model, dict.fromkeys(units, DISK), device, offload_dir, values))
 
 
 def dispatch_model(
@@ -226,6 +226,12 @@ def _placed(
     back = placed(model, where, device, folder, values)
     if where or force_hooks:
         add_hook_to_module(model, _Streaming(device, skip_keys, back))
+    return model
+
+
+def _without_map(model: Model) -> Model:
+    """As Accelerate leaves it: PEFT gives a model back its weights where a map says they stream."""
+    del model.hf_device_map
     return model
 
 

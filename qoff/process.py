@@ -1,10 +1,12 @@
-"""What a forked process may use: it has its parent's memory and files, but not its threads."""
+"""What a forked process may use: its parent's memory and files, but not its threads; garbage."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -67,3 +69,15 @@ def only_here(close: Callable[[], object]) -> Callable[[], None]:
             close()
 
     return call
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which runs no finalizers meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -9,14 +9,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from tqdm.auto import tqdm
 
 from qoff.budgets import check_host_bound, give_back, memory_bounds, resolve_dtype
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, QoffError
 from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import device_for
 from qoff.hf.tokenizer import has_tokenizer, load_tokenizer
@@ -430,6 +430,13 @@ class LLM:
         if self._device.type == "cuda":
             gc.collect()  # what was open refers to itself
             give_back(self._device)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied: threads, open files and buffers have no copy."""
+        raise QoffError(
+            "a qoff.LLM cannot be pickled or copied; give other processes its path, "
+            f"{self.checkpoint.path}, and open one in each"
+        )
 
     def __enter__(self) -> Self:
         return self

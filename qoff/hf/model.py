@@ -239,6 +239,33 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         )
         return decoding.run(input_ids, logits)
 
+    def _get_candidate_generator(
+        self, generation_config: GenerationConfig, *given: Any, **options: Any
+    ) -> Any:
+        """transformers' hook. Raises OpError for what takes layers out of torch's modules."""
+        if generation_config.assistant_early_exit is not None:
+            raise OpError(
+                "generate does not support assistant_early_exit; give an assistant_model, or use "
+                f"{self._in_torch}"
+            )
+        made: Any = super()._get_candidate_generator  # type: ignore[misc]
+        return made(generation_config, *given, **options)
+
+    def heal_tokens(self, input_ids: Any, tokenizer: Any = None) -> Any:
+        """transformers' hook, which tokenizes prompts anew: int64 [B, T] again.
+
+        Raises OpError where that gives another shape, as it drops special tokens and outer spaces:
+        attention_mask and positions are those of the ids that were given.
+        """
+        healed = super().heal_tokens(input_ids, tokenizer)
+        if healed.shape != input_ids.shape:
+            raise OpError(
+                f"token_healing makes {list(healed.shape)} tokens of {list(input_ids.shape)}: it "
+                "takes prompts without special tokens and without spaces at their ends; leave them "
+                "out, or token_healing"
+            )
+        return healed
+
     @property
     def _is_changed(self) -> bool:
         """Whether a forward pass is more than `forward`: hooks, or another one in its place."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError, BudgetError
+from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
@@ -22,6 +24,10 @@ def test_one_bad_prompt_fails_alone(checkpoint: Path) -> None:
     with LLM(checkpoint, Plan(batch_size=4, context=CONTEXT, kv=QUANT)) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         found = llm.generate(prompts, params)  # type: ignore[arg-type]
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(QoffError, match="pickled or copied; give other processes"):
+                copied(llm)
+    assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == found
     assert [r.index for r in found] == list(range(10))
     errors = {r.index: r.error for r in found if r.finish_reason == "error"}
     forms = "text, token ids, {'prompt': text} or {'prompt_token_ids': ids}"

@@ -22,6 +22,7 @@ import qoff.accelerate as ours
 from qoff.errors import ArgumentError
 from qoff.hf.dispatch.values import Values
 from tests.hf.test_dispatch import model_of, results
+from tests.tolerances import RELATIVE_RMS, assert_close
 
 CPU = torch.device("cpu")
 WHOLE = ["Shortcut"]
@@ -222,6 +223,29 @@ def test_removing_hooks_gives_the_model_back(place: str, tmp_path: Path) -> None
     model.double().float()
     model(torch.randn(3, 16)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_peft_loads_an_adapter_into_a_model_that_streams(way: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    tuned = peft.get_peft_model(model_of("llama"), config).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    given = {
+        "cpu_offload": (CPU,),
+        "disk_offload": (tmp_path, CPU),
+        "dispatch_model": ({"": "cpu", "model.layers.1": "disk"}, None, None, tmp_path),
+    }[way]
+    model = getattr(ours, way)(model_of("llama"), *given)
+    away = sum(p.is_meta for p in model.parameters())
+    if way == "dispatch_model":
+        del model.hf_device_map
+    assert not hasattr(model, "hf_device_map")
+    same = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    assert sum(p.is_meta for p in same.parameters()) == away > 0
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with torch.no_grad():
+        assert_close(same(ids).logits, tuned(ids).logits, tolerance=RELATIVE_RMS[torch.float32])
 
 
 def test_weights_that_are_not_there_are_no_numbers(tmp_path: Path) -> None:

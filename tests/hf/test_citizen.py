@@ -39,6 +39,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "more tokens": (lambda m: m.resize_token_embeddings(9), "has no modules of torch"),
     "checkpointing": (lambda m: m.gradient_checkpointing_enable(), "has no modules of torch"),
     "hidden states": (lambda m: m(IDS, output_hidden_states=True), "output_hidden_states=True;"),
+    "early exit": (lambda m: m.generate(IDS, assistant_early_exit=1), "give an assistant_model"),
     "attentions": (lambda m: m.generate(IDS, output_attentions=True), "output_attentions=True;"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import re
 import threading
 import weakref
@@ -93,8 +94,8 @@ def test_results_are_the_same_bits(name: str, place: str, tmp_path: Path) -> Non
         model, device="cpu", device_memory=least, host_memory=host, offload_folder=tmp_path
     )
     assert same is model
-    assert model.hf_device_map[""] == torch.device("cpu")
-    places = set(model.hf_device_map.values()) - {torch.device("cpu")}
+    assert json.loads(json.dumps(model.hf_device_map))[""] == "cpu:0"
+    places = set(model.hf_device_map.values()) - {"cpu:0"}
     assert {"host": {"cpu"}, "disk": {"disk"}, "both": {"cpu", "disk"}}[place] == places
     for one, other in zip(results(model), wanted, strict=True):
         assert torch.equal(one, other)
@@ -168,14 +169,32 @@ def test_adapters_of_peft_come_with_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 def test_nothing_is_loaded_into_weights_that_stream(assign: bool) -> None:
     model = model_of("llama")
-    given = {name: x.clone() for name, x in model.state_dict().items()}
+    kept = model.state_dict()
+    given = {name: 2 * x for name, x in kept.items()}
     wanted = results(model)
     qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
     with pytest.raises(StreamedError, match=r"model\.layers\.\d\.\S+ streams, and nothing can be"):
         model.load_state_dict(given, assign=assign)
+    assert torch.equal(model.model.embed_tokens.weight, kept["model.embed_tokens.weight"])
+    given = dict(kept)
     stays = {"model.norm.weight": given["model.norm.weight"]}
     model.load_state_dict(stays, strict=False, assign=assign)
     model.load_state_dict(model.state_dict(), assign=assign)  # as it is
+    assert all(map(torch.equal, results(model), wanted))
+
+
+def test_a_weight_that_is_set_into_a_layer_that_streams_is_not_lost(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = model_of("llama")
+    model.save_pretrained(tmp_path)
+    wanted = results(model)
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
+    with pytest.raises(StreamedError, match="streams, and nothing can be loaded into it"):
+        accelerate.load_checkpoint_in_model(model, str(tmp_path), device_map={"": "cpu"})
+    projection = model.model.layers[1].mlp.down_proj
+    projection.weight = nn.Parameter(torch.zeros(projection.weight.shape), requires_grad=False)
+    with pytest.raises(StreamedError, match="another weight was set; the layer streams"):
+        results(model)
     assert all(map(torch.equal, results(model), wanted))
 
 
@@ -204,7 +223,7 @@ def test_a_learned_prefix_is_used_and_has_no_gradients(tmp_path: Path) -> None:
     tuned.save_pretrained(tmp_path / "prefix")
     model = model_of("llama")
     qoff.dispatch(model, device="cpu", device_memory=sum(least_of(model)) // 2)
-    assert {*model.hf_device_map.values()} == {torch.device("cpu"), "cpu"}  # some layers stay
+    assert {*model.hf_device_map.values()} == {"cpu:0", "cpu"}  # some layers stay
     same = peft.PeftModel.from_pretrained(model, tmp_path / "prefix").eval()
     options: Any = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():

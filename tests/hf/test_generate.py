@@ -246,6 +246,20 @@ def test_the_pipeline_takes_model_and_tokenizer(
     assert not [r for r in caplog.records if "not supported" in r.getMessage()]
 
 
+def test_healed_tokens_are_those_of_transformers(
+    model: Any, tokenizer: Any, reference: Any
+) -> None:
+    def healed(by: Any, prompts: list[str]) -> torch.Tensor:
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+        options = {"token_healing": True, "tokenizer": tokenizer, "do_sample": False}
+        found: torch.Tensor = by.generate(**inputs, **options, max_new_tokens=NEW)
+        return found
+
+    assert torch.equal(healed(model, PROMPTS), healed(reference, PROMPTS))
+    with pytest.raises(OpError, match=r"\[1, 5\] tokens of \[1, 7\]: it takes prompts without spe"):
+        healed(model, [" Hello "])
+
+
 def test_the_defaults_of_the_model_are_kept(model: Any, checkpoint: Path) -> None:
     stored = GenerationConfig.from_pretrained(checkpoint)
     assert model.generation_config.eos_token_id == stored.eos_token_id == EOS

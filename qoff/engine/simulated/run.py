@@ -17,13 +17,13 @@ from qoff.kvcache.slots import SlotCache
 from qoff.memory.arena import PAGE, round_up
 from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
-from qoff.models.native.graphs import uncollected
 from qoff.plan import Plan
 from qoff.plan.calls import as_used
 from qoff.plan.certify import Certified
 from qoff.plan.profile import MachineProfile
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
+from qoff.process import uncollected
 
 from .executor import open_simulated
 from .experts import Router, warm

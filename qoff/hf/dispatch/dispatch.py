@@ -153,7 +153,7 @@ def placed(
             assert offload_folder is not None
             files |= _written(on_disk, Path(offload_folder), values, resources)
         hosted = [unit for unit in units if unit not in on_disk]
-        _stream(model, files, hosted, device, values, slots, resources)
+        back.methods = _stream(model, files, hosted, device, values, slots, resources)
         back.close = weakref.finalize(model, only_here(resources.pop_all().close))
     for module in model.modules():
         if hasattr(module, "save_pretrained"):
@@ -163,12 +163,12 @@ def placed(
 
 def _device_map(
     model: nn.Module, places: Mapping[ModelUnit, str], device: torch.device
-) -> dict[str, str | torch.device]:
+) -> dict[str, str]:
     """Where layers are, as Accelerate writes it; PEFT looks for each, and for what computes.
 
-    Only a name of HOST or DISK streams, so a CPU that computes is no name.
+    Only what HOST or DISK is said of streams, so a CPU that computes is "cpu:0".
     """
-    main = device if device.type == "cpu" else str(device)
+    main = "cpu:0" if device.type == "cpu" else str(device)
     layers = dict.fromkeys((path for path, _ in layers_of(model)), main)
     return {"": main, **layers, **{unit.path: place for unit, place in places.items()}}
 
@@ -177,6 +177,7 @@ class _Back:
     """Gives a model its weights again, and its own methods."""
 
     close: Callable[[], object]
+    methods: StreamedMethods
 
     def __init__(self, model: nn.Module, units: list[ModelUnit]) -> None:
         self._model, self._units = model, units
@@ -205,6 +206,8 @@ class _Back:
             del unit.module.__dict__[attribute]
             if attribute != "forward" or unit.module.forward != layer.own:
                 setattr(unit.module, attribute, layer.own)
+        for guard in self.methods.guards:
+            guard.remove()
         for p in self._learning:
             p.requires_grad_()
         for module in self._model.modules():
@@ -255,7 +258,7 @@ def _stream(
     values: Values,
     slots: int,
     resources: ExitStack,
-) -> None:
+) -> StreamedMethods:
     """Let units take their weights from a store, which is closed with `resources`."""
     part, units = _checkpoint(files), list(files)
     plan = streamed_residency(part, [units.index(unit) for unit in hosted], device, slots)
@@ -268,7 +271,7 @@ def _stream(
     turn = threading.Lock()
     for number, unit in enumerate(units):
         OffloadedLayer(unit.module, store, turn, number, [UnitPlace(unit, device)])
-    StreamedMethods(model, device, plan)
+    return StreamedMethods(model, device, plan)
 
 
 def _checkpoint(files: Mapping[ModelUnit, WeightFile]) -> Checkpoint:

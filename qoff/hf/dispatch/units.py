@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from qoff.checkpoint import TensorEntry, WeightFile
 from qoff.checkpoint.layout import ALIGNMENT, DTYPE_NAMES
 from qoff.errors import ArgumentError, StreamedError
 from qoff.hf.plugin.install import table_of
+from qoff.hf.plugin.offloaded import NOT_LOADED
 from qoff.memory import Weights
 
 from .values import Values, saved
@@ -89,6 +90,11 @@ class Absent(nn.Parameter):
 
     home = CPU
 
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Self:
+        if not data.is_meta:  # as Accelerate's load_checkpoint_in_model makes it
+            raise StreamedError(f"a weight streams, {NOT_LOADED}")
+        return super().__new__(cls, data, requires_grad)
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.home
@@ -131,8 +137,12 @@ class UnitPlace:
         return [_as(x, p) for x, p in zip(found, self._learn, strict=True) if isinstance(x, Tensor)]
 
     def put(self, values: Sequence[Tensor]) -> None:
+        lent = values is not self.empty
         for (_, places), value in zip(self._places, values, strict=True):
             for table, own in places:
+                now = table[own]
+                if lent and not isinstance(now, Absent) and now is not value:  # it would be lost
+                    raise StreamedError(f"another {own} was set; the layer streams, {NOT_LOADED}")
                 table[own] = value
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qoff.errors import ArgumentError
-from qoff.hf.plugin.install import table_of
+from qoff.hf.plugin.install import table_of, tensors_of
 
 
 class Values:
@@ -84,9 +84,8 @@ def saved(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 def saved_of(module: nn.Module) -> list[str]:
     """The tensors that a module itself has, without what is not saved."""
-    found = {**module._parameters, **module._buffers}
     left_out = module._non_persistent_buffers_set
-    return [own for own, x in found.items() if x is not None and own not in left_out]
+    return [own for own in tensors_of(module) if own not in left_out]
 
 
 def _same(x: Tensor, value: Tensor) -> Tensor:

@@ -164,3 +164,9 @@ def _same(a: QTensor, b: QTensor) -> bool:
 def table_of(module: nn.Module, own: str) -> dict[str, Any]:
     """Where a module has a tensor of its own: a router's correction is a buffer."""
     return module._buffers if own in module._buffers else module._parameters
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module itself has."""
+    found = {**module._parameters, **module._buffers}
+    return {own: x for own, x in found.items() if x is not None}

@@ -17,7 +17,7 @@ from qoff.hf.packed.derived import QoffEmbedding
 from qoff.hf.packed.module import CodesModule, PackedModule
 from qoff.memory import Residency
 
-from .offloaded import OffloadedLayer
+from .offloaded import OffloadedLayer, refusing_loads
 
 
 def num_parameters(
@@ -45,9 +45,10 @@ class StreamedMethods:
         self._streams = plan.weight_bytes
         floats = (p.dtype for p in model.parameters() if p.is_floating_point())
         self._dtype = next(floats, torch.get_default_dtype())
-        for module in model.modules():
-            if any(isinstance(part.forward, OffloadedLayer) for part in module.modules()):
-                module._apply = partial(self.apply, weakref.ref(module))  # type: ignore[method-assign]
+        around = [m for m in model.modules() if any(map(_streams, m.modules()))]
+        for module in around:
+            module._apply = partial(self.apply, weakref.ref(module))  # type: ignore[method-assign]
+        self.guards = refusing_loads(around)
         model.get_memory_footprint = self.footprint  # type: ignore[assignment]
 
     def apply(
@@ -77,3 +78,7 @@ class StreamedMethods:
         assert model is not None
         found = [*model.parameters(), *(model.buffers() if return_buffers else ())]
         return self._streams + sum(x.nbytes for x in found if not x.is_meta)
+
+
+def _streams(module: nn.Module) -> bool:
+    return isinstance(module.forward, OffloadedLayer)

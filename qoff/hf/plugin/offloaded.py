@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from qoff.checkpoint.layout import QuantEntry, WeightFile
@@ -23,10 +24,11 @@ from qoff.memory import Weights, WeightStore
 from qoff.memory.plan import local_names
 from qoff.quant.rows import reordered
 
-from .install import Packed, experts_module, install
+from .install import Packed, experts_module, install, tensors_of
 from .units import StoredWeight
 
 _Find = Callable[[Weights], Packed]
+NOT_LOADED = "and nothing can be loaded into it; load the weights before the model streams"
 
 
 class Place(Protocol):
@@ -78,8 +80,7 @@ class OffloadedLayer:
         self._places = places
         functools.update_wrapper(self, self.own)
         self._layer.forward = self
-        parts = layer.modules()
-        self._guards = [m.register_load_state_dict_pre_hook(_refuse_loading) for m in parts]
+        self._guards = refusing_loads(layer.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -142,17 +143,21 @@ class OffloadedLayer:
         )
 
 
+def refusing_loads(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Have `load_state_dict` of these refuse values of weights that stream, before it loads any."""
+    return [module.register_load_state_dict_pre_hook(_refuse_loading) for module in modules]
+
+
 def _refuse_loading(
     module: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """A hook of `load_state_dict`. Raises StreamedError for values of what a module is without."""
-    for own, x in {**module._parameters, **module._buffers}.items():
-        value = state_dict.get(f"{prefix}{own}")
-        if x is not None and x.is_meta and value is not None and not value.is_meta:
-            raise StreamedError(
-                f"{prefix}{own} streams, and nothing can be loaded into it; load the weights "
-                "before the model streams"
-            )
+    """Raise StreamedError for values of what a module, or one in it, is without."""
+    for path, part in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        for own, x in tensors_of(part).items():
+            name = f"{path}.{own}" if path else own
+            value = state_dict.get(name)
+            if x.is_meta and value is not None and not value.is_meta:
+                raise StreamedError(f"{name} streams, {NOT_LOADED}")
 
 
 def _refuse_gradients(tensors: Iterable[object]) -> None:

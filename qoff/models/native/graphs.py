@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +17,7 @@ from qoff.kernels.layout.ending import Ending
 from qoff.kernels.ops import RecordWhileDone, Scratch
 from qoff.kernels.upload import on_device, pinned
 from qoff.memory.io.copy_stream import RECORDING
+from qoff.process import uncollected
 
 from .graph_steps import MOST, GraphSteps, Replay, StepsAhead
 
@@ -270,7 +270,8 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        # On the stream, whose device is current, too.
+        # What the garbage collector finds, like a model that nobody closed, may wait for the GPU or
+        # free pinned memory: either ends a capture. On the stream, whose device is current, too.
         with RECORDING, uncollected(), torch.cuda.stream(self._stream):
             # Other threads go on copying weights meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -294,19 +295,6 @@ class CudaRecorder:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
         can_draw_again(self._stream.device)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the garbage collector: what it finds, like a model that nobody closed, may wait for
-    the GPU or free pinned memory, and either ends a capture."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def can_draw_again(device: torch.device) -> None:
