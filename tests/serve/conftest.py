@@ -84,9 +84,10 @@ class Running:
         body: Any = None,
         headers: dict[str, str] | None = None,
         method: str | None = None,
+        timeout_s: float = 20,
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, document and headers; body: JSON, or bytes as they are."""
-        connection = HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        connection = HTTPConnection("127.0.0.1", self.server.port, timeout=timeout_s)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             method = method or ("GET" if data is None else "POST")

@@ -47,7 +47,8 @@ def check_top_on_gpu(shapes: Sequence[HeadShape], kv: KVQuant) -> None:
     if kv.attention_top < 1 and wide:
         raise ArgumentError(
             f"on a GPU attention to latents, or with heads of over {WIDEST} channels, is to all "
-            "blocks: use attention_top=1 (leave out --attention-top), or device='cpu'"
+            "blocks: use attention_top=1 (leave out --attention-top), or device='cpu' "
+            "(--device cpu)"
         )
 
 
@@ -73,7 +74,9 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
         except UnpackableError as error:
             if not on_device:
                 raise
-            raise UnpackableError(f"{error}, but on a GPU all are; use device='cpu'") from error
+            raise UnpackableError(
+                f"{error}, but on a GPU all are; use device='cpu' (--device cpu)"
+            ) from error
     if not on_device:
         return
     if kv is None:
