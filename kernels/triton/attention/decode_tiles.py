@@ -128,7 +128,7 @@ def attend_blocks(
         v_first, v_second = load_code_pairs(
             record + V_CODES, token[None, :], pair[:, None], HEAD_DIM, PAIRS, V_BITS
         )
-        vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS, True)
+        vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS, STAGES > 1)
 
         k0, k1, k2, k3 = raised_pairs(k_first, k_second, K_BITS, ASM)
         bias = tl.dot(tl.broadcast_to(km0[None, :], (16, PAIRS)), q0)

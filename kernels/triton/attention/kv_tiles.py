@@ -83,8 +83,10 @@ def load_float16(at, first, inside, COUNT: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def load_token_params(params, PARTS: tl.constexpr, PAIRS: tl.constexpr):
-    """Scales of both planes and minima of both planes, float16 [64] each. PAIRS: by `load_float16`,
-    which is of use in loops that Triton pipelines, and takes registers in others."""
+    """Scales of both planes and minima of both planes, float16 [64] each.
+
+    PAIRS: by `load_float16`, of use where Triton copies ahead and registers are left.
+    """
     SECOND: tl.constexpr = (PARTS - 1) * TOKENS
     at = params.to(tl.pointer_type(tl.float16))
     if PAIRS:

@@ -18,7 +18,6 @@ from .kv_tiles import (
     cap_scores,
     first_seen,
     load_code_rows,
-    load_float16,
     load_token_params,
     load_where,
 )
@@ -43,11 +42,12 @@ def load_codes(codes, HEAD_DIM: tl.constexpr, PAD: tl.constexpr, BITS: tl.conste
 def load_channel_params(params, HEAD_DIM: tl.constexpr, PAD: tl.constexpr):
     """Scales of both planes and minima of both planes, float16 [PAD] each."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    at = params.to(tl.pointer_type(tl.float16))
-    a = load_float16(at, 0, HALF, PAD, PAD == HALF)
-    b = load_float16(at + HALF, 0, HALF, PAD, PAD == HALF)
-    c = load_float16(at + HEAD_DIM, 0, HALF, PAD, PAD == HALF)
-    d = load_float16(at + HEAD_DIM + HALF, 0, HALF, PAD, PAD == HALF)
+    at = params.to(tl.pointer_type(tl.float16)) + tl.arange(0, PAD)
+    inside = tl.arange(0, PAD) < HALF
+    a = load_where(at, inside, PAD == HALF)
+    b = load_where(at + HALF, inside, PAD == HALF)
+    c = load_where(at + HEAD_DIM, inside, PAD == HALF)
+    d = load_where(at + HEAD_DIM + HALF, inside, PAD == HALF)
     return a, b, c, d
 
 
@@ -72,7 +72,7 @@ def load_packed_tile(
     k_first, k_second = load_codes(record, HEAD_DIM, PAD, K_BITS)
     a, b, c, d = load_channel_params(record + K_SCALE, HEAD_DIM, PAD)
     v_first, v_second = load_codes(record + V_CODES, HEAD_DIM, PAD, V_BITS)
-    vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS, True)
+    vs_low, vs_high, vm_low, vm_high = load_token_params(record + V_SCALE, PARTS, False)
     k_low, k_high = exact_planes(k_first, k_second, K_BITS, ASM)
     k_low = k_low * a[None, :] + c[None, :]
     k_high = k_high * b[None, :] + d[None, :]
