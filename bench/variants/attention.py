@@ -82,11 +82,13 @@ def _append(kind: str, dtype: str, form: KVFormat) -> Variant:
 
 
 def _merged(capability: int) -> Iterator[Variant]:
-    """Each size of a tile of up to 32 parts, with types, head sizes and rotation in turn."""
+    """Each size of a tile of up to 32 parts, and more parts, with types, head sizes and rotation in
+    turn."""
     types = ("fp32", *float_types(capability))
     sizes = [(64, 1), (64, 2), (80, 4), (64, 8), (64, 16), (64, 32)]
     sizes += [(128, 1), (96, 2), (128, 4), (80, 8), (96, 16), (128, 32)]
     sizes += [(256, 1), (256, 2), (256, 4), (256, 8), (256, 16), (256, 32), (512, 16)]
+    sizes += [(128, 64), (80, 128)]  # of which a tile has 32
     for i, (head_dim, tile) in enumerate(sizes):
         dtype = types[i // 2 % len(types)]
         parts = tile - (tile > 2)  # no multiple of 16

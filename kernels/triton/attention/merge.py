@@ -45,9 +45,13 @@ def merge_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the parts, PARTS at a time; most of a row's parts are in one thread."""
+    """Online softmax over the parts, PARTS at a time; most of a row's parts are in one thread.
+
+    With STAGES of 2 the next ones are copied to shared memory meanwhile.
+    """
     wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, D_PADDED)
@@ -55,7 +59,7 @@ def merge_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     joined = tl.zeros((ROWS, D_PADDED), tl.float32)
-    for first in range(0, parts, PARTS):
+    for first in tl.range(0, parts, PARTS, num_stages=STAGES):
         part = first + tl.arange(0, PARTS)
         there = (part < parts)[:, None] & inside[None, :]
         at = part.to(tl.int64)[:, None] * rows + row[None, :]
@@ -139,6 +143,7 @@ def _bound(
         PARTS=config.parts,
         ROWS=config.rows,
         RUN=run,
+        STAGES=2 if most_parts > config.parts else 1,
         OVERLAP=overlaps(device),
         num_warps=config.num_warps,
         num_stages=1,
