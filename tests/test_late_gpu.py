@@ -19,7 +19,6 @@ SOME = [
     "tests/late_gpu",
     "tests/engine/test_llm_device.py::test_the_answers_do_not_depend_on_the_plan",
     "tests/engine/test_drafts_device.py::test_a_small_model_drafts_and_changes_no_token",
-    "tests/train/test_training_device.py::test_full_training_is_that_of_the_cpu[host]",
     "tests/models/test_passing_experts.py::test_codes_that_the_device_widens_pass_as_they_stream",
 ]
 LEFT = "moved-row or always or auto or near or -2 or -3 or -5"  # others are of the same kinds

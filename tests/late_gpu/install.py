@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from torch.utils import _device
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import cuda, tensors
-from .device import make_device
 from .races import Uses
 from .streams import DEVICE
 
+_META, _CUDA, _TYPES = 14, 1, 24  # of c10::DeviceType
 _library = None
 
 
@@ -31,16 +33,16 @@ def install(early_copies: bool = False) -> None:
     DEVICE.early_copies = early_copies
     if _library is not None:
         return
-    make_device()
+    # A build for CPUs has no guard that makes a GPU the current one; that of `meta` does nothing.
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * _TYPES).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    if guards[_CUDA] is None:
+        guards[_CUDA] = guards[_META]
     _library = torch.library.Library("_", "IMPL")
     _library.fallback(tensors.allocate, "CUDA")
     for name, stand_in in cuda.STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     _device._device_constructors()  # remembers them as they are
-    torch.Tensor.data = property(  # type: ignore
-        lambda x: x.data if isinstance(x, tensors.LateTensor) else tensors.DATA.__get__(x),
-        tensors.set_data,
-    )
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     _pinning()
     _indexed_devices()

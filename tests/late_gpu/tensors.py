@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from .device import give_keys
 from .races import Region, Uses
 from .streams import DEVICE, Memory
 
@@ -27,7 +26,6 @@ _WAITING = {
     aten.unique_consecutive.default,
     aten.allclose.default,
 }
-DATA: Any = torch._C.TensorBase.data
 _pinned: dict[int, Region] = {}
 
 
@@ -74,14 +72,6 @@ class LateTensor(Tensor):
         made.here, made.memory = here, memory
         return made
 
-    @property
-    def data(self) -> LateTensor:
-        return LateTensor(self.here, self.memory)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        set_data(self, value)
-
     def __repr__(self) -> str:
         return f"LateTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -116,22 +106,6 @@ class LateTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
-
-
-def set_data(x: Tensor, value: Tensor) -> None:
-    """`x.data = value`, which may move `x` to the device or from it."""
-    DATA.__set__(x, value)
-    give_keys(x, value)
-    if isinstance(value, LateTensor):
-        if not isinstance(x, LateTensor):
-            parameter = isinstance(x, torch.nn.Parameter)
-            x.__class__ = LateTensor
-            if parameter:
-                x._is_param = True  # type: ignore[attr-defined]
-        x.here, x.memory = value.here, value.memory  # type: ignore[attr-defined]
-    elif isinstance(x, LateTensor):
-        x.__class__ = torch.nn.Parameter if hasattr(x, "_is_param") else Tensor
-        del x.here, x.memory
 
 
 def _index(index: Any) -> Any:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tests.late_gpu import DEVICE
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,8 @@
-"""Training on a GPU, real or late: losses and weights are those of the CPU."""
+"""Training on a GPU: losses and weights are those of the CPU."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from qoff import train
 from .test_gpu import Found, run
 from .test_training import LOSSES, LR, TOKENS, WEIGHTS, batch, model_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("QOFF_LATE_GPU" in os.environ, reason="the late GPU has no gradients"),
+]
 
 KINDS: dict[str, tuple[str, str, torch.dtype, dict[str, Any]]] = {
     "host": ("llama", "host", torch.float32, {}),
