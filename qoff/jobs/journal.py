@@ -222,13 +222,13 @@ class Journal:
             number = operator.index(number)
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        if not 0 <= number < self._requests:
-            return None
         if job != self.job:
             raise FormatError(
                 f"{path}: has lines of another job than {self.places.header}; choose another file, "
                 f"or {_ANEW}"
             )
+        if not 0 <= number < self._requests:
+            return None
         return number if whole else -1
 
     def close(self) -> None:
@@ -256,7 +256,10 @@ def _locked(path: Path) -> int:
 def _check_header(path: Path, says: dict[str, Any]) -> str:
     """The name of the job. Raises ArgumentError, saying what differs, for another one."""
     found = read_object(path, _ANEW)
-    if found.get("version") != _VERSION or not isinstance(found.get("job"), str):
+    version = found.get("version")
+    if isinstance(version, int) and version < _VERSION:
+        raise FormatError(f"{path}: the job was begun by an earlier version of qoff; {_ANEW}")
+    if version != _VERSION or not isinstance(found.get("job"), str):
         raise FormatError(f"{path}: is not the header of a job; {_ANEW}")
     differs = [
         _HASHES.get(name) or f"{name} was {shown(was)} and is {shown(now)}"
