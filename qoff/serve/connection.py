@@ -16,7 +16,8 @@ from qoff.api.errors import ApiError
 
 from .options import ServeOptions
 
-_FIRST_PROBE_S = 0.05  # after which a client that sends no more is asked again, then after twice
+# A client that sends no more is asked again after the first time, then after twice, up to the last.
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.05, 2.0
 
 
 class Connection(H11Protocol):
@@ -55,6 +56,8 @@ class Connection(H11Protocol):
         It may be gone as well. What is written tells: the system of who is gone refuses it. TLS is
         never closed by half, and HTTP/1.0 has no answers in between.
         """
+        if self._half_closed:  # said again where reading was paused
+            return True
         one = self.cycle
         if one is None or one.more_body or one.response_started or self._refused:
             return False
@@ -66,9 +69,14 @@ class Connection(H11Protocol):
 
     def _ask_whether_gone(self, again_s: float) -> None:
         """Send what says nothing, and sends on what was refused, until the answer begins."""
-        if not self.cycle.response_started:
+        if not self.cycle.response_started and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._probe = self.loop.call_later(again_s, self._ask_whether_gone, 2 * again_s)
+            then = min(2 * again_s, _LAST_PROBE_S)
+            self._probe = self.loop.call_later(again_s, self._ask_whether_gone, then)
+
+    def _stop_asking(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
 
     def pause_writing(self) -> None:
         """64 KiB wait for the client, which has to take most of them in time."""
@@ -86,13 +94,15 @@ class Connection(H11Protocol):
         super().on_response_complete()
         if self._half_closed and self._awaits_request:
             self.transport.close()  # when all is written
+        elif self._half_closed:  # the answer to a request behind it
+            self._stop_asking()
+            self._ask_whether_gone(_FIRST_PROBE_S)
         self._expect_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._all_read()
-        if self._probe is not None:
-            self._probe.cancel()
+        self._stop_asking()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

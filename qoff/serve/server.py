@@ -105,9 +105,11 @@ def serve(open_llm: Callable[[], LLM], engine: Engine, options: ServeOptions) ->
 
 
 def _is_encrypted(key: str | None) -> bool:
-    """Whether a file has a key that needs a passphrase; False where it cannot be read."""
+    """Whether a file has a key that needs a passphrase; False if it can be read once or never."""
     try:
-        return key is not None and _ENCRYPTED.search(Path(key).read_bytes()) is not None
+        if key is None or not Path(key).is_file():
+            return False
+        return _ENCRYPTED.search(Path(key).read_bytes()) is not None
     except OSError:
         return False  # which is said when it is used
 

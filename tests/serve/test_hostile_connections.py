@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import ssl
@@ -16,6 +17,8 @@ from pathlib import Path
 import openai
 import pytest
 from openai import OpenAI
+
+from qoff.serve.connection import Connection
 
 from .conftest import MODEL, OPTIONS, Running, running
 from .test_hostile_clients import (
@@ -106,7 +109,24 @@ def test_a_client_that_sends_no_more_is_answered(served: Running, stream: bool) 
         sock.sendall(whole + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + whole[:-1])
         sock.shutdown(socket.SHUT_WR)
         assert everything(sock).count(b"HTTP/1.1 200 OK") == 2
+    with served.connect() as sock:  # gone amid the second of three, it is asked no more
+        sock.sendall(3 * whole)
+        sock.shutdown(socket.SHUT_WR)
+        found = b""
+        while b"HTTP/1.1 200 OK" not in found:
+            found += sock.recv(1000)
+        with served.held() as rounds:
+            rounds.under_way()
+            rounds.free()
     wait_for(lambda: idle(served))
+    wait_for(lambda: not _closed())
+
+
+def _closed() -> list[Connection]:
+    """Connections that are closed, and that something still knows."""
+    gc.collect()
+    found = (x for x in gc.get_objects() if isinstance(x, Connection))
+    return [x for x in found if x.transport is None or x.transport.is_closing()]
 
 
 def test_answers_that_were_given_up_are_no_negative_number(served: Running) -> None:
