@@ -137,13 +137,19 @@ class UnitPlace:
         return [_as(x, p) for x, p in zip(found, self._learn, strict=True) if isinstance(x, Tensor)]
 
     def put(self, values: Sequence[Tensor]) -> None:
+        """Raises StreamedError, with nothing put, for a place where another tensor was set."""
         lent = values is not self.empty
-        for (_, places), value in zip(self._places, values, strict=True):
-            for table, own in places:
-                now = table[own]
-                if lent and not isinstance(now, Absent) and now is not value:  # it would be lost
-                    raise StreamedError(f"another {own} was set; the layer streams, {NOT_LOADED}")
-                table[own] = value
+        every = [
+            (table, own, value)
+            for (_, places), value in zip(self._places, values, strict=True)
+            for table, own in places
+        ]
+        for table, own, value in every:
+            now = table[own]
+            if lent and not isinstance(now, Absent) and now is not value:  # it would be lost
+                raise StreamedError(f"another {own} was set; the layer streams, {NOT_LOADED}")
+        for table, own, value in every:
+            table[own] = value
 
 
 def units_of(model: nn.Module, values: bool = True) -> list[ModelUnit]:

@@ -116,17 +116,22 @@ class OffloadedLayer:
         except BaseException:
             self._turn.release()
             raise
+        done: list[Place] = []
         try:
             for place in self._places:
                 place.put(place.find(weights))
+                done.append(place)
         except BaseException:
-            self.give_back()
+            self._release(done)  # what was set elsewhere stays, and is refused again
             raise
 
     def give_back(self) -> None:
         """Take the weights back: their slot may be read into again."""
+        self._release(self._places)
+
+    def _release(self, places: Sequence[Place]) -> None:
         try:
-            for place in self._places:
+            for place in places:
                 place.put(place.empty)
         finally:
             self.store.release(self.unit)
