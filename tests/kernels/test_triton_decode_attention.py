@@ -35,6 +35,8 @@ FORMS = [
     KVFormat(80, k_bits=8),
     KVFormat(64, 4, 2),
     KVFormat(80, 2, 3),
+    KVFormat(80, v_bits=8),
+    KVFormat(96, 3, 8),
 ]
 
 

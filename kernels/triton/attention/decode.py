@@ -256,9 +256,10 @@ def decode_attention(
 
 
 _RECENT_PARTS = 4
+_SHARED_KIB = {80: 164, 89: 100, 120: 100}  # of a processor
 _ROUNDS = 2  # of programs that a processor holds at once, at most
 # On an H200 starting a program took as long as two blocks, and 30 to 40 parts more to join as long
-# as one.
+# as one. That was before blocks were copied ahead: a block may take less since.
 _START = 2.0
 _JOINED = 40
 _NOTHING = (None,) * 7  # of new tokens
@@ -431,8 +432,10 @@ def _heuristic(capability: int, form: KVFormat, columns: int) -> DecodeConfig:
     if capability < 80:
         return DecodeConfig(num_warps=8, num_stages=1, resident=1)
     warps = (1 if form.head_dim <= 128 else 2) * (columns // 8)
+    held = (12 if form.head_dim <= 64 else 8) // warps
+    room = (_SHARED_KIB.get(capability, 227) << 10) // (form.nbytes + 1024)
     return DecodeConfig(
         num_warps=warps,
         num_stages=1 if min(form.k_bits, form.v_bits) < 4 else 2,
-        resident=(12 if form.head_dim <= 64 else 8) // warps,
+        resident=max(1, min(held, room)),
     )

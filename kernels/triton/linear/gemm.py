@@ -238,7 +238,7 @@ def gemm_sums(
 ):
     """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M].
 
-    row: [BLOCK_N], those from N on are read as the last one. token: [BLOCK_M], rows of x. start:
+    row: [BLOCK_N], of those from N on scales are 0. token: [BLOCK_M], rows of x. start:
     first of the `steps` pieces of BYTES along K, of which there is one at least: were there none,
     the sums would be set to zero where `wgmma` may still write, and be waited for at every step.
     """

@@ -90,7 +90,7 @@ def skinny_sums(
 ):
     """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M].
 
-    row: [BLOCK_N], those from N on are read as the last one. token: [BLOCK_M], rows of x. start:
+    row: [BLOCK_N], of those from N on scales are 0. token: [BLOCK_M], rows of x. start:
     first of the pieces of BYTES along K, which is a multiple of GROUP_BYTES or a part of it.
     """
     BLOCK_N: tl.constexpr = row.shape[0]
