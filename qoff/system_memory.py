@@ -183,7 +183,7 @@ class refusals(ContextDecorator):  # noqa: N801 - used as a function, around eve
         there, held = machine_memory(), _held(tier, text)
         of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""
         limit, how = address_space() if tier == "host" else None, "Use"
-        if limit is not None:
+        if limit is not None and (not there or limit < there):
             of = f", and may have {limit:,} bytes of address space (ulimit -v)"
             how = "Raise that limit, or use"
         raise BudgetError(

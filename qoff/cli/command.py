@@ -35,7 +35,8 @@ class Program(TyperGroup):
         end: SystemExit | None = None
         _open_closed_streams()
         _name_standard_output()
-        if not {"--help", "--version"} & set(sys.argv):
+        asked = {"--help", "--version"} & set(sys.argv) or "_QOFF_COMPLETE" in os.environ
+        if not asked:
             _check_address_space()
         try:
             try:
