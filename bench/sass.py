@@ -8,7 +8,7 @@ they are up to the end of a loop's body, but not into its next round.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _LABEL = re.compile(r"^\s*(\.L_x_\d+):")
@@ -38,11 +38,8 @@ def overwritten(machine_code: str) -> int:
     if not any(_PRODUCT.match(one.text) for one in code):
         return 0
     found = set(_overwriting(code))
-    for end, one in enumerate(code):
-        branch = _BRANCH.match(one.text)
-        start = labels.get(branch[1], end) if branch else end
-        body = code[start : end + 1]
-        if start < end and any(_ANY_PRODUCT.match(each.text) for each in body):
+    for body in loops(code, labels):
+        if any(_ANY_PRODUCT.match(each.text) for each in body):
             found.update(_overwriting([*body, *body]))
     return len(found)
 
@@ -85,6 +82,15 @@ def parsed(machine_code: str) -> tuple[list[Instruction], dict[str, int]]:
         elif instruction := _INSTRUCTION.match(line):
             code.append(Instruction(*instruction.groups()))
     return code, labels
+
+
+def loops(code: list[Instruction], labels: Mapping[str, int]) -> Iterator[list[Instruction]]:
+    """The instructions of each loop, up to the branch to its begin, in the order of these."""
+    for end, one in enumerate(code):
+        branch = _BRANCH.match(one.text)
+        start = labels.get(branch[1], end) if branch else end
+        if start < end:
+            yield code[start : end + 1]
 
 
 def _overwriting(code: Sequence[Instruction]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from bench.sass import Instruction, parsed
+from bench.sass import Instruction, loops, parsed
 
 _LATENCIES = {  # clocks, of Hopper; 5 for others
     "LDSM": 33,
@@ -26,22 +26,17 @@ _GLOBAL = re.compile(r"LDG?\.")
 _SLOW = 1000  # clocks of slow memory
 _SHORTEST = 40  # instructions of a loop that is worth a line
 _ROUNDS = 3  # until what a round leaves to the next is always the same
-_NAME = re.compile(r"^(?:@!?(U?P\w) +)?(\S+) *(.*)$")
 _REGISTER = re.compile(r"(?<![\w.])(U?R|U?P)(\d+)(\.64)?")
 _WRITES_NONE = re.compile(r"ST|RED|BRA|BAR|EXIT|LDGSTS|UBLKPF|NOP|DEPBAR")
 
 
 def waits(machine_code: str) -> list[float]:
     """Of each loop, as `nvdisasm -c` prints it, in the order in which they end."""
-    code, labels = parsed(machine_code)
-    found = []
-    for end, one in enumerate(code):
-        branch = re.search(r"BRA +`\((\.L_x_\d+)\)", one.text)
-        body = code[labels.get(branch[1], end) : end + 1] if branch else []
-        if len(body) >= _SHORTEST:
-            slow, fast = (_clocks(body, latency) for latency in (_SLOW, 0))
-            found.append((slow - fast) / _SLOW)
-    return found
+    return [
+        (_clocks(body, _SLOW) - _clocks(body, 0)) / _SLOW
+        for body in loops(*parsed(machine_code))
+        if len(body) >= _SHORTEST
+    ]
 
 
 def _clocks(body: Sequence[Instruction], memory: int) -> int:
@@ -61,15 +56,15 @@ def _clocks(body: Sequence[Instruction], memory: int) -> int:
 
 def _operands(text: str) -> tuple[str, list[str], list[str]]:
     """An instruction's name, and the registers that it writes and reads."""
-    predicate, name, rest = _NAME.match(text).groups()  # type: ignore[union-attr]
-    operands = rest.split(", ")
+    name, _, rest = text.partition(" ")
+    operands = rest.strip().split(", ")
     wide = 4 if re.search(r"\.128|HMMA|LDSM", name) else 2 if re.search(r"\.64|\.WIDE", name) else 1
     written: list[str] = []
     if not _WRITES_NONE.match(name):
         target = _REGISTER.match(operands[0])
         written = _registers(target, wide) if target else []
         operands = operands[1:]
-    read = [predicate] if predicate else []
+    read: list[str] = []
     for i, operand in enumerate(operands):
         for found in _REGISTER.finditer(operand):
             several = (4, 2, 4)[min(i, 2)] if name.startswith("HMMA") else 2 if found[3] else 1
