@@ -8,6 +8,7 @@ import json
 import re
 import threading
 import weakref
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 import qoff
 from qoff.errors import ArgumentError, BudgetError, StreamedError
-from qoff.hf.dispatch.units import units_of
+from qoff.hf.dispatch.units import UnitPlace, units_of
 from tests.tiny_families import TINY
 from tests.tolerances import RELATIVE_RMS, assert_close
 
@@ -198,6 +199,26 @@ def test_a_weight_that_is_set_into_a_layer_that_streams_is_not_lost(tmp_path: Pa
         with pytest.raises(StreamedError, match="another weight was set; the layer streams"):
             results(model)
     projection._parameters["weight"] = streaming
+    assert all(map(torch.equal, results(model), wanted))
+
+
+def test_weights_are_taken_back_where_putting_them_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("llama")
+    wanted = results(model)
+    qoff.dispatch(model, device="cpu", device_memory=least_of(model)[0])
+    put = UnitPlace.put
+
+    def interrupted(place: UnitPlace, values: Sequence[Tensor]) -> None:
+        put(place, values)
+        if values is not place.empty:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitPlace, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            results(model)
     assert all(map(torch.equal, results(model), wanted))
 
 

@@ -121,8 +121,11 @@ class OffloadedLayer:
             for place in self._places:
                 place.put(place.find(weights))
                 done.append(place)
+        except StreamedError:  # by a place that has put nothing: what was set there stays
+            self._release(done)
+            raise
         except BaseException:
-            self._release(done)  # what was set elsewhere stays, and is refused again
+            self.give_back()
             raise
 
     def give_back(self) -> None:
