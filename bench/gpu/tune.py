@@ -241,11 +241,16 @@ def _gemms(m: int) -> Iterator[Config]:
         sums = rows * block_m // (32 * warps)  # registers of a thread for them
         if not min(m, 64) <= block_m <= m or not 16 <= rows // warps <= 32 or sums > 128:
             continue
-        for row_bytes, splits in itertools.product((32, 64), (1, 2, 4) if m <= 256 else (1,)):
+        few = block_m <= 64
+        copies = ((64, 3), (64, 4), (128, 3), (128, 4)) if few else ((32, 4), (64, 3))
+        for (row_bytes, stages), splits in itertools.product(
+            copies, (1, 2, 4) if m <= 256 else (1,)
+        ):
             yield GemmConfig(
                 warps=warps,
-                stages=3 if row_bytes == 64 else 4,
+                stages=stages,
                 splits=splits,
+                registers=128 if few and warps == 8 else 0,
                 block_n=rows,
                 block_m=block_m,
                 row_bytes=row_bytes,

@@ -191,6 +191,12 @@ def test_the_rule():
     assert [op.way(m, 32, 90) for m in (1024, 1025)] == [GemmConfig, ScratchConfig]
 
 
+def test_a_block_of_rows_is_large_where_each_processor_has_one():
+    chosen = [gemm.choose(64, rows, 2048, 32, Gpu(90, 132)) for rows in (16895, 16896)]
+    assert [(c.block_n, c.splits) for c in chosen] == [(64, 1), (128, 1)]
+    assert gemm.choose(16, 4096, 2048, 32, Gpu(90, 132)).splits == 4
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 17, 64, 100, 256, 1000])
 @pytest.mark.parametrize(
     ("rows", "columns"), [(64, 64), (1184, 28672), (1536, 2048), (4096, 14336), (28672, 4096)]

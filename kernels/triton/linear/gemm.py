@@ -135,7 +135,8 @@ _TILES = (
     GemmConfig(warps=8, block_m=256),
     GemmConfig(block_n=64, block_m=128),
 )
-_FEW = 64  # tokens, up to which programs along K matter more than tiles
+FEW = tl.constexpr(64)  # tokens, up to which programs along K matter more than tiles
+_FULL_BLOCK = 128  # rows of a program, if there are so many for each SM
 _WARPS = 8  # of an SM
 # To read and dequantize a weight takes an SM as long as to multiply it by so many tokens; to write
 # and add up a partial sum as long as a product along so many inputs.
@@ -234,13 +235,14 @@ def _finish(step):
 
 @triton.jit
 def gemm_sums(
-    x, codes, scale_min, row, token, N, row_bytes, x_stride, start, steps, FORM: tl.constexpr
+    x, codes, scale_min, row, token, there, N, row_bytes, x_stride, start, steps, FORM: tl.constexpr
 ):
     """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M].
 
-    row: [BLOCK_N], of those from N on scales are 0. token: [BLOCK_M], rows of x. start:
-    first of the `steps` pieces of BYTES along K, of which there is one at least: were there none,
-    the sums would be set to zero where `wgmma` may still write, and be waited for at every step.
+    row: [BLOCK_N], of those from N on scales are 0. token: [BLOCK_M], rows of x; where there may be
+    fewer, nothing is read for those not `there`, and their sums are 0 or of others. start: first of
+    the `steps` pieces of BYTES along K, of which there is one at least: were there none, the sums
+    would be set to zero where `wgmma` may still write, and be waited for at every step.
     """
     BLOCK_N: tl.constexpr = row.shape[0]
     BLOCK_M: tl.constexpr = token.shape[0]
@@ -260,18 +262,19 @@ def gemm_sums(
     )
     code_pointer = code_row + start * PAIRS + pair[None, :]
     x_pointer = x + token[None, :].to(tl.int64) * x_stride + start * INPUTS + element[:, None]
+    some = (there | (BLOCK_M > FEW))[None, :] & (element >= 0)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, steps, num_stages=FORM.config.stages):
         done = (start + step) * BYTES
         live = (row < N)[:, None] & (group >= 0)[None, :]
         if FORM.even:
             packed = tl.load(code_pointer + step * PAIRS)
-            inputs = tl.load(x_pointer + step * INPUTS)
+            inputs = tl.load(x_pointer + step * INPUTS, mask=some, other=0.0)
         else:
             left = row_bytes - done
             inside = (row >= 0)[:, None] & (pair < left // 2)[None, :]
             packed = tl.load(code_pointer + step * PAIRS, mask=inside, other=0)
-            inside = (element < left * (8 // FORM.bits))[:, None] & (token >= 0)[None, :]
+            inside = (element < left * (8 // FORM.bits))[:, None] & some
             inputs = tl.load(x_pointer + step * INPUTS, mask=inside, other=0.0)
             live = live & (group * GROUP_BYTES < left)[None, :]
         first_group = done // GROUP_BYTES
@@ -297,25 +300,35 @@ def gemm_kernel(
     some = tl.minimum(token, M - 1)
     start = tl.program_id(2) * steps
     wait_for_earlier(FORM.overlap)
-    y = gemm_sums(x, codes, scale_min, row, some, N, row_bytes, x_stride, start, steps, FORM)
+    y = gemm_sums(
+        x, codes, scale_min, row, some, token < M, N, row_bytes, x_stride, start, steps, FORM
+    )
     write(y, row, token, M, tl.program_id(2), bias, residual, out, M, N, FORM)
 
 
 def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -> GemmConfig:
     """The configuration without a measured one: for few tokens enough programs along K, for more
     the tile that takes the least time by a rough count of cycles."""
-    if tokens <= _FEW:
+    if tokens <= FEW.value:
         return _for_few(tokens, rows, row_bytes, gpu)
     configs = _configs(row_bytes)
     return min(configs, key=lambda config: _cost(config, tokens, rows, row_bytes, gpu))
 
 
 def _for_few(tokens: int, rows: int, row_bytes: int, gpu: Gpu) -> GemmConfig:
-    """What was fastest, or nearly so, of a dozen tiles on an H200, for 4, 16 and 64 tokens."""
-    wide = tokens <= 32
-    tile = GemmConfig(
-        block_n=64, block_m=max(16, next_power_of_2(tokens)), row_bytes=128 if wide else 64
-    )
+    """Large blocks of rows where each SM has one, since each block reads all of x; otherwise what
+    was fastest, or nearly so, of a dozen tiles on an H200, for 4, 16 and 64 tokens."""
+    block_m = max(16, next_power_of_2(tokens))
+    if rows >= _FULL_BLOCK * gpu.processors:
+        return GemmConfig(
+            warps=8,
+            stages=4,
+            registers=128,  # two programs an SM
+            block_n=_FULL_BLOCK,
+            block_m=block_m,
+            row_bytes=128 if block_m == 16 else 64,
+        )
+    tile = GemmConfig(block_n=64, block_m=block_m, row_bytes=128 if tokens <= 32 else 64)
     most = row_bytes // max(SUMS_BYTES, 4 * tile.row_bytes)
     splits = splits_for(cdiv(rows, tile.block_n), 1.9 * gpu.processors, most)
     return replace(tile, splits=splits)
