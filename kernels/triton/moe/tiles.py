@@ -57,9 +57,7 @@ def experts_tile_kernel(
     token = pair // per_token
     codes, scales = expert_of(codes, scale_min, expert, code_distance, scale_distance)
     if FORM.config.wgmma:
-        y = gemm_sums(
-            x, codes, scales, row, token, keep, N, row_bytes, x_stride, 0, steps, FORM
-        )
+        y = gemm_sums(x, codes, scales, row, token, keep, N, row_bytes, x_stride, 0, steps, FORM)
     else:
         y = skinny_sums(x, codes, scales, row, token, N, row_bytes, x_stride, 0, steps, FORM)
     finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM)
