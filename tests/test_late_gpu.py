@@ -15,26 +15,22 @@ import torch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 
-SOME = [
-    "tests/late_gpu",
-    "tests/engine/test_llm_device.py::test_the_answers_do_not_depend_on_the_plan",
-    "tests/engine/test_drafts_device.py::test_a_small_model_drafts_and_changes_no_token",
-    "tests/models/test_passing_experts.py::test_codes_that_the_device_widens_pass_as_they_stream",
-]
-LEFT = "moved-row or always or auto or near or -2 or -3 or -5"  # others are of the same kinds
+ENGINE = "tests/engine/test_llm_device.py::test_the_answers_do_not_depend_on_the_plan"
+DRAFTS = "tests/engine/test_drafts_device.py::test_a_small_model_drafts_and_changes_no_token"
+PASSING = "tests/models/test_passing_experts.py"
+SOME = {
+    "late": ["tests/late_gpu", f"{ENGINE}[gpu-disk]", f"{DRAFTS}[gpu-host]"],
+    "early": [
+        f"{ENGINE}[gpu-moved-disk-streaming]",
+        f"{PASSING}::test_codes_that_the_device_widens_pass_as_they_stream[cuda-6]",
+    ],
+}
 
 
-@pytest.mark.parametrize("copies", ["late", "early"])
+@pytest.mark.parametrize("copies", SOME)
 def test_nothing_is_used_before_it_is_there(copies: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-m", "gpu", *SOME]
-    command += [
-        "-k",
-        f"not ({LEFT})",
-        "--basetemp",
-        str(tmp_path / "base"),
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-x", "-m", "gpu", *SOME[copies]]
+    command += ["--basetemp", str(tmp_path / "base"), "-p", "no:cacheprovider"]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parents[1],
