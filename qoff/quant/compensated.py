@@ -181,7 +181,7 @@ def _rounded(
     scale, minimum: float32 [N, G].
     """
     if w.device.type == "cpu":
-        from qoff.kernels.cpu.linear.feedback import round_block  # numba, not always needed
+        from qoff.kernels.cpu.solvers.feedback import round_block  # numba, not always needed
     else:
         from qoff.kernels.reference.feedback import round_block
 

@@ -35,6 +35,7 @@ CALIBRATED = ("gptq",)  # solvers that need the inputs of a matrix
 ROUTER_BITS = 8  # of small matrices that choose experts
 _CHUNK = 1 << 17  # weights solved at a time: temporaries of half a MiB stay in cache
 _MAX_CHUNK = 1 << 19  # a dozen float32 temporaries of this many weights are below 32 MiB
+_COMPILED_CHUNK = 1 << 21  # the solver that the CPU's threads share leaves two or three
 _GPU_CHUNK = 1 << 21  # below 128 MiB
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -226,7 +227,11 @@ def _quantize(
     codes_shape, scale_min_shape = packed_shapes((n, k), bits, group_size, packing)
     codes = torch.empty(codes_shape, dtype=torch.uint8, device=w.device)
     scale_min = torch.empty(scale_min_shape, dtype=config.scale_dtype, device=w.device)
-    chunk, most = (_GPU_CHUNK,) * 2 if device.type == "cuda" else (_CHUNK, _MAX_CHUNK)
+    chunk, most = _CHUNK, _MAX_CHUNK
+    if device.type == "cuda":
+        chunk = most = _GPU_CHUNK
+    elif config.solver == "hqq":
+        chunk = most = _COMPILED_CHUNK
     rows = max(1, min(row_chunk or chunk // k, most // k) // ROW_BLOCK) * ROW_BLOCK
     solve = _rounded if _has_kernel(config, device) else _solved
     for start in range(0, n, rows):

@@ -33,7 +33,7 @@ def refined(
     w: float32 [N, K]. hessian: float32 [K, K], positive definite. order: int64 [K], of columns.
     """
     if w.device.type == "cpu":
-        from qoff.kernels.cpu.linear.descent import descend  # numba, which loading does not need
+        from qoff.kernels.cpu.solvers.descent import descend  # numba, which loading does not need
     else:
         from qoff.kernels.reference.descent import descend  # a row is no more than a thread's work
 

@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError
-from qoff.kernels.layout.scales import COMPACT, SPAN_MAX, expanded, span_below, zero_for
+from qoff.kernels.layout.scales import (
+    COMPACT,
+    SPAN_MAX,
+    SPANS,
+    ZEROS,
+    expanded,
+    span_below,
+    zero_for,
+)
+from qoff.kernels.reference.hqq import NORM as HQQ_NORM
+from qoff.kernels.reference.hqq import TINY, line
+from qoff.kernels.reference.hqq import hqq as reference
 from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 
 Range = tuple[Tensor, Tensor]  # scale and minimum
@@ -26,13 +37,8 @@ class SpanError(QuantizationError):
     """A group spans more than compact scales can hold."""
 
 
-HQQ_NORM = 0.7
-_HQQ_STEPS = 12
-_HQQ_BETA, _HQQ_KAPPA = 3.0, 1.2  # weight of the quadratic term in units of the scale; its growth
-_HQQ_CLIP = 0.75  # steps by which the first range is narrower than the group's
 _MSE_SHRINKS = tuple(1 - 0.03 * i for i in range(1, 14))  # fractions of the full range, to 0.61
 _MSE_REFITS = 4
-_TINY = 1e-30
 
 
 def mse(
@@ -56,52 +62,24 @@ def mse(
         tried = scale * shrink, minimum + half_span * (1 - shrink)
         best, error = _better(loss, best, error, tried)
     for _ in range(refits):
-        tried = _line(nearest_levels(groups, *best, bits), groups, importance)
+        tried = line(nearest_levels(groups, *best, bits), groups, importance)
         best, error = _better(loss, best, error, tried)
     return best
 
 
 def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> Range:
-    """Minimize sum |error|**0.7 of each group by half-quadratic splitting.
-
-    After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023):
-    each step splits the error into a sparse part, found by l_p shrinkage, and a dense part, which
-    moving the range removes. Differences: errors are in units of the scale, so that one beta serves
-    all weights; the scale moves as well as the minimum (least squares against the codes); and each
-    step is judged by the values as they are stored.
-    """
+    """Minimize sum |error|**0.7 of each group by half-quadratic splitting (`kernels.reference`)."""
     start = minmax_scale(groups, bits, scale_dtype)
-    clip = _HQQ_CLIP / (2**bits - 1)
-    scale = (start[0].float() * (1 - clip)).to(scale_dtype)
-    minimum = (start[1].float() + start[0].float() * (_HQQ_CLIP / 2)).to(scale_dtype)
-    best, error = (scale, minimum), torch.full(scale.shape, torch.inf, device=scale.device)
-    beta = _HQQ_BETA
-    for _ in range(_HQQ_STEPS):
-        wide, inverse = scale.float(), torch.where(scale == 0, 0, 1 / scale.float())
-        moved = groups * inverse[..., None] - (minimum.float() * inverse)[..., None]
-        levels = moved.round().clamp_(0, 2**bits - 1)
-        residual = moved.sub_(levels)
-        size = residual.abs().clamp_min_(_TINY)
-        powered = size.log2().mul_(HQQ_NORM).exp2_()  # size**p, in half the time of pow
-        tried = powered.sum(2) * wide**HQQ_NORM
-        wins = tried < error
-        best = torch.where(wins, scale, best[0]), torch.where(wins, minimum, best[1])
-        error = torch.where(wins, tried, error)
-        # the paper's residual - shrink(residual) is residual clamped to size**(p-1) / beta
-        limit = powered.div_(size).div_(beta)
-        dense = torch.minimum(torch.maximum(residual, -limit), limit)
-        slope, offset = _line(levels, dense)
-        minimum = (minimum.float() + offset * wide).to(scale_dtype)
-        scale = (wide + slope * wide).to(scale_dtype)
-        beta *= _HQQ_KAPPA
+    if groups.device.type == "cpu":
+        from qoff.kernels.cpu.solvers.hqq import hqq as compiled  # numba, not always needed
+
+        return compiled(groups, *start, bits)
     loss = partial(_error, groups, bits, HQQ_NORM, None)
-    return _better(loss, start, loss(start), best)[0]
+    return _better(loss, start, loss(start), reference(groups, *start, bits))[0]
 
 
 # rtn, round to nearest, spans each group from its minimum to its maximum.
 SOLVERS: Mapping[str, Solver] = {"hqq": hqq, "mse": mse, "rtn": minmax_scale}
-_SPANS = (0, 1, 2)  # the one below a group's and two above it are tried
-_ZEROS = 2  # zero points that are tried with each: that of the middle, that of its codes
 
 
 def solved(name: str, groups: Tensor, bits: int, scale_dtype: torch.dtype) -> Range:
@@ -134,14 +112,18 @@ def compact(
     span = torch.maximum(scale * steps, torch.maximum(highest * (steps / top), -minimum))
     if not bool((span <= SPAN_MAX).all()):
         raise SpanError(f"weights up to {float(groups.abs().max()):.4g} overflow compact scales")
+    if groups.device.type == "cpu" and norm == HQQ_NORM and importance is None:
+        from qoff.kernels.cpu.solvers.hqq import compact as compiled  # numba, not always needed
+
+        return compiled(groups, scale, minimum, bits)
     below = span_below(span)
     best = torch.zeros_like(below, dtype=torch.uint8), torch.zeros_like(below, dtype=torch.uint8)
     error = torch.full_like(scale, torch.inf)
-    for above in _SPANS:
+    for above in range(SPANS):
         chosen = (below + above).clamp_(max=255).to(torch.uint8)
         wide, _ = expanded(chosen, best[1], bits)
         least = middle - top / 2 * wide
-        for _ in range(_ZEROS):
+        for _ in range(ZEROS):
             tried = chosen, zero_for(least, wide * steps)
             floats = expanded(*tried, bits)
             missing = groups - nearest_levels(groups, *floats, bits).mul_(wide[..., None])
@@ -158,7 +140,7 @@ def _mean(values: Tensor, importance: Tensor | None) -> Tensor:
     """Means of groups [N, G, g], weighted by the importance of columns [G, g]: [N, G]."""
     if importance is None:
         return values.mean(2)
-    return (values * importance).sum(2) / importance.sum(1).clamp_min(_TINY)
+    return (values * importance).sum(2) / importance.sum(1).clamp_min(TINY)
 
 
 def _error(
@@ -180,21 +162,3 @@ def _better(
     wins = tried_error < error  # false for NaN: an overflow of the stored dtype never wins
     chosen = torch.where(wins, tried[0], best[0]), torch.where(wins, tried[1], best[1])
     return chosen, torch.where(wins, tried_error, error)
-
-
-def _line(
-    levels: Tensor, values: Tensor, importance: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return slope and offset [N, G] of the least-squares line values = slope * levels + offset.
-
-    The slope is 0 where all levels of a group are equal.
-    """
-    if importance is None:
-        mean_level, mean_value, share = levels.mean(2), values.mean(2), None
-    else:
-        share = importance / importance.sum(1, keepdim=True).clamp_min(_TINY)
-        mean_level, mean_value = (levels * share).sum(2), (values * share).sum(2)
-    centered = levels - mean_level[..., None]
-    weighted = centered if share is None else centered * share
-    slope = (weighted * values).sum(2) / (weighted * centered).sum(2).clamp_min_(_TINY)
-    return slope, mean_value - slope * mean_level

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qoff.kernels.cpu.linear import descent as cpu
+from qoff.kernels.cpu.solvers import descent as cpu
 from qoff.kernels.reference import descent as reference
 from tests.quant.test_compensated import alike, weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qoff.kernels.cpu.linear import feedback as cpu
+from qoff.kernels.cpu.solvers import feedback as cpu
 from qoff.kernels.reference import feedback as reference
 
 

@@ -1,4 +1,4 @@
-"""Powers of two, and logarithms of which an upper bound will do."""
+"""Powers of two, and logarithms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from .simd import f32x16, vector_intrinsic
 
 # Added to a smaller number: rounds it; the lowest bits are its integer as a float's exponent.
 _ROUND = 1.5 * 2.0**23 + 127
+_SQRT_HALF = 0x3F3504F3  # the bits of a float32
 
 
 def exp2(b, x):
@@ -28,6 +29,29 @@ def exp2(b, x):
     whole = b.bitcast(b.shl(b.bitcast(rounded, V_I32), const_i32(23)), V_F32)
     enough = b.fcmp_unordered(">=", x, const_f32(-126.0))
     return b.select(enough, b.fmul(power, whole), const_f32(0.0))
+
+
+def log2(b, x):
+    """The logarithm to base 2 of normal positive numbers, with an error below 1e-6.
+
+    A polynomial of degree 7 in m - 1, for the m from sqrt(1/2) to sqrt(2) whose product with a
+    power of two x is; at Chebyshev nodes.
+    """
+    bits = b.bitcast(x, V_I32)
+    exponent = b.ashr(b.sub(bits, const_i32(_SQRT_HALF)), const_i32(23))
+    rest = b.bitcast(b.sub(bits, b.shl(exponent, const_i32(23))), V_F32)
+    rest = b.fsub(rest, const_f32(1.0))
+    power = const_f32(0.16818659111263232)
+    for coefficient in (
+        -0.26796387051669585,
+        0.29611955722114497,
+        -0.3595244554631847,
+        0.4806131254729459,
+        -0.7213601785760309,
+        1.4426965230465456,
+    ):
+        power = fma(b, power, rest, const_f32(coefficient))
+    return fma(b, power, rest, b.sitofp(exponent, V_F32))
 
 
 @vector_intrinsic(f32x16, f32x16)

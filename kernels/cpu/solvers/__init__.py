@@ -1,0 +1,1 @@
+"""What solvers of scales and codes do on the CPU's threads."""
