@@ -29,10 +29,11 @@ def test_ranges_lose_as_much_as_those_of_torch(bits, size, count, dtype):
     start = minmax_scale(groups, bits, dtype)
     found, wanted = (x.hqq(groups, *start, bits) for x in (cpu, reference))
     assert [x.dtype for x in found] == [dtype] * 2
-    here, there = lost(groups, found, bits), lost(groups, wanted, bits)
-    assert torch.isclose(here, there, rtol=1e-4).float().mean() > 0.6  # steps go apart from ties on
-    assert here.sum() < there.sum() * 1.005
-    assert here.sum() < 0.99 * lost(groups, start, bits).sum()
+    here, there, whole = (lost(groups, x, bits) for x in (found, wanted, start))
+    there = torch.minimum(there, whole)
+    assert torch.isclose(here, there, rtol=1e-4).float().mean() > 0.98  # steps part at a tie
+    assert here.sum() < there.sum() * 1.0001
+    assert here.sum() < 0.99 * whole.sum()
 
 
 @pytest.mark.parametrize(("bits", "size", "count"), [(2, 32, 133), (4, 64, 128), (8, 128, 65)])
@@ -43,8 +44,8 @@ def test_compact_scales_lose_as_much_as_those_of_torch(bits, size, count):
     # All of importance 1, so that torch computes it.
     wanted = solvers.compact(groups, bits, found, reference.NORM, torch.ones(count, size))
     here, there = (lost(groups, expanded(*x, bits), bits) for x in (compact, wanted))
-    assert torch.isclose(here, there, rtol=1e-4).float().mean() > 0.9
-    assert here.sum() < there.sum() * 1.002
+    assert torch.isclose(here, there, rtol=1e-4).float().mean() > 0.98
+    assert here.sum() < there.sum() * 1.0001
 
 
 def test_the_bits_do_not_depend_on_threads(monkeypatch):

@@ -90,6 +90,17 @@ def _exp2(b, x):
     return powers.exp2(b, x)
 
 
+@simd.vector_intrinsic(simd.f32x16, simd.f32x16)
+def _log2(b, x):
+    return powers.log2(b, x)
+
+
+@njit
+def _exact_logarithms(x, y):
+    for i in range(0, 4 * len(x), 64):
+        simd.store_f32(y.ctypes.data + i, _log2(simd.load_f32(x.ctypes.data + i)))
+
+
 @njit
 def _powers(x, y):
     for i in range(0, 4 * len(x), 64):
@@ -120,6 +131,15 @@ def test_powers_of_two_of_numbers_that_are_none() -> None:
     assert np.isnan(y).all()
     _powers(x, y)
     np.testing.assert_allclose(y[5:8], [1, 2, 2.0**-126], rtol=3e-7)
+
+
+def test_logarithms() -> None:
+    near = 1 + np.linspace(-0.5, 1, 16 * 2000)
+    x = np.concatenate((np.geomspace(1.2e-38, 3e38, 16 * 2000), near)).astype(np.float32)
+    y = np.full_like(x, np.nan)
+    _exact_logarithms(x, y)
+    exact = np.log2(x.astype(np.float64))
+    np.testing.assert_allclose(y, exact, rtol=1e-7, atol=1e-6)
 
 
 def test_logarithms_are_not_underestimated() -> None:
