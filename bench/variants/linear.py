@@ -92,7 +92,7 @@ def _gemm() -> Iterator[Variant]:
     yield _linear("gemm", _GEMM_TURNED, "bf16", tokens=128, even=False)
     yield _linear("gemm", _GEMM, "fp16", bits=8, tokens=128, rows=_FEW)
     yield _linear("gemm", _GEMM, "bf16", group=128, tokens=256, even=False)
-    yield _linear("gemm", _GEMM_TURNED, "fp16", group=32, tokens=1024)
+    yield _linear("gemm", _GEMM_TURNED, "fp16", group=32, tokens=512)
 
 
 def _linear(

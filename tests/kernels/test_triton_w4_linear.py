@@ -188,7 +188,7 @@ def test_the_rule():
     assert [op.way(m, 16, 89) for m in (4, 5)] == [GemvConfig, SkinnyConfig]
     assert [op.way(m, 32, 89) for m in (17, 64, 65)] == [SkinnyConfig] * 2 + [ScratchConfig]
     assert [op.way(m, 32, 90) for m in (1, 2, 3)] == [GemvConfig] * 2 + [GemmConfig]
-    assert [op.way(m, 32, 90) for m in (1024, 1025)] == [GemmConfig, ScratchConfig]
+    assert [op.way(m, 32, 90) for m in (512, 513)] == [GemmConfig, ScratchConfig]
 
 
 def test_a_block_of_rows_is_large_where_each_processor_has_one():

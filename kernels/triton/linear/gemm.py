@@ -1,4 +1,4 @@
-"""y = x W^T for a few to a thousand tokens, with Hopper's `wgmma` fed from registers.
+"""y = x W^T for a few to some hundred tokens, with Hopper's `wgmma` fed from registers.
 
 The product is y^T = W x^T: `wgmma` takes its left operand from registers, so the weights that a
 warp dequantizes never go to shared memory. The right operand lies in shared memory in the order of

@@ -38,7 +38,7 @@ from .skinny import choose as choose_skinny
 
 CUBLAS_BYTES = 64 << 20  # of torch for cuBLAS and cuBLASLt, on GPUs where they get most
 SKINNY_MAX = 64  # tokens; beyond, cuBLAS makes up for the detour through the scratch
-GEMM_MAX = 1024  # tokens, likewise on Hopper
+GEMM_MAX = 512  # tokens, likewise on Hopper
 HOPPER_GEMV_MAX = 2  # tokens; from 4 on `gemm` was faster on an H200 in all shapes
 
 Config = FmaConfig | GemvConfig | SkinnyConfig | GemmConfig | ScratchConfig
