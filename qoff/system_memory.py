@@ -182,14 +182,21 @@ class refusals(ContextDecorator):  # noqa: N801 - used as a function, around eve
         wanted = "memory" if match is None else f"{_size(match):,} bytes"
         there, held = machine_memory(), _held(tier, text)
         of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""
-        limit, how = address_space() if tier == "host" else None, "Use"
-        if limit is not None and (not there or limit < there):
-            of = f", and may have {limit:,} bytes of address space (ulimit -v)"
-            how = "Raise that limit, or use"
+        limit, how = space_limit() if tier == "host" else None, "Use"
+        if limit is not None:
+            of, how = f", {limit}", "Raise that limit, or use"
         raise BudgetError(
             f"{tier} memory: the system refused {wanted}; the process has {held:,} bytes"
             f"{of}. {how} less device_memory or host_memory, smaller batches, or shorter sequences"
         ) from error
+
+
+def space_limit() -> str | None:
+    """What a refusal says of the limit of address space; None where the machine has no more."""
+    limit, there = address_space(), machine_memory()
+    if limit is None or (there and limit >= there):
+        return None
+    return f"and may have {limit:,} bytes of address space (ulimit -v)"
 
 
 def refused_tier(error: BaseException) -> str | None:

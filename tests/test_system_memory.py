@@ -16,6 +16,7 @@ from qoff import system_memory
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import ArgumentError, BudgetError, DiskReadError
 from qoff.kvcache.store.placement import KVPlacement
+from qoff.memory.arena import Arena
 from qoff.models.convert.convert import convert
 from qoff.models.native.layer import Layer
 from qoff.plan import Plan
@@ -203,6 +204,18 @@ def test_a_limit_of_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("resource.getrlimit", lambda _: (10**9, -1))
     with pytest.raises(BudgetError, match=r"1,000,000,000 bytes .*ulimit -v.*Raise"), refusals():
         bytearray(HUGE)
+
+
+@pytest.mark.parametrize(("mapped", "named"), [(True, 2), (False, 0)])
+def test_an_arena_names_the_limit_of_address_space_that_it_is_in(
+    mapped: bool, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a GPU is not."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (10**9, -1))
+    with pytest.raises(BudgetError, match=r"^device memory: the system refused") as refused:
+        Arena("device", HUGE, mapped=mapped)
+    said = str(refused.value)
+    assert sum(text in said for text in ("1,000,000,000 bytes of address space", "raise")) == named
 
 
 @pytest.mark.parametrize(("text", "held"), [("GPU 1 has a total capacity of", 22), ("", 11)])

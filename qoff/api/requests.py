@@ -123,12 +123,14 @@ def asked(
     )  # fmt: skip
 
 
-def check_model(name: str | None, model: str, adapters: Sequence[str] = ()) -> None:
-    """Raise ApiError for a name that is neither the model's nor an adapter's."""
+def check_model(
+    name: str | None, model: str, adapters: Sequence[str] = (), where: str = "this server"
+) -> None:
+    """Raise ApiError for a name that is neither the model's nor an adapter's. where: they are."""
     if name is not None and name != model and name not in adapters:
         raise ApiError(
             404,
-            f"there is no model {name[:100]!r}; this server has "
+            f"there is no model {name[:100]!r}; {where} has "
             f"{', '.join(map(repr, (model, *adapters)))}",
             param="model",
             code="model_not_found",

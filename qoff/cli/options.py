@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,15 +58,11 @@ class ModelOptions:
         """
         from qoff.hf.checkpoints import find_checkpoint
         from qoff.hf.device import device_for
-        from qoff.hf.hub import exists
         from qoff.quant import QuantConfig
 
-        if self.revision is not None and exists(model):
-            raise ArgumentError(
-                f"--revision is of models on the hub, and {model} is here; leave it out"
-            )
+        self._check_revision(model)
         device = device_for(self.device)
-        with progress_bar("converting", quiet) as progress:
+        with self.progress("converting", quiet) as progress:
             return find_checkpoint(
                 model,
                 quant=None if quant == QuantConfig() else quant,
@@ -75,6 +72,27 @@ class ModelOptions:
                 device=device,
                 trust_remote_code=self.trust_remote_code,
             )
+
+    def check_source(self, model: str) -> None:
+        """Raise what `checkpoint` would of what is no model, before anything is made for it."""
+        from qoff.hf.checkpoints import check_source
+
+        self._check_revision(model)
+        check_source(model, self.revision, self.trust_remote_code)
+
+    def _check_revision(self, model: str) -> None:
+        from qoff.hf.hub import exists
+
+        if self.revision is not None and exists(model):
+            raise ArgumentError(
+                f"--revision is of models on the hub, and {model} is here; leave it out"
+            )
+
+    def progress(
+        self, what: str, quiet: bool = False
+    ) -> AbstractContextManager[Callable[[int, int], None]]:
+        """A function (done, total) that shows how far something is."""
+        return progress_bar(what, quiet)
 
     def opening(self) -> dict[str, Any]:
         """The options that `hf.load.open_runtime` takes for a checkpoint."""
@@ -220,7 +238,7 @@ class CacheOptions:
             raise ArgumentError("--kv and --kv-target-bits both choose bits; give one of them")
         from qoff.eval.mixing.kv_bits import kv_for_bits
 
-        with progress_bar("measuring what bits of the KV cache cost") as tell:
+        with how.progress("measuring what bits of the KV cache cost") as tell:
             path = model if isinstance(model, Path) else how.checkpoint(model)
             return kv_for_bits(path, bits, tell=tell, **how.opening())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,6 +22,18 @@ from .options import CacheOptions, Model, RunOptions, model_name
 
 if TYPE_CHECKING:
     from qoff.plan import Plan
+
+
+@dataclass(frozen=True)
+class ServeRunOptions(RunOptions):
+    """The same; how far something is goes to the server's log."""
+
+    def progress(
+        self, what: str, quiet: bool = False
+    ) -> AbstractContextManager[Callable[[int, int], None]]:
+        from qoff.serve.logs import logged_progress
+
+        return logged_progress(what)
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class ServePlanOptions(PlanOptions):
 def serve(
     called: Context,
     model: Model,
-    how: RunOptions,
+    how: ServeRunOptions,
     cache: CacheOptions,
     planned: ServePlanOptions,
     host: str = Option("127.0.0.1", help="Address to listen on; 0.0.0.0: all."),
@@ -92,7 +104,7 @@ def serve(
     try:
         from qoff.serve.batches import open_batches
         from qoff.serve.engine import Engine
-        from qoff.serve.guard import logging_to_stderr
+        from qoff.serve.logs import logging_to_stderr
         from qoff.serve.options import ServeOptions
         from qoff.serve.server import serve as run
     except ModuleNotFoundError as error:
@@ -113,7 +125,6 @@ def serve(
         parsed("--max-file-size", parse_size, max_file_size),
         parsed("--max-files-size", parse_size, max_files_size),
     )
-    plan, opening = planned.plan(called, model, how, cache)
     options = ServeOptions(
         host=host,
         port=port,
@@ -132,6 +143,8 @@ def serve(
     name = served_model_name or model_name(model)
     atexit.register(_collect_no_more)
     with logging_to_stderr(log_level), ExitStack() as ends:
+        plan, opening = planned.plan(called, model, how, cache)
+        how.check_source(model)
         batches = open_batches(files, name, *sizes, options.thinking)
         if batches is not None:
             ends.callback(batches.stop)

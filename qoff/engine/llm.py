@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -20,19 +20,12 @@ from qoff.errors import ArgumentError, QoffError
 from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import device_for
 from qoff.hf.tokenizer import has_tokenizer, load_tokenizer
-from qoff.kvcache.device.blocks import DeviceBlocks
-from qoff.kvcache.store.placement import DEVICE, HOST
-from qoff.kvcache.store.tiered import TieredBlocks
-from qoff.memory.arena import Arena
 from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.timeline import Timeline, checked_path
-from qoff.memory.plan import Residency
 from qoff.models.modules.decoder import is_modules
-from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
-from qoff.plan import Memory, Plan
+from qoff.plan import Plan
 from qoff.plan.default import default_bounds, default_plan, plan_within_limit
-from qoff.plan.saved import read_plan
 from qoff.process import only_here
 from qoff.quant import QuantConfig
 from qoff.schema import shown
@@ -42,16 +35,17 @@ from .adapting import adapter_of
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
 from .calls import Call, Vectors
-from .executor import CpuExecutor, Executor
 from .grammar import Grammars
 from .opened import Source
+from .opening import bounded, check_adapters, executor_of, given_plan
 from .pooling import Embedding, PoolingParams, complete
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence
 from .rounds import Rounds
+from .watched import Watched
 
 
-class LLM:
+class LLM(Watched):
     """A model that answers many prompts at once, as a plan says.
 
     path, quant, cache_dir, revision, trust_remote_code: as for `qoff.load`. plan: a `Plan`, or a
@@ -96,16 +90,10 @@ class LLM:
             raise ArgumentError(f"path is {shown(path)}; give a folder or a hub id")
         where = device_for(device)
         device_bytes, host_bytes = memory_bounds(device_memory, host_memory, max_memory, where)
-        if isinstance(plan, str | PathLike):
-            plan = read_plan(plan)
-        if not isinstance(plan, Plan | None):
-            raise ArgumentError(f"plan is {shown(plan)}; give a Plan, or a file with one")
-        if not _is_adapters(adapters):
-            raise ArgumentError(f"adapters are {shown(adapters)}; give a dict of folders by name")
+        plan = given_plan(plan)
+        check_adapters(adapters)
         chosen = plan is None and device_bytes is None and host_bytes is None
-        plan = _bounded(
-            plan or _plain or Plan(), device_memory=device_bytes, host_memory=host_bytes
-        )
+        plan = bounded(plan or _plain or Plan(), device_memory=device_bytes, host_memory=host_bytes)
         self._trace = None if trace is None else checked_path(trace)
         if trace is not None:
             _instrumentation = replace(_instrumentation, timeline=Timeline())
@@ -143,22 +131,7 @@ class LLM:
             device_bytes, host_bytes = default_bounds(checkpoint, where, _share)
             plan = replace(plan, device_memory=device_bytes, host_memory=host_bytes)
         plan = plan_within_limit(plan, checkpoint, where, _share)
-        kind: Callable[..., Executor] = CpuExecutor
-        more: dict[str, Any] = {}
-        if is_modules(checkpoint):
-            more = {"trust_remote_code": trust_remote_code}
-            if on_gpu:
-                from .gpu_module_executor import modules_on_gpu
-
-                kind = modules_on_gpu
-            else:
-                from .module_executor import ModuleExecutor  # needs transformers' modules
-
-                kind = ModuleExecutor
-        elif on_gpu:
-            from .gpu_executor import GpuExecutor  # needs Triton
-
-            kind = GpuExecutor
+        kind, more = executor_of(checkpoint, on_gpu, trust_remote_code)
         source = Source(
             kind,
             checkpoint,
@@ -331,67 +304,6 @@ class LLM:
         """Have threads in `work` look whether they are stopped."""
         self._rounds.wake()
 
-    @property
-    def plan(self) -> Plan:
-        """The plan that is open. Another one may take its place (`Plan.adapt`)."""
-        return self._rounds.current.plan
-
-    @property
-    def memory(self) -> Memory:
-        """What the plan takes beside the weights."""
-        return self._rounds.current.memory
-
-    @property
-    def residency(self) -> Residency:
-        """Where the weights are."""
-        return self._rounds.current.residency
-
-    @property
-    def reopening(self) -> bool:
-        """Whether another plan is being opened; those who ask for something wait."""
-        return self._rounds.current.closed
-
-    @property
-    def runtime(self) -> Runtime:
-        """What computes a pass. Raises ArgumentError while `reopening`."""
-        return self._executor.runtime
-
-    @property
-    def arenas(self) -> Mapping[str, Arena]:
-        """Memory of packed KV blocks and parked hidden states, by tier; raises as `runtime`."""
-        return self._executor.arenas
-
-    @property
-    def blocks(self) -> TieredBlocks | DeviceBlocks:
-        """Packed KV blocks of all sequences; raises as `runtime`."""
-        return self._executor.blocks
-
-    @property
-    def _executor(self) -> Executor:
-        return self._rounds.current.opened.executor
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait for a place in a batch."""
-        return self._rounds.waiting
-
-    @property
-    def round_began(self) -> float | None:
-        """When the round that is computed began, by `time.perf_counter`; None: none is."""
-        return self._rounds.began
-
-    @property
-    def kv_used(self) -> float:
-        """Part of the packed KV blocks that is in use, 0 to 1."""
-        with suppress(ArgumentError):  # where none is there
-            return self._executor.kv_used
-        return 0.0
-
-    @property
-    def kv_blocks(self) -> dict[str, int]:
-        """Packed KV blocks there is room for, by tier; raises as `runtime`."""
-        return self._executor.kv_blocks
-
     def encode(self, prompt: Prompt, most: int | None = None) -> tuple[int, ...]:
         """The token ids of a prompt. Raises ArgumentError for what is none.
 
@@ -403,15 +315,6 @@ class LLM:
     def device(self) -> torch.device:
         """What computes."""
         return self._device
-
-    def memory_by_tier(self) -> dict[str, dict[str, int]]:
-        """Bytes by tier and purpose, weights included."""
-        residency = self.residency
-        weights = {DEVICE: residency.device_weight_bytes, HOST: residency.host_bytes}
-        return {
-            tier: {"weights": weights.get(tier, 0), **purposes}
-            for tier, purposes in self.memory.purposes.items()
-        }
 
     def close(self) -> None:
         """Write the trace, stop all threads, give memory and disk space back; idempotent.
@@ -443,23 +346,3 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _is_adapters(given: object) -> bool:
-    """Whether they are folders by name, or None."""
-    return given is None or (
-        isinstance(given, Mapping)
-        and all(isinstance(folder, str | PathLike) for folder in given.values())
-    )
-
-
-def _bounded(plan: Plan, **bounds: int | None) -> Plan:
-    """The plan with these bounds, too. Raises ArgumentError where it has others."""
-    given: dict[str, Any] = {name: value for name, value in bounds.items() if value is not None}
-    for name, value in given.items():
-        said = getattr(plan, name)
-        if said not in (None, value):
-            raise ArgumentError(
-                f"{name} is {value} bytes, but {said} in the plan; give it in one place"
-            )
-    return replace(plan, **given)

@@ -14,6 +14,7 @@ import torch
 from qoff.budgets import CPU, device_guard
 from qoff.errors import ArgumentError, ConversionError, FormatError, UnsupportedModelError
 from qoff.models.convert.convert import convert
+from qoff.models.sources import open_source
 from qoff.quant import QuantConfig
 from qoff.schema import read_object
 from qoff.settings import cache_directory
@@ -96,6 +97,21 @@ def find_checkpoint(
                     ) from error
                 raise
     return target
+
+
+def check_source(
+    path_or_hub_id: str | PathLike[str],
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise what `find_checkpoint` would of what is no model, before anything is made for it.
+
+    Reads headers only, and of a model on the hub config.json.
+    """
+    if not exists(path_or_hub_id):
+        download_config(str(path_or_hub_id), revision, trust_remote_code)
+    elif not is_checkpoint(path := _model(Path(path_or_hub_id))):
+        open_source(path)
 
 
 def _model(path: Path) -> Path:

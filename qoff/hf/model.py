@@ -239,6 +239,20 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
         )
         return decoding.run(input_ids, logits)
 
+    def _get_stopping_criteria(
+        self, generation_config: GenerationConfig, *given: Any, **options: Any
+    ) -> Any:
+        """transformers' hook. Raises OpError where a model that drafts would look at no scores."""
+        config = generation_config
+        scored = config.return_dict_in_generate and config.output_scores
+        if config.is_assistant and config.assistant_confidence_threshold and not scored:
+            raise OpError(
+                "is_assistant=True is what generate itself tells a model that drafts for another; "
+                "leave it out, and give that other one this model as assistant_model"
+            )
+        found: Any = super()._get_stopping_criteria  # type: ignore[misc]
+        return found(generation_config, *given, **options)
+
     def _get_candidate_generator(
         self, generation_config: GenerationConfig, *given: Any, **options: Any
     ) -> Any:

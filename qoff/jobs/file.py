@@ -59,7 +59,8 @@ class Reading:
     def reader(self, llm: LLM) -> Reader:
         """What makes requests for a model."""
         if self.openai:
-            return OpenAIReader(llm, self.model, self.job)
+            where = "this batch (--served-model-name gives its model another name)"
+            return OpenAIReader(llm, self.model, self.job, where=where)
         chats = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
         return PromptReader(self.params, chats and not self.raw, self.job)
 

@@ -159,7 +159,7 @@ class OpenAILines:
 class OpenAIReader(OpenAILines):
     """OpenAI's batch lines. model: the name that the lines have to give, if they give one.
 
-    thinking: whether it is told apart from what answers say.
+    thinking: whether it is told apart from what answers say. where: the model is, for errors.
     """
 
     def __init__(
@@ -169,9 +169,10 @@ class OpenAIReader(OpenAILines):
         job: str,
         endpoint: str | None = None,
         thinking: bool = True,
+        where: str = "this server",
     ) -> None:
         super().__init__(job, endpoint)
-        self._llm, self.model, self._thinking = llm, model, thinking
+        self._llm, self.model, self._thinking, self._where = llm, model, thinking, where
 
     def read(self, line: Line) -> Request | Bad:
         from pydantic import ValidationError
@@ -190,7 +191,7 @@ class OpenAIReader(OpenAILines):
             body = kind.model_validate(given.body)
             if body.stream:
                 raise ApiError(400, "an answer in a batch is not streamed", param="stream")
-            check_model(body.model, self.model, self._llm.adapters)
+            check_model(body.model, self.model, self._llm.adapters, self._where)
             return OpenAIRequest(known, asked(body, self.model, self._llm, self._thinking))
         except ValidationError as error:
             return Bad(line, known.error(wrong_body(error)))

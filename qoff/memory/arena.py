@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import BudgetError
+from qoff.system_memory import own_memory, space_limit
 from qoff.units import format_size
 
 from .io.copy_stream import CopyStream
@@ -51,11 +52,16 @@ class Arena:
     """Memory of one tier, of a size fixed at the start; pieces of it are never given back singly.
 
     `tier` names it in errors ("device", "host"). `allocate` returns the whole as one uint8 tensor
-    and is called once. Raises BudgetError when that memory cannot be had.
+    and is called once. mapped: whether it is in this process's address space, whose limit errors
+    then name. Raises BudgetError when that memory cannot be had.
     """
 
     def __init__(
-        self, tier: str, nbytes: int, allocate: Callable[[int], Tensor] = map_pages
+        self,
+        tier: str,
+        nbytes: int,
+        allocate: Callable[[int], Tensor] = map_pages,
+        mapped: bool = True,
     ) -> None:
         self.tier = tier
         self.capacity = nbytes
@@ -64,9 +70,13 @@ class Arena:
             with torch.inference_mode(False):  # else other threads could not write to it
                 self._memory: Tensor | None = allocate(nbytes)
         except (OSError, OverflowError) as error:
+            limit = space_limit() if mapped else None
+            of, how = "", "use"
+            if limit is not None:
+                of, how = f"; the process has {own_memory():,} bytes, {limit}", "raise it, or use"
             raise BudgetError(
-                f"{tier} memory: the system refused {nbytes:,} bytes ({error}); "
-                "use a smaller budget"
+                f"{tier} memory: the system refused {nbytes:,} bytes ({error}){of}; "
+                f"{how} a smaller budget"
             ) from error
 
     def alloc(self, nbytes: int, name: str) -> Tensor:
@@ -108,7 +118,7 @@ class TierArenas:
         self._stream, self._pages = stream, pages
         self._locked: Tensor | None = None
         allocate = pages if stream is None else stream.allocate
-        self.arenas = {"device": Arena("device", nbytes["device"], allocate)}
+        self.arenas = {"device": Arena("device", nbytes["device"], allocate, stream is None)}
         self.arenas["host"] = Arena("host", nbytes["host"], self._host_memory)
 
     def close(self) -> None:

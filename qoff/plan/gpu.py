@@ -19,8 +19,8 @@ from qoff.kernels.triton.delta.op import delta_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
 from qoff.kernels.triton.ops import attention_bytes
-from qoff.kvcache import DeviceCache
 from qoff.kvcache.device.plan import DeviceBlockPlan, DeviceBlockPlans
+from qoff.kvcache.device.rings import Rings
 from qoff.kvcache.device.tables import tables_bytes
 from qoff.kvcache.groups import LayerGroup
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST, TIERS
@@ -74,7 +74,7 @@ def memory_on_gpu(
     check_top_on_gpu(shapes, plan.kv)
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
-    recent = DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
+    recent = Rings.bytes_for(shapes, plan.batch_size, plan.kv.window, dtype)
     kinds = set(zip(shapes, forms, strict=True))
     model = (spec, kinds, device, dtype)
     scratch = scratch_sizes(plan, spec, device, dtype)

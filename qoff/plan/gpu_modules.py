@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qoff.kernels.triton.attention.offloaded import joined_bytes
 from qoff.kernels.triton.attention.select_blocks import select_bytes
-from qoff.kvcache import DeviceCache
+from qoff.kvcache.device.rings import Rings
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.kvcache.store.plan import BlockPlans
 from qoff.models.modules.decoder import ModuleDecoder
@@ -27,7 +27,7 @@ def memory_of_modules_on_gpu(
     shapes, dtype = [*decoder.packed_shapes.values()], decoder.dtype
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
-    recent = plan.batches * DeviceCache.recent_bytes(shapes, plan.batch_size, plan.kv.window, dtype)
+    recent = plan.batches * Rings.bytes_for(shapes, plan.batch_size, plan.kv.window, dtype)
     found = purposes(plan, decoder, layers, tiled, blocks.tier_bytes(), recent)
     on_device, on_host = all_tables_bytes(plan, len(blocks.groups)), 0
     if attends_on_host(plan):

@@ -23,7 +23,7 @@ from qoff.jobs.runner import Counts
 
 from .ledger import Answers
 from .processor import ProcessorConfig, answered
-from .source import COLUMN, LineSource, pickled
+from .source import COLUMN, Broken, LineSource, pickled
 from .worker import Opening, Worker
 
 _OURS = re.compile(r"^qoff\.errors\.\w+: (.+)$", re.MULTILINE)  # in a traceback
@@ -70,6 +70,7 @@ def run(
 
     Raises what `FileJob.run` does, and QoffError for what ends the workers.
     """
+    broken: Broken | None = None
     counts, sink, reading = Counts(), job.sink, job.reading
     counts.skipped = sink.completed + sink.failed
     context = DataContext.get_current()
@@ -85,7 +86,10 @@ def run(
     found = answered(lines, kind, config, opening, batch_size=1, more=more, spare=0.0)
     with _in_a_line():
         for row in found.iter_rows():
-            answers: Answers = pickle.loads(row[COLUMN])
+            answers: Answers | Broken = pickle.loads(row[COLUMN])
+            if isinstance(answers, Broken):
+                broken = answers  # which may come before the answers of other workers
+                continue
             if answers.numbers[0] in sink.done:
                 continue  # of a task that Ray has repeated
             sink.write(answers.numbers, answers.output, answers.errors)
@@ -94,6 +98,8 @@ def run(
             counts.prompt_tokens += answers.prompt_tokens
             counts.tokens += answers.tokens
             noticed(counts)
+    if broken is not None:
+        raise QoffError(broken.why)
 
 
 class LineWorker(Worker):
@@ -105,6 +111,8 @@ class LineWorker(Worker):
 
     def __call__(self, table: pa.Table) -> pa.Table:
         (block,) = (pickle.loads(one.as_py()) for one in table[COLUMN])
+        if isinstance(block, Broken):
+            return table
         wrong = [(one.line.number, one.wrong) for one in block if one.wrong is not None]
         found = Answers([number for number, _ in wrong], [], [text for _, text in wrong])
         lines = [one.line for one in block if one.wrong is None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from qoff.errors import QoffError
 from qoff.jobs.lines import Bits, Overview, as_seen
 
 COLUMN = "block"  # of datasets whose rows are pickled blocks
@@ -37,11 +37,19 @@ class LineSource(Datasource):
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 
-    def _blocks(self) -> Iterator[list[Found]]:
+    def _blocks(self) -> Iterator[list[Found] | Broken]:
+        """Blocks of lines, the last one of which may be less; then what ended their reading."""
+        block, broken = list[Found](), None
         with self._path.open("rb") as file:
-            left = self._left(as_seen(file, self._seen))
-            while block := list(islice(left, self._block)):
-                yield block
+            try:
+                for found in self._left(as_seen(file, self._seen)):
+                    block.append(found)
+                    if len(block) == self._block:
+                        yield block
+                        block = []
+            except QoffError as error:  # as such, it would end what computes the blocks before it
+                broken = Broken(str(error))
+        yield from filter(None, [block, broken])
 
     def _left(self, lines: Iterator[Any]) -> Iterator[Found]:
         """What is not done; ids that occur twice are found here, where all lines are seen."""
@@ -65,6 +73,13 @@ class Found:
 
     line: Any
     wrong: bytes | None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What is wrong with a file whose lines before that are to be answered."""
+
+    why: str
 
 
 def pickled(block: Any) -> pa.Table:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from qoff.api.answers import encoded
 from qoff.api.body import Body, wrong_body
-from qoff.api.errors import ApiError, as_api_error
+from qoff.api.errors import ApiError
 from qoff.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -34,6 +34,7 @@ from .batch_routes import BatchRoutes
 from .bodies import BodyRoom, read_data
 from .embeddings import Embedded
 from .engine import Engine
+from .faults import told
 from .generation import LOG, Generated
 from .guard import Guard
 from .options import ServeOptions
@@ -190,9 +191,7 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
         elif isinstance(error, HTTPException):
             known = ApiError(error.status_code, str(error.detail), headers=error.headers)
         else:
-            known = as_api_error(error, _PROMPTS.get(request.url.path))
-        if known.status == 500:
-            request.scope[LOG]["error"] = str(error)
+            known = told(error, request.scope[LOG], _PROMPTS.get(request.url.path))
         return JSONResponse(known.body(), known.status, known.headers)
 
     for kind in (ApiError, QoffError, ValidationError, RequestValidationError, HTTPException,

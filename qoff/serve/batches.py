@@ -17,7 +17,7 @@ from qoff.jobs.file import adapters_say, cache_says, fingerprint
 from qoff.jobs.journal import Journal, Places
 from qoff.jobs.lines import overview, read_lines
 from qoff.jobs.requests import OpenAIReader
-from qoff.jobs.runner import Counts, Runner
+from qoff.jobs.runner import OF_MACHINE, Counts, Runner
 from qoff.schema import read_object
 from qoff.settings import cache_directory
 
@@ -25,6 +25,7 @@ from .batch_store import ENDED, BatchStore
 from .files import FileStore
 
 logger = logging.getLogger("qoff.serve")
+_FAULT = "the server failed to answer the batch; its log says why, under the batch's id"
 _AGAIN_S = 5.0  # between attempts to save how a batch has ended
 
 Room = Callable[[int], int]
@@ -122,21 +123,27 @@ class Batches:
             except ClosedError:  # the server ends; batches go on after its restart
                 return
             except (QoffError, OSError, ApiError) as error:
-                self._fail(said, str(error))
+                self._fail(said, str(error), self._told(error))
             except Exception:
                 logger.exception("batch failed", extra={"fields": {"batch": said["id"]}})
-                self._fail(said, "internal error")
+                self._fail(said, "internal error", _FAULT)
             with self._changed:
                 self._in_hand = ""
 
-    def _fail(self, said: dict[str, Any], why: str) -> None:
-        """End a batch by an error; what was answered of it is published.
+    def _told(self, error: Exception) -> str:
+        """What a client is told of what ended a batch: nothing of the machine's files."""
+        if isinstance(error, (OSError, *OF_MACHINE)):
+            return _FAULT
+        return str(error).replace(f"{self.store.folder}/", "")
+
+    def _fail(self, said: dict[str, Any], why: str, told: str) -> None:
+        """End a batch by an error; what was answered of it is published. told: to its client.
 
         Where the disk does not take that, the batch stays the next one, to be ended a while later.
         """
         fields = {"batch": said["id"], "error": why}
         logger.error("batch failed", extra={"fields": fields})
-        error = {"code": "failed", "message": why[:500], "line": None, "param": None}
+        error = {"code": "failed", "message": told[:500], "line": None, "param": None}
         errors = self.store.get(said["id"])["errors"] or {"object": "list", "data": [error]}
         try:
             self._publish(said, errors)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qoff.api.answers import DONE, encoded, event, usage
-from qoff.api.errors import ClientGone, as_api_error
+from qoff.api.errors import ClientGone
 from qoff.api.requests import Asked, answer_error, check_answer
 from qoff.api.thinking import Thinking
 from qoff.api.token_bytes import Place
@@ -20,6 +20,7 @@ from qoff.api.tools import ended, may_be_calls
 from qoff.engine import Completion
 
 from .engine import Answers, Engine, Piece
+from .faults import told
 from .text import AnswerStream, TextStream
 
 LOG = "qoff.log"  # key of a scope: what the request's line in the log has beside the usual
@@ -81,7 +82,7 @@ class Generated(Response):
                 raise
             except Exception as error:
                 said["error"] = str(error) or type(error).__name__
-                failed = event(as_api_error(error).body())
+                failed = event(told(error, said).body())
             await send({"type": "http.response.body", "body": failed + DONE, "more_body": False})
 
     async def _events(self, receive: Receive, said: dict[str, Any]) -> AsyncGenerator[bytes]:

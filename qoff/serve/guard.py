@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
-import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -21,12 +17,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qoff.api.answers import DONE, event
-from qoff.api.errors import ApiError, ClientGone, as_api_error
+from qoff.api.errors import ApiError, ClientGone
 
 from .bodies import KEEP, BodyRoom
+from .faults import told
 from .generation import LOG
+from .logs import logger
 
-logger = logging.getLogger("qoff.serve")
 _OPEN = frozenset({"/", "/health", "/metrics"})  # without a key
 _ABSOLUTE = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)  # without what is behind a "?"
 _GONE = 499  # nginx's status for clients that hang up
@@ -76,7 +73,7 @@ class Guard:
                 await JSONResponse(known.body(), known.status)(scope, receive, send)
             status = known.status
         except Exception as error:
-            known = as_api_error(error)
+            known = told(error, said)
             if known.status == 500:
                 said["error"] = "".join(traceback.format_exception(error))
             if not status:
@@ -142,41 +139,3 @@ def _read_target(scope: Scope) -> None:
         scope["headers"] = [(b"host", host), *others]
     # A redirect would leave out the prefix and the scheme of a proxy.
     scope["path"] = scope["path"].rstrip("/") or "/"
-
-
-class JsonLines(logging.Formatter):
-    """A log record as one line of JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        said = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
-        if record.exc_info:
-            said["error"] = self.formatException(record.exc_info)
-        return json.dumps({**said, **getattr(record, "fields", {})}, default=str)
-
-
-def _mild(record: logging.LogRecord) -> bool:
-    """Have uvicorn warn of requests that a server's end cuts off, where it says error."""
-    if "graceful shutdown exceeded" in str(record.msg):
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
-    return True
-
-
-@contextmanager
-def logging_to_stderr(level: str) -> Iterator[None]:
-    """Have what the server, uvicorn and asyncio say go to standard error, as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    handler.addFilter(_mild)
-    logs = [logger, logging.getLogger("uvicorn.error"), logging.getLogger("asyncio")]
-    for log, least in zip(logs, (level.upper(), "WARNING", "ERROR"), strict=True):
-        log.addHandler(handler)
-        log.propagate = False
-        log.setLevel(least)
-    try:
-        yield
-    finally:
-        for log in logs:
-            log.removeHandler(handler)
-            log.propagate = True
-            log.setLevel(logging.NOTSET)

@@ -302,7 +302,7 @@ def test_the_memory_of_a_plan_is_what_is_allocated(
         assert purposes["KV blocks"] > 0
         cache = llm._executor.new_cache()
         assert isinstance(cache, DeviceCache)
-        rings = sum(ring.nbytes for ring in (*cache.recent_k, *cache.recent_v))
+        rings = cache.rings.nbytes
         assert llm.memory.purposes[DEVICE]["recent KV"] == plan.batches * rings
         assert llm.memory_by_tier()[DEVICE]["weights"] == llm.runtime.residency.device_bytes
 

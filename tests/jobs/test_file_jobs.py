@@ -119,6 +119,9 @@ def test_what_is_wrong_is_told_with_its_line(job: Callable[..., int], tmp_path: 
     assert statuses == {5: 400, 6: 400, 7: 400, 8: 400, 9: 404}
     assert "no room" in told[5]["response"]["body"]["error"]["message"]
     assert told[7]["custom_id"] == "id 5"
+    said = told[9]["response"]["body"]["error"]["message"]
+    assert said.startswith("there is no model 'gpt'; this batch (--served-model-name")
+    assert said.endswith("has 'tiny'")
 
 
 def test_an_answer_that_is_an_error_leaves_the_others(

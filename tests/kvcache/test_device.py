@@ -21,6 +21,7 @@ from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.kv_blocks import dequantize_blocks, quantize_blocks
 from qoff.kvcache import DeviceCache, PlainCache
 from qoff.kvcache.device.blocks import DeviceBlocks
+from qoff.kvcache.device.rings import Rings
 from qoff.kvcache.groups import one_group
 from qoff.kvcache.store.pool import BlockPool
 from tests.tolerances import PACKED_ATTENTION, assert_close
@@ -237,6 +238,25 @@ def test_a_steady_cache_says_more_blocks_than_there_are_only_at_decode() -> None
     assert said == [0, 192, 1024, 1024]
 
 
+def test_as_many_sequences_in_another_order_are_replayed() -> None:
+    """Beam search selects its sequences after each step."""
+    with torch.inference_mode():  # in which a cache may be made
+        cache = DeviceCache([SHAPE], FORMS[:1], 3, steady=True, capacity=64, device=DEVICE)
+        for ring in cache.rings.all:
+            ring.copy_(torch.arange(3)[:, None, None, None].expand_as(ring))
+    keys, rows = [], []
+    for kept in ([0, 1, 2], [2, 0, 0], [1, 1, 0], [0, 1]):
+        cache.select(kept)
+        step = cache.begin(Ragged.of([1] * len(kept), cache.lengths))
+        keys.append(step.replay_key())
+        rows.append([ring[:, 0, 0, 0].tolist() for ring in cache.rings.all])
+        step.end()
+    assert rows == [[order] * 2 for order in ([0, 1, 2], [2, 0, 0], [0, 0, 2], [0, 0])]
+    assert keys[0] is not None
+    assert keys[1:3] == [keys[0]] * 2
+    assert keys[3] != keys[0]
+
+
 @pytest.mark.parametrize(("tokens", "opened"), [(1, 0), (1, 1), (60, 1), (200, 0)])
 def test_a_pass_that_failed_can_be_done_again(tokens: int, opened: int) -> None:
     """Nothing has been written over: attention sees each sequence as it was."""
@@ -311,6 +331,6 @@ def test_rings_beside_shared_blocks_take_what_they_hold() -> None:
     pool = BlockPool.growing("device", FORMS, [1] * len(FORMS), 0, DEVICE)
     stores = {one_group(shapes)[0]: DeviceBlocks(FORMS, pool)}
     cache = DeviceCache(shapes, FORMS, 3, window=16, device=DEVICE, stores=stores)
-    memory = {x.untyped_storage() for x in (*cache.recent_k, *cache.recent_v)}
+    memory = {x.untyped_storage() for x in cache.rings.all}
     sizes = {one.data_ptr(): one.nbytes() for one in memory}
-    assert [*sizes.values()] == [DeviceCache.recent_bytes(shapes, 3, 16, torch.float16)]
+    assert [*sizes.values()] == [Rings.bytes_for(shapes, 3, 16, torch.float16)]

@@ -97,7 +97,7 @@ class Steps(Run):
         self.replays, self.at_once = replays, list[int]()
         random = torch.Generator().manual_seed(0)
         self.cache.lengths[:] = PROMPTS
-        for ring in (*self.cache.recent_k, *self.cache.recent_v):
+        for ring in self.cache.rings.all:
             ring.normal_(generator=random)
 
     def next_pass(self, slots: Sequence[int], tokens: Tensor) -> ForwardPass:
@@ -262,7 +262,7 @@ def test_steps_end_with_a_token_that_ends_an_answer(llama: Path) -> None:
 @interpreted
 def test_steps_end_where_logits_are_not_finite(llama: Path) -> None:
     run, _, last = started(llama)
-    run.cache.recent_v[0][1] = torch.nan
+    run.cache.rings.v[0][1] = torch.nan
     step = run.next_pass(ALL, torch.tensor(last))
     found = run.run.decoder.follow_with_tokens(step, Choice(), 3)
     assert len(found) == 1

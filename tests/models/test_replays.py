@@ -91,7 +91,7 @@ class Run:
         for slot, tokens in enumerate(PROMPTS):
             self.cache.reset(slot)
             self.cache.lengths[slot] = tokens
-        for ring in (*self.cache.recent_k, *self.cache.recent_v):
+        for ring in self.cache.rings.all:
             ring.normal_(generator=random)
         found = [self.forward(slots, random) for slots in STEPS]
         assert self.cache.packed == [64, 0, 64, 0]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,34 @@ def test_lines_that_are_done_are_left_out_and_ids_that_occur_twice_are_known(
     found = [one for block in blocks for one in block]
     assert len({one.line.number for one in found} | {0}) == 7
     assert [one.wrong is not None for one in found] == [*[False] * 4, *[job is not None] * 2]
+
+
+def test_lines_before_a_change_of_the_file_are_answered_before_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order blocks come from their workers."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f"text {i}\n" for i in range(6)))
+    (model := tmp_path / "model").mkdir()
+    given = replace(asked(tmp_path, "out"), plain=False)
+    with FileJob(given, model, PLAN, overwrite=False) as job:
+        path.write_text("".join(f"next {i}\n" for i in range(6)))
+
+        def answered(lines: Any, *_: Any, **more: Any) -> Any:
+            worker = object.__new__(LineWorker)
+            worker.answer = lambda _, part: Answers(
+                [one.number for one in part], [b'{"index": %d}\n' % one.number for one in part], []
+            )
+            (task,) = lines.get_read_tasks(1)
+            tables = [worker(table) for table in task()]
+            return SimpleNamespace(iter_rows=lambda: [x.to_pylist()[0] for x in reversed(tables)])
+
+        monkeypatch.setattr("qoff.ray.job.answered", answered)
+        monkeypatch.setattr("ray.data.read_datasource", lambda source, **_: source)
+        config = ProcessorConfig("model", batch_size=4)
+        with pytest.raises(QoffError, match="has changed while it was read"):
+            run(job, config, Opening("model", {}), lambda _: None)
+        assert job.left == 0
 
 
 def test_processes_that_keep_the_ledger_or_read_lines_have_no_torch() -> None:

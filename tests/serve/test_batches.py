@@ -341,6 +341,7 @@ def test_a_batch_does_not_go_on_with_another_adapter_or_form(
     with opened(adapter, True) as served, served.client() as client:
         found = ended(client, made.id, "failed")
         assert said in found.errors.data[0].message
+        assert str(tmp_path) not in found.errors.data[0].message
 
 
 class Killed(BaseException):
@@ -411,14 +412,17 @@ def test_a_kill_while_answers_are_published_loses_none(
 
 
 def test_a_full_disk_does_not_end_the_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The batch ends when there is room again, by its error and with its answers."""
+    """The batch ends when there is room again, by its error and with its answers.
+
+    The log says which error, with the file that it names.
+    """
     monkeypatch.setattr("qoff.serve.batches._AGAIN_S", 0.01)
     batches, said = unended(tmp_path, status="in_progress")
     thread = threading.Thread(target=batches._work, daemon=True)
     with pytest.MonkeyPatch.context() as full:
-        ends_at(full, 0, OSError(errno.ENOSPC, "the disk is full"))
+        ends_at(full, 0, OSError(errno.ENOSPC, "the disk is full", "/files/in"))
         full.setattr(batches, "_run", lambda _: batches._publish(said, None))
         thread.start()
         end = time.monotonic() + 10
@@ -432,7 +436,10 @@ def test_a_full_disk_does_not_end_the_thread(
     batches._thread = thread
     batches.stop()
     found = batches.store.get(said["id"])
-    assert "the disk is full" in found["errors"]["data"][0]["message"]
+    assert "its log says why" in found["errors"]["data"][0]["message"]
+    logged: list[Any] = [one for one in caplog.records if one.getMessage() == "batch failed"]
+    fields = logged[0].fields
+    assert (fields["batch"], "is full: '/files/in'" in fields["error"]) == (said["id"], True)
     assert batches.files.path(found["output_file_id"]).read_bytes() == b"answer"
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from http.client import HTTPConnection
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from qoff.cli.options import model_name
 from qoff.engine import LLM
 from qoff.errors import ConversionError, FormatError, QoffError
 from qoff.serve.engine import Engine
-from qoff.serve.guard import logging_to_stderr
+from qoff.serve.logs import logging_to_stderr
 from qoff.serve.server import Server, serve
 
 from .conftest import MODEL, OPTIONS, PLAN, Running, running
@@ -195,27 +196,39 @@ def test_requests_that_take_too_long_are_ended(checkpoint: Path) -> None:
             assert time.monotonic() < end
 
 
+@pytest.mark.parametrize(("body", "works"), [({"stream": False}, 0), ({}, 0), ({}, 3)])
 def test_a_failed_round_is_an_error_for_those_in_it_alone(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, body: dict[str, Any], works: int
 ) -> None:
-    """And the log says which, as the disk may be at fault."""
+    """The log says why, as the disk may be at fault, and clients its id: paths are not theirs."""
     caplog.set_level(logging.INFO, "qoff.serve")
-    with running(checkpoint) as served:
+    why, rounds = f"{checkpoint}/layer: is broken", count()
+    with running(checkpoint) as served, served.slowed(0):
         llm = served.engine.llm
         assert llm is not None
         compute: Any = llm._rounds._schedule
         round_ = compute.round
 
         def fails(passes: Any) -> Any:
+            if next(rounds) < works:
+                return round_(passes)
             compute.round = round_
-            raise FormatError("a broken layer")
+            raise FormatError(why)
 
         compute.round = fails
-        status, found, _ = served.ask(CHATS, {**LONG, "stream": False})
-        assert (status, found["error"]["message"]) == (500, "a broken layer")
+        status, found, headers = served.ask(CHATS, {**LONG, **body})
         assert served.ask(CHATS, LONG)[0] == 200
     logged: list[Any] = [one for one in caplog.records if one.getMessage() == "request"]
-    assert [one.fields.get("error") for one in logged] == ["a broken layer", None]
+    assert [one.fields.get("error") for one in logged] == [why, None]
+    request_id = logged[0].fields["id"]
+    if works:
+        *_, event, done, _ = found.split("\n\n")
+        assert (status, done) == (200, "data: [DONE]")
+        found = json.loads(event.removeprefix("data: "))
+    else:
+        assert (status, headers["x-request-id"]) == (500, request_id)
+    assert request_id in found["error"]["message"]
+    assert str(checkpoint) not in found["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -272,11 +285,51 @@ def test_a_model_is_converted_behind_an_open_port(
 
     monkeypatch.setattr(socket, "create_server", created)
     monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", converting)
-    command = ["serve", "model.gguf", "--port", "0", "--files", str(tmp_path)]
+    command = ["serve", str(checkpoint), "--port", "0", "--files", str(tmp_path)]
     found = CliRunner().invoke(app, command)
     assert found.exit_code == 1
     assert "qoff: the model is broken" in found.stderr
     assert said == [(503, "loading")]
+
+
+def test_all_lines_before_the_error_are_json(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a conversion, too, and what other parts of qoff warn of."""
+
+    def converting(*_: Any, progress: Any, **__: Any) -> Path:
+        progress(1, 3)
+        logging.getLogger("qoff.hf.checkpoints").warning("converted once more")
+        raise ConversionError("the model is broken")
+
+    monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", converting)
+    for module in ("qoff.serve.logs", "qoff.cli.output"):
+        monkeypatch.setattr(f"{module}._EACH_S", -1.0)
+    command = ["serve", str(checkpoint), "--port", "0", "--files", str(tmp_path)]
+    *lines, last = CliRunner().invoke(app, command).stderr.splitlines()
+    assert last == "qoff: the model is broken"
+    said = [json.loads(line) for line in lines]
+    assert [one["event"] for one in said] == [
+        "loading",
+        "converting",
+        "converted once more",
+        "stopping",
+    ]
+    assert (said[1]["done"], said[1]["total"]) == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["not there", "empty", "file.bin"])
+def test_nothing_is_made_for_what_is_no_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QOFF_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.bin").touch()
+    found = CliRunner().invoke(app, ["serve", str(tmp_path / name), "--port", "0"])
+    assert found.exit_code == 1
+    (line,) = found.stderr.splitlines()
+    assert line.startswith(f"qoff: {tmp_path / name}")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_nothing_is_collected_at_the_end_of_the_process(
@@ -305,10 +358,10 @@ def test_a_signal_ends_the_command_with_its_status(checkpoint: Path, tmp_path: P
     assert process.stderr is not None
     lines = []
     for line in process.stderr:
-        if line.startswith(b"compiling"):
-            continue
         lines.append(json.loads(line))
-        if lines[-1]["event"] == "ready":
+        if lines[-1]["event"].startswith("compiling"):
+            lines.pop()
+        elif lines[-1]["event"] == "ready":
             break
     process.terminate()
     rest = process.stderr.read().splitlines()

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from qoff.errors import BudgetError
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
@@ -95,7 +97,9 @@ def test_clients_wait_while_another_plan_is_opened(checkpoint: Path) -> None:
     assert opened == [PLAN, OTHER]
 
 
-def test_a_model_that_is_lost_ends_the_engine(checkpoint: Path) -> None:
+def test_a_model_that_is_lost_ends_the_engine(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tries = list[Plan]()
 
     def opening(plan: Plan) -> None:
@@ -112,7 +116,11 @@ def test_a_model_that_is_lost_ends_the_engine(checkpoint: Path) -> None:
         assert served.engine.ended.wait(20)
         told = [found for status, found, _ in map(Future.result, asked) if status == 500]
         assert told  # others may have been answered before
-        assert all("took the memory" in found["error"]["message"] for found in told)
+        assert all("its log says why" in found["error"]["message"] for found in told)
         assert served.ask("/health")[0] == 503
         assert "took the memory" in str(served.engine.failure)
+    logged: list[Any] = [one for one in caplog.records if one.getMessage() == "request"]
+    why = [one.fields["error"] for one in logged if one.fields["status"] == 500]
+    assert len(why) == len(told)
+    assert all("took the memory" in one for one in why)
     assert tries == [PLAN, OTHER, PLAN]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
 
 from qoff.kernels.layout.kv_format import KVFormat
-from qoff.kvcache.store.base import Blocks
+from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kvcache.store.base import Blocks, BlockView
 from qoff.kvcache.store.placement import DEVICE, HOST, KVPlacement
 from qoff.kvcache.store.pool import BlockPool
 from qoff.kvcache.store.sparse import BlockBounds
@@ -20,7 +22,7 @@ from qoff.memory.io.copies import Copies
 from qoff.memory.io.spill import SpillFile
 
 from .plan import PREFETCH_SLOTS, DeviceBlockPlan
-from .prefetch import BlockPrefetcher
+from .prefetch import BlockPrefetcher, PrefetchedBlocks
 from .write_back import WRITE_BACK_BUFFERS, WriteBackBuffer, WriteBackQueue
 
 
@@ -47,6 +49,13 @@ class DeviceBlocks(Blocks):
         self.offloaded, self.prefetcher = offloaded, prefetcher
         self.write_back, self.bounds = write_back, bounds
 
+    @classmethod
+    def growing(
+        cls, forms: Sequence[KVFormat], kv_heads: Sequence[int], count: int, device: torch.device
+    ) -> DeviceBlocks:
+        """Blocks that are all on the device, with room for so many at first."""
+        return cls(forms, BlockPool.growing(DEVICE, forms, kv_heads, count, device))
+
     @property
     def device(self) -> torch.device:
         return self.pool.layers[0].device
@@ -55,6 +64,27 @@ class DeviceBlocks(Blocks):
     def nbytes(self) -> int:
         bounds = 0 if self.bounds is None else sum(x.nbytes for x in self.bounds.layers)
         return self.pool.nbytes + bounds + (0 if self.offloaded is None else self.offloaded.nbytes)
+
+    def view(
+        self, rows: Sequence[Sequence[int]], spans: Sequence[Span], group: int, *, sparse: bool
+    ) -> BlockView | PrefetchedBlocks | None:
+        """What brings offloaded blocks, `rows` of each slot, for a pass; None where there are none.
+
+        It brings them to where the CPU attends to them, or to the device. spans: in the order of
+        the slots. group: query heads of a KV head. sparse: attention chooses among blocks.
+        """
+        if self.offloaded is None or not any(rows):
+            return None
+        blocks = sorted({block for row in rows for block in row})
+        queries = group * max(span.count for span in spans)
+        prefetcher = self.prefetcher
+        if prefetcher is not None and not sparse and prefetcher.takes(blocks, queries):
+            return prefetcher.view(blocks)
+        ordered, row = [], 0  # the view's rows are in the order of the slots
+        for span in spans:
+            ordered.append(replace(span, start=row))
+            row += span.count
+        return self.offloaded.view(rows, Ragged(tuple(ordered)), 0, sparse=sparse)
 
     def bytes_for(self, blocks: int) -> int:
         return self.nbytes - self.pool.nbytes + self.pool.bytes_for(blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,12 +19,11 @@ from qoff.kernels.upload import on_device
 from qoff.kvcache.groups import GroupBlocks, LayerGroup, NewBlocks, by_layer, groups_of
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockView
-from qoff.kvcache.store.placement import DEVICE
-from qoff.kvcache.store.pool import BlockPool
 
 from .blocks import DeviceBlocks, offloaded_blocks
 from .prefetch import PrefetchedBlocks
-from .tables import DeviceTables, host_memory, pass_tables
+from .rings import Rings
+from .tables import DeviceTables, pass_tables
 from .write_back import WriteBack
 
 
@@ -70,21 +68,23 @@ class DeviceCache(SlotCache):
         self.forms = tuple(forms)
         if stores is None:
             stores = {
-                group: _growing(group, shapes, forms, self._most_each(group, capacity), device)
+                group: DeviceBlocks.growing(
+                    [forms[layer] for layer in group.layers],
+                    [shapes[layer].kv_heads for layer in group.layers],
+                    self._most_each(group, capacity),
+                    device,
+                )
                 for group in groups_of(shapes, frees)
             }
         self.stores = list(stores.values())
         self.groups = [GroupBlocks(group, found, sequences) for group, found in stores.items()]
         self.place = by_layer(self.groups)
         self.tables = [DeviceTables(sequences, device) for _ in self.groups]
-        self.ring = window + BLOCK_TOKENS  # tokens that there is room for unpacked
-        rings = [(sequences, self.ring, shape.kv_heads, shape.head_dim) for shape in shapes]
-        pairs = zip(rings, self.forms, strict=True)
-        values = [(*ring[:3], form.own_value_dim) for ring, form in pairs]
-        found = _new_rings([*rings, *values], dtype, device, whole)
-        self.recent_k, self.recent_v = found[: len(rings)], found[len(rings) :]
+        self.rings = Rings(shapes, forms, sequences, window, dtype, device, whole)
         # What kernels are told of every cache like this one.
-        self.kind = repr((rings, self.forms, [*stores], dtype, values_rotated, attention_top))
+        self.kind = repr(
+            (self.rings.shapes, self.forms, [*stores], dtype, values_rotated, attention_top)
+        )
 
     @property
     def store(self) -> DeviceBlocks:
@@ -97,31 +97,17 @@ class DeviceCache(SlotCache):
             most = min(most, self.sequences * group.blocks_at_once(tokens, self.window))
         return most
 
-    @staticmethod
-    def recent_bytes(
-        shapes: Sequence[HeadShape], sequences: int, window: int, dtype: torch.dtype
-    ) -> int:
-        """Bytes of the rings of a cache."""
-        own = (1 if shape.latent else 2 for shape in shapes)
-        values = sum(
-            count * shape.kv_heads * shape.head_dim
-            for count, shape in zip(own, shapes, strict=True)
-        )
-        return sequences * (window + BLOCK_TOKENS) * values * dtype.itemsize
-
     @property
     def nbytes(self) -> int:
         return self._beside_blocks + sum(store.nbytes for store in self.stores)
 
     @property
     def _beside_blocks(self) -> int:
-        rings = sum(t.nbytes for t in (*self.recent_k, *self.recent_v))
         away = 0 if self.store.write_back is None else self.store.write_back.nbytes
-        return sum(tables.nbytes for tables in self.tables) + rings + away
+        return sum(tables.nbytes for tables in self.tables) + self.rings.nbytes + away
 
     def bytes_for(self, tokens: int) -> int:
-        copied = max(t.nbytes for t in self.recent_k)  # where sequences move to other rows
-        return self._beside_blocks + copied + super().bytes_for(tokens)
+        return self._beside_blocks + self.rings.copied_bytes + super().bytes_for(tokens)
 
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> DeviceCachePass:
         return DeviceCachePass(self, ragged, slots)
@@ -131,11 +117,9 @@ class DeviceCache(SlotCache):
         if kept == list(range(self.sequences)):
             return
         super().select(kept)
+        # Of as many sequences, what kernels read stays where it is: the next step may be recorded.
         self.tables = [tables.select(kept) for tables in self.tables]
-        index = on_device(torch.tensor(kept), self.store.device)
-        for rings in (self.recent_k, self.recent_v):
-            for layer, ring in enumerate(rings):
-                rings[layer] = ring[index]
+        self.rings.select(kept)
 
     def fork(self, source: int, target: int) -> None:
         super().fork(source, target)
@@ -146,51 +130,19 @@ class DeviceCache(SlotCache):
         self.tell_tables(slot)
 
     def copy_recent(self, source: int, target: int) -> None:
-        for ring in (*self.recent_k, *self.recent_v):
-            ring[target] = ring[source]
+        self.rings.copy(source, target)
 
     def unpack(self, slot: int, place: int, tokens: int) -> None:
-        first = BLOCK_TOKENS * place
-        places = torch.arange(first, first + tokens, device=self.store.device) % self.ring
         for layer, form in enumerate(self.forms):
             number, inner = self.place[layer]
             block = self.groups[number].blocks[slot][place]
             k, v = dequantize_blocks(self.stores[number].read(inner, block), form)
-            v = v[..., : form.own_value_dim]
-            for ring, x in ((self.recent_k[layer], k), (self.recent_v[layer], v)):
-                ring[slot, places] = x[:, :tokens].transpose(0, 1).to(ring.dtype)
+            self.rings.write(layer, slot, BLOCK_TOKENS * place, k[:, :tokens], v[:, :tokens])
 
     def tell_tables(self, slot: int) -> None:
         """Have the tables know a slot whose blocks are others than passes have made."""
         for tables, group in zip(self.tables, self.groups, strict=True):
             tables.write(slot, 0, group.blocks[slot])
-
-
-def _new_rings(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, together: bool
-) -> list[Tensor]:
-    """Rings of these shapes. together: in one piece, whose memory goes back as a whole.
-
-    torch takes pieces of 1 to 10 MiB from 20 MiB, and others in steps of 2 MiB: of rings of 7 MiB
-    that go one by one, three tenths would be taken in vain.
-    """
-    if not together:
-        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _growing(
-    group: LayerGroup,
-    shapes: Sequence[HeadShape],
-    forms: Sequence[KVFormat],
-    count: int,
-    device: torch.device,
-) -> DeviceBlocks:
-    kv_heads = [shapes[layer].kv_heads for layer in group.layers]
-    mine = [forms[layer] for layer in group.layers]
-    return DeviceBlocks(mine, BlockPool.growing(DEVICE, mine, kv_heads, count, device))
 
 
 class DeviceCachePass(SlotPass):
@@ -220,7 +172,7 @@ class DeviceCachePass(SlotPass):
                 )
         unpacked = [span.past + span.count - self._packed[span.slot] for span in spans]
         # With more, tokens of before the pass are written over.
-        self._destroys = max(unpacked) > cache.ring
+        self._destroys = max(unpacked) > cache.rings.tokens
         try:
             for span, tokens in zip(spans, unpacked, strict=True):
                 count = max(0, tokens - cache.window) // BLOCK_TOKENS
@@ -233,15 +185,15 @@ class DeviceCachePass(SlotPass):
             rows: list[list[int]] = [[] for _ in range(cache.sequences)]
             for span in spans if cache.store.offloaded is not None else ():
                 rows[span.slot] = offloaded_blocks(cache.blocks[span.slot])
-            self._view = self._find_offloaded(rows)
+            self._view = cache.store.view(rows, spans, cache.group, sparse=self._chooses)
             elsewhere = not isinstance(self._view, PrefetchedBlocks)
             resident_from = [BLOCK_TOKENS * len(row) * elsewhere for row in rows]
             self._steps = list[PassTables]()
             for tables, new in zip(cache.tables, news, strict=True):
                 first = not self._steps
-                self._tell_tables(tables, new)
+                tables.write_new(new, self._packed)
                 if slots is not None:  # may be under way together with another pass
-                    tables = tables.select(range(cache.sequences))
+                    tables = tables.copy()
                 step = pass_tables(
                     tables,
                     spans,
@@ -254,7 +206,10 @@ class DeviceCachePass(SlotPass):
                 )
                 self._steps.append(step)
             self._step = self._steps[0]
-            self._prefetched_table = self._prefetch_places(rows)
+            self._prefetched_table = None
+            if isinstance(self._view, PrefetchedBlocks):
+                shape = self._step.table.shape
+                self._prefetched_table = self._view.places(rows, shape, cache.store.device)
         except BaseException:
             self.abandon()
             raise
@@ -279,9 +234,8 @@ class DeviceCachePass(SlotPass):
         if not self._stays:
             return None
         cache, step = self._cache, self._step
-        rings = (*cache.recent_k, *cache.recent_v)
         pools = [layer for store in cache.stores for layer in store.pool.layers]
-        memory = [*pools, *rings]
+        memory = [*pools, *cache.rings.all]
         sizes: list[int] = [self.rows]
         for one in self._steps:
             memory += [one.start, one.positions]
@@ -351,8 +305,8 @@ class DeviceCachePass(SlotPass):
         return DeviceLayerCache(
             form,
             store.pool.layers[inner],
-            cache.recent_k[layer],
-            cache.recent_v[layer],
+            cache.rings.k[layer],
+            cache.rings.v[layer],
             step,
             packed,
             written,
@@ -441,38 +395,3 @@ class DeviceCachePass(SlotPass):
         for number, block in self._spare.items():
             self._cache.stores[number].release([block])
         self._spare = {}
-
-    def _tell_tables(self, tables: DeviceTables, new: Mapping[int, Sequence[int]]) -> None:
-        """Blocks on the device by number, new offloaded ones by place in the write-back buffer."""
-        place = 0
-        for slot, blocks in new.items():
-            count = len(offloaded_blocks(blocks))
-            numbers = [*range(place, place + count), *blocks[count:]]
-            tables.write(slot, self._packed[slot] // BLOCK_TOKENS, numbers)
-            place += count
-
-    def _find_offloaded(self, rows: Sequence[Sequence[int]]) -> BlockView | PrefetchedBlocks | None:
-        offloaded, prefetcher = self._cache.store.offloaded, self._cache.store.prefetcher
-        if offloaded is None or not any(rows):
-            return None
-        blocks = sorted({block for row in rows for block in row})
-        queries = self._cache.group * max(span.count for span in self._spans)
-        if prefetcher is not None and not self._chooses and prefetcher.takes(blocks, queries):
-            return prefetcher.view(blocks)
-        ordered, row = [], 0  # the view's rows are in the order of the slots
-        for span in self._spans:
-            ordered.append(replace(span, start=row))
-            row += span.count
-        return offloaded.view(rows, Ragged(tuple(ordered)), 0, sparse=self._chooses)
-
-    def _prefetch_places(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """int32 like the block table: the place in the prefetch slot, -1 for blocks not moved."""
-        if not isinstance(self._view, PrefetchedBlocks):
-            return None
-        device = self._cache.store.device
-        place = {block: i for i, block in enumerate(self._view.blocks)}
-        host = host_memory(self._step.table.numel(), torch.int32, device)
-        table = host.view(self._step.table.shape).fill_(-1)
-        for entries, row in zip(table, rows, strict=True):
-            entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
-        return table.to(device, non_blocking=True)

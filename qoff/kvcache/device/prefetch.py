@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from qoff.kvcache.store.placement import DISK, HOST
@@ -19,6 +20,7 @@ from qoff.memory.instrumentation import PLAIN, Instrumentation
 from qoff.memory.io.copies import Copies
 
 from .plan import DeviceBlockPlan
+from .tables import host_memory
 
 MOVE_ROWS = 16  # query rows of a sequence and KV head up to which the queries are moved instead
 
@@ -141,3 +143,16 @@ class PrefetchedBlocks(LayerFetches):
     def first(self, layer: int) -> int:
         """Open a layer; the number of its first block, valid until `close`."""
         return self._prefetcher.first(layer, self.open(layer))
+
+    def places(
+        self, rows: Sequence[Sequence[int]], shape: torch.Size, device: torch.device
+    ) -> Tensor:
+        """The place in a slot of each block, `rows` of each sequence, on the device.
+
+        int32 of the shape of the block table; -1 for blocks that are not moved.
+        """
+        place = {block: i for i, block in enumerate(self.blocks)}
+        table = host_memory(shape.numel(), torch.int32, device).view(shape).fill_(-1)
+        for entries, row in zip(table, rows, strict=True):
+            entries[: len(row)] = torch.tensor([place[block] for block in row], dtype=torch.int32)
+        return table.to(device, non_blocking=True)

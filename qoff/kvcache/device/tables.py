@@ -48,10 +48,30 @@ class DeviceTables:
         self._blocks[slot, first:end] = torch.tensor(blocks, dtype=torch.int32)
         self._stale = True
 
+    def write_new(self, new: Mapping[int, Sequence[int]], packed: Sequence[int]) -> None:
+        """Set new blocks of slots, which have so many packed tokens.
+
+        Offloaded ones, which come first, by their place in the write-back buffer.
+        """
+        place = 0
+        for slot, blocks in new.items():
+            count = sum(block < 0 for block in blocks)
+            numbers = [*range(place, place + count), *blocks[count:]]
+            self.write(slot, packed[slot] // BLOCK_TOKENS, numbers)
+            place += count
+
     def select(self, sequences: Sequence[int]) -> DeviceTables:
-        kept = DeviceTables(len(sequences), self._device)
-        kept._blocks = self._blocks[list(sequences)]
+        """Tables of these sequences: these ones, where they are as many."""
+        same = len(sequences) == self._sequences
+        kept = self if same else DeviceTables(len(sequences), self._device)
+        kept._blocks, kept._stale = self._blocks[list(sequences)], True
         return kept
+
+    def copy(self) -> DeviceTables:
+        """The same, elsewhere on the device."""
+        copied = DeviceTables(self._sequences, self._device)
+        copied._blocks = self._blocks.clone()
+        return copied
 
     def upload(self, counts: Sequence[Sequence[int]]) -> tuple[list[Tensor], Tensor]:
         """Bring counts, up to S + 1 numbers in a row of `_COUNTS`, and what is new of the table.
