@@ -317,6 +317,7 @@ def test_keys_are_asked_for_but_for_health(checkpoint: Path) -> None:
         assert [served.ask(path)[0] for path in ("/", "/health", "/metrics")] == [200] * 3
         asks_first = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         assert served.ask(CHATS, None, asks_first, method="OPTIONS")[0] == 200  # has no key yet
+        assert served.ask(CHATS, method="OPTIONS")[0] == 401
         headers = {"Authorization": "Bearer one", "Origin": "https://a.example"}
         assert served.ask("/v1/models", None, headers)[2]["access-control-allow-origin"]
         assert served.ask("/tokenize", {"prompt": "a"}, headers)[0] == 200
