@@ -103,7 +103,7 @@ class Guard:
                            code="origin_not_allowed")  # fmt: skip
 
     def _check_key(self, scope: Scope) -> None:
-        if not self._keys or scope["path"] in _OPEN or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in _OPEN:
             return
         headers = dict(scope["headers"])
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")

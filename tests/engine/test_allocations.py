@@ -82,6 +82,7 @@ def counted_and_taken(
     sizes: dict[str, Any],
     ops: Any = None,
     lengths: Sequence[int] = LENGTHS,
+    params: SamplingParams = PARAMS,
 ) -> tuple[int, int]:
     """Bytes beside weights and packed blocks, which are in arenas: those of the plan, and a run."""
     save_model(folder / "model", family, **{**SIZES, **sizes})
@@ -91,7 +92,7 @@ def counted_and_taken(
     peak, pool = Peak(), default_pool()
     pool.shrink()  # as at a start
     with peak, LLM(folder / "checkpoint", plan, _instrumentation=tested) as llm:
-        assert len(list(llm.generate(prompts, PARAMS))) == len(prompts)
+        assert len(list(llm.generate(prompts, params))) == len(prompts)
         purposes, scratch = llm.memory.purposes["device"], len(pool._workspace)
     parts = ("recent KV", "hidden states", "working space")
     counted = sum(purposes[part] for part in parts) + purposes.get("states", 0)
@@ -109,6 +110,18 @@ def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) 
         sizes |= {"intermediate_size": [256] * 4, "num_hidden_layers": 4}
         sizes |= {"vocab_size_per_layer_input": 512}
     counted, taken = counted_and_taken(tmp_path, PLAN, family, sizes)
+    assert taken <= counted <= 2 * taken
+
+
+def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
+    """Of a large vocabulary, and of prompts that are scored: a row for each token of a pass."""
+    plan = Plan(batch_size=1, batches=4, context=64, prefill_tokens=48, draft_tokens=31, kv=KV)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 16384}
+    sizes |= {"num_hidden_layers": 1}
+    scored = SamplingParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    counted, taken = counted_and_taken(
+        tmp_path, plan, "llama", sizes, lengths=[40] * 4, params=scored
+    )
     assert taken <= counted <= 2 * taken
 
 

@@ -50,6 +50,9 @@ def test_penalties_are_vllms() -> None:
     assert drawn(LOGITS, 0, presence_penalty=2, frequency_penalty=-2) == 0
     assert drawn(LOGITS, prompt=(0,), repetition_penalty=1.1) == 1
     assert drawn(LOGITS, 1, prompt=(0,), repetition_penalty=1.1) == 0
+    # A head may have fewer rows than the embedding.
+    assert drawn(LOGITS, prompt=(0, 9), repetition_penalty=1.1) == 1
+    assert drawn(LOGITS, prompt=(9, 0), repetition_penalty=1.1) == 1
     negative = torch.tensor([-1.0, -1.2, -3.0])
     assert drawn(negative, 0, 0, repetition_penalty=1.3) == 1  # once, however often it came
 

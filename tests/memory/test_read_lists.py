@@ -127,6 +127,20 @@ def test_an_abandoned_list_ends_without_its_slots(reader: DiskReader, file: Path
         request.result(20)
 
 
+def test_what_is_urgent_waits_for_no_slot(file: Path) -> None:
+    """All threads wait for what a pass gives back, which may need the urgent read first."""
+    reader, slots = DiskReader(threads=1, chunk=4096), new_slots()
+    found = torch.empty(UNIT, dtype=torch.uint8)
+    try:
+        request = reader.submit_list(fills(file, slots, [UNIT] * 3), slots.fail)
+        slots.wait(1)  # what comes next has the slot that is not given back
+        reader.submit(file, UNIT, found, urgent=True).result(20)
+        assert not request.done()
+    finally:
+        reader.close()
+    assert found.numpy().tobytes() == file.read_bytes()[UNIT : 2 * UNIT]
+
+
 def test_a_read_that_is_under_way_counts_until_now(reader: DiskReader) -> None:
     """Else what it took before somebody looks would count as of what comes after."""
     words = reader._busy_words()

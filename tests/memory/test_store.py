@@ -4,6 +4,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from os import preadv
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import OpError
+from qoff.errors import DiskReadError, OpError
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import (
     HEAD,
@@ -327,6 +328,50 @@ def go_through(
         then()
         for unit in UNITS:
             turn.acquire(unit)
+
+
+class Kept:
+    """What is made of weights, as ops on a GPU keep it."""
+
+    kept = False
+
+    def keep(self) -> None:
+        self.kept = True
+
+    def forget(self) -> None:
+        self.kept = False
+
+
+@pytest.mark.parametrize("ends", [None, DiskReadError("broken"), KeyboardInterrupt()], ids=repr)
+def test_nothing_made_of_weights_is_kept_longer_than_they_are_held(
+    ends: BaseException | None, small: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch: Any = Kept()
+    with WeightStore(small, residency_of(small, set())) as store:
+        acquire, release = store.acquire, store.release
+
+        def acquired(unit: Unit) -> Any:
+            if unit == HEAD and isinstance(ends, DiskReadError):
+                raise ends
+            return acquire(unit)
+
+        def released(unit: Unit) -> None:
+            assert not scratch.kept
+            release(unit)
+
+        monkeypatch.setattr(store, "acquire", acquired)
+        monkeypatch.setattr(store, "release", released)
+        with (
+            nullcontext() if ends is None else pytest.raises(type(ends)),
+            Turn(store, scratch) as turn,
+        ):
+            for unit in UNITS:
+                turn.acquire(unit)
+                assert scratch.kept
+            if ends is not None:  # amid the last one
+                raise ends
+        assert not scratch.kept
+        assert not any(load.holders for load in store._ring._loads)
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, of: object, name: str, after: bool) -> None:

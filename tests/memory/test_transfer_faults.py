@@ -62,7 +62,9 @@ def test_a_read_error_is_raised_where_the_unit_is_acquired(
                 else:
                     with store.use(unit) as weights:
                         assert truth.wrong(unit, weights) == []
-        broken = False
+        with pytest.raises(DiskReadError):
+            store.acquire(2)
+        broken = False  # the next call tries again
         with store.use(2) as weights:
             assert truth.wrong(2, weights) == []
 

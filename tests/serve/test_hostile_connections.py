@@ -18,7 +18,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from qoff.serve.bodies import BodyRoom
 from qoff.serve.connection import Connection
+from qoff.serve.guard import Guard
 
 from .conftest import MODEL, OPTIONS, Running, running
 from .test_hostile_clients import (
@@ -54,6 +56,25 @@ def test_clients_that_send_nothing_or_too_slowly_are_given_up(served: Running) -
     for start, sock in socks.items():
         assert everything(sock).startswith(starts[start])
         sock.close()
+
+
+def test_each_request_of_a_connection_has_to_come_in_time(served: Running) -> None:
+    """Between them it may be silent for longer; whoever acknowledges nothing is given up."""
+    with served.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+        mine = sock.getsockname()
+        (one,) = (
+            x
+            for x in served.server._server.server_state.connections
+            if isinstance(x, Connection) and x.transport.get_extra_info("peername") == mine
+        )
+        assert one._deadline is None
+        there = one.transport.get_extra_info("socket")
+        assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
+        assert there.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        sock.sendall(b"GET /health HT")
+        assert everything(sock).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -100,6 +121,10 @@ def test_a_client_that_sends_no_more_is_answered(served: Running, stream: bool) 
             gone.sendall(whole)
             wait_for(lambda: served.engine.in_flight == 2)
         wait_for(lambda: served.engine.in_flight == 1)
+        with served.connect() as old:  # HTTP/1.0 has no answers that say nothing
+            old.sendall(whole.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            old.shutdown(socket.SHUT_WR)
+            assert everything(old) == b""
         rounds.free()
         answer = everything(sock)
     before, _, after = answer.partition(b"HTTP/1.1 200 OK\r\n")
@@ -141,6 +166,9 @@ def test_answers_that_were_given_up_are_no_negative_number(served: Running) -> N
             sock.sendall(head(len(body)) + body)
             rounds.under_way()
         wait_for(lambda: llm.waiting == 4)
+        figures = served.ask("/metrics")[1].splitlines()
+        for name in ("running", "waiting"):
+            assert f'vllm:num_requests_{name}{{model_name="{MODEL}"}} 4.0' in figures
         for sock in socks:
             sock.close()
         wait_for(lambda: served.engine.in_flight == 0)
@@ -165,24 +193,33 @@ def test_a_stream_that_is_given_up_by_the_client_library(served: Running, client
     assert rounds[-1].number - before < 60
 
 
-def test_a_full_queue_refuses_with_429(served: Running, client: OpenAI) -> None:
+def test_a_full_queue_refuses_with_429(
+    served: Running, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four are computed and four wait; then there is room again."""
     held = []
     body = {"prompt": "a", "n": 4, "max_tokens": 94, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
-    with served.slowed():
+    wait_for(lambda: idle(served))
+    with served.held():
         for count in (4, 8):
             held.append(served.connect())
             held[-1].sendall(head(len(data)).replace(CHATS.encode(), TEXTS.encode()) + data)
             wait_for(lambda count=count: served.engine.in_flight == count)  # type: ignore[misc]
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model=MODEL, prompt="a")
-    assert int(refused.value.response.headers["retry-after"]) >= 1
-    assert refused.value.code == "queue_full"
+        assert refused.value.code == "queue_full"
+        # A fifth that waits begins after what is computed and five quarters of that.
+        for lasts_s, wanted in ((0.0, "1"), (50.0, "113"), (1e6, "600")):
+            monkeypatch.setattr(served.engine, "_lasts_s", lasts_s)
+            assert served.ask(TEXTS, {"prompt": "a"})[2]["retry-after"] == wanted
     for one in held:
         one.close()
     wait_for(lambda: idle(served))
-    assert served.ask(TEXTS, {"prompt": "a"})[0] == 200
+    assert served.ask(TEXTS, {"prompt": ["a"] * 8, "max_tokens": 1})[0] == 200
+    status, found, _ = served.ask(TEXTS, {"prompt": ["a"] * 9})
+    assert status == 400
+    assert found["error"]["message"].endswith("ask for 1 to 8")
 
 
 def test_a_reader_that_stops_reading_is_given_up(checkpoint: Path, served: Running) -> None:
@@ -265,12 +302,22 @@ def test_handshakes_are_connections_and_end_in_time(checkpoint: Path) -> None:
 def test_keys_are_asked_for_but_for_health(checkpoint: Path) -> None:
     options = replace(OPTIONS, api_keys=("one", "two"), cors_origins=("https://a.example",))
     with running(checkpoint, options) as served:
-        for key, status in ((None, 401), ("three", 401), ("two", 200), ("\xe9", 401)):
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            found = served.ask("/v1/models", None, headers)
-            assert found[0] == status
-        assert served.ask("/tokenize", {"prompt": "a"})[0] == 401
-        assert served.ask("/health")[0] == served.ask("/metrics")[0] == 200
+        for given, status in (
+            (None, 401),
+            ("Bearer three", 401),
+            ("Bearer two", 200),
+            ("bearer  one ", 200),
+            ("Bearer \xe9", 401),
+            ("Basic two", 401),
+            ("two", 401),
+        ):
+            headers = {} if given is None else {"Authorization": given}
+            assert served.ask("/v1/models", None, headers)[0] == status, given
+        assert served.ask("/tokenize", {"prompt": "a"})[0] == served.ask("/stats")[0] == 401
+        assert [served.ask(path)[0] for path in ("/", "/health", "/metrics")] == [200] * 3
+        asks_first = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        assert served.ask(CHATS, None, asks_first, method="OPTIONS")[0] == 200  # has no key yet
+        assert served.ask(CHATS, method="OPTIONS")[0] == 401
         headers = {"Authorization": "Bearer one", "Origin": "https://a.example"}
         assert served.ask("/v1/models", None, headers)[2]["access-control-allow-origin"]
         assert served.ask("/tokenize", {"prompt": "a"}, headers)[0] == 200
@@ -283,3 +330,5 @@ def test_no_other_page_may_ask_by_default(served: Running) -> None:
     for origin, status in (("https://a.example", 403), ("null", 403), (f"http://{host}", 200)):
         headers = {"Origin": origin, "Host": host}
         assert served.ask("/tokenize", {"prompt": "a"}, headers)[0] == status
+    every = Guard(served.server._server.config.app, (), ("*",), BodyRoom(1))
+    every._check_origin({"method": "POST", "headers": [(b"origin", b"https://a.example")]})

@@ -175,6 +175,7 @@ def test_requests_that_are_cut_off_at_the_end_are_no_error(
         while not server._server.server_state.tasks:
             assert time.monotonic() < end
         server.close()
+        assert sock.recv(1000).startswith(b"HTTP/1.1 503")
     engine.stop()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["level"] for line in lines] == ["warning", "info"]
