@@ -6,10 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ChecksumError, DiskReadError
@@ -18,6 +21,7 @@ from qoff.memory import (
     DiskReader,
     WeightStore,
 )
+from qoff.memory.io.transfers import FileDigest
 from tests.instruments import POISON
 from tests.memory.checkpoints import (
     Truth,
@@ -93,6 +97,22 @@ def test_a_flipped_bit_is_found(kind: str, where: str, place: str, checkpoint: C
         acquire_twice(store)
     with opened(kind, checkpoint, plan, verify=False) as store:
         store.acquire(1)
+
+
+@pytest.mark.parametrize("beyond", [0, 7])
+def test_the_check_ends_with_the_last_byte(beyond: int, checkpoint: Checkpoint) -> None:
+    """Whether or not the image has bytes behind it."""
+    file = checkpoint.layers[1]
+    data = torch.tensor(bytearray(file.path.read_bytes()[file.data_start :]), dtype=torch.uint8)
+    image: Any = SimpleNamespace(file=file, data_at=0)
+    with closing(DiskReader()) as reader:
+        for damage in (0, 1):
+            data[-1] += damage
+            digest, half = FileDigest(reader, image), len(data) // 2
+            digest.update(0, data[:half])
+            refused = pytest.raises(ChecksumError) if damage else nullcontext()
+            with refused:
+                digest.update(half, torch.cat((data[half:], data.new_zeros(beyond))))
 
 
 def test_use_after_release_shows_as_nan(kind: str, pristine: Checkpoint) -> None:
