@@ -46,11 +46,11 @@ class Server:
         try:
             config = _config(engine, options)
         except (OSError, ValueError) as error:
-            said = _locked_key(options) if locked else f"the TLS files cannot be used: {error}"
+            said = _locked_key(options) if locked else _unusable(options, error)
             raise QoffError(said) from error
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         try:
-            self._socket = socket.create_server((options.host, options.port), family=family)
+            family, address = _address(options.host, options.port)
+            self._socket = socket.create_server(address, family=family)
         except (OSError, UnicodeError) as error:
             raise OSError(_not_listening(options, error)) from error
         self.port: int = self._socket.getsockname()[1]
@@ -121,6 +121,39 @@ def _locked_key(options: ServeOptions) -> str:
     )
 
 
+def _unusable(options: ServeOptions, error: OSError | ValueError) -> str:
+    """Which of the TLS files cannot be used, and why."""
+    for file, what in ((options.tls_certificate, "CERTIFICATE"), (options.tls_key, "PRIVATE KEY")):
+        path = Path(file or "")
+        try:
+            begins = re.compile(f"^-----BEGIN [A-Z ]*{what}-----".encode(), re.MULTILINE)
+            if path.is_file() and not begins.search(path.read_bytes()):
+                return (
+                    f"{file}: the TLS files cannot be used: there is no {what.lower()} in PEM form "
+                    f"in it, which begins with -----BEGIN {what}-----"
+                )
+        except OSError as unread:
+            return f"{file}: the TLS files cannot be used: {unread.strerror}"
+    if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+        reason = "the key is not that of the certificate"
+    else:
+        reason = getattr(error, "strerror", None) or str(error)
+    return f"{options.tls_certificate}, {options.tls_key}: the TLS files cannot be used: {reason}"
+
+
+def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Where to listen: IPv4 where a name has addresses of both kinds.
+
+    Raises OSError or UnicodeError for what is no host, OSError for an empty one, which the system
+    would take for all addresses.
+    """
+    if not host:
+        raise OSError("it is empty; give an address, 0.0.0.0 for all")
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, address
+
+
 def _allow_files(wanted: int) -> None:
     """Raise this process's own limit of open files. Raises QoffError where it may not be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -143,9 +176,9 @@ def _not_listening(options: ServeOptions, error: OSError | UnicodeError) -> str:
         )
     if code == errno.EACCES:
         return f"port {options.port} may not be used; choose a --port from 1024 on"
-    said = error.strerror if isinstance(error, OSError) else None
+    said = (error.strerror or str(error)) if isinstance(error, OSError) else None
     reason = (said or "it is no name of a host").partition(" (while")[0]
-    return f"--host {options.host} cannot be listened at: {reason}"
+    return f"--host {options.host or repr('')} cannot be listened at: {reason}"
 
 
 def _config(engine: Engine, options: ServeOptions) -> uvicorn.Config:

@@ -155,23 +155,25 @@ def save(
         raise ArgumentError(f"a position is what JSON can hold: {error}") from error
     with io_errors(folder, DiskWriteError, "the checkpoint that was there is as before"):
         folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FormatError):  # what a killed run was writing takes room
+            named = read_object(folder / _HEADER, _ADVICE) if exists(folder) else {}
+            _remove_states(folder, named.get("states"))
+        beside = folder / f"{_HEADER}.new"
         try:
             header["sha256"] = _write(folder / states, homes, kept)
             text = json.dumps(header, indent=1)
-            beside = folder / f"{_HEADER}.new"
             with beside.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
-            with suppress(OSError):
-                (folder / states).unlink()
+            for path in (beside, folder / states):
+                with suppress(OSError):
+                    path.unlink()
             raise
         beside.rename(folder / _HEADER)
         sync_directory(folder)
-        for path in folder.iterdir():
-            if _STATES.fullmatch(path.name) and path.name != states:
-                path.unlink()
+        _remove_states(folder, states)
 
 
 @contextmanager
@@ -215,6 +217,13 @@ def restore(fd: int, homes: Homes, kept: Sequence[Home]) -> None:
     for home in kept:
         homes.restore(home, fd, at)
         at += home.nbytes
+
+
+def _remove_states(folder: Path, kept: object) -> None:
+    """Remove all states but those of this name. Raises OSError."""
+    for path in folder.iterdir():
+        if _STATES.fullmatch(path.name) and path.name != kept:
+            path.unlink()
 
 
 def _check(fd: int, nbytes: int, path: Path, sha256: str | None) -> None:

@@ -337,7 +337,8 @@ class Run:
                 pass
         else:
             training.save_model(self._out)
-        tokenizer.save_pretrained(self._out)
+        with raised_as(DiskWriteError, str(self._out)), replacing(self._out) as beside:
+            tokenizer.save_pretrained(beside)
 
     def _keep(self) -> None:
         """Save the step before one that failed, which has left weights as they were."""

@@ -68,7 +68,8 @@ def begin(path: Path, steps: int) -> None:
     with io_errors(path, DiskWriteError):
         if steps and path.exists():
             with path.open(newline="") as file:
-                rows = [row for row in csv.reader(file) if row and row[0].isdecimal()]
+                whole = (line for line in file if line.endswith("\n"))  # not cut by a full disk
+                rows = [row for row in csv.reader(whole) if row and row[0].isdecimal()]
         try:
             with beside.open("w", newline="") as file:
                 writer = csv.writer(file)

@@ -39,6 +39,14 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
 }
 
+OTHER_KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQghrRO3KwZOtT/ZnSp
+NIrk9KUnX1qk4hpAFarLb9+VgIWhRANCAAT8p26xidDX5RmRsRV6yvbwxBJWVVRX
+Z6ebJt0Z2QTh1jTQfiUeYiiXgbNx+l/ooau+aI7eD4jtTveJRoYXAHSb
+-----END PRIVATE KEY-----
+"""
+
 
 def names() -> set[str]:
     """Threads of a server."""
@@ -89,6 +97,27 @@ def test_an_address_in_use_is_an_error() -> None:
         with pytest.raises(OSError, match="in use") as raised:
             Server(Engine(MODEL, 4, 10), options)
     assert str(raised.value).startswith(f"port {options.port} of 127.0.0.1")
+
+
+def test_an_empty_host_is_not_all_addresses() -> None:
+    with pytest.raises(OSError, match="it is empty; give an address"):
+        Server(Engine(MODEL, 4, 10), replace(OPTIONS, host=""))
+
+
+def test_a_name_that_has_only_an_ipv6_address_is_listened_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6")
+    resolve = socket.getaddrinfo
+
+    def only_ipv6(host: Any, *rest: Any, **options: Any) -> Any:
+        return resolve("::1" if host == "six.example" else host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", only_ipv6)
+    server = Server(Engine(MODEL, 4, 10), replace(OPTIONS, host="six.example"))
+    with server, socket.create_connection(("::1", server.port), timeout=5):
+        pass
 
 
 @pytest.mark.parametrize("host", ["no name.invalid", "192.0.2.1", "a" * 70])
@@ -262,6 +291,33 @@ def test_an_encrypted_key_is_told_as_such(checkpoint: Path, tmp_path: Path) -> N
     found = CliRunner().invoke(app, [*command, *tls])
     assert f"qoff: {key}: is encrypted" in found.stderr
     assert found.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "named", "why"),
+    [
+        ("key", "both", "key", "no certificate in PEM form"),
+        ("both", "certificate", "certificate", "no private key in PEM form"),
+        ("both", "empty", "empty", "no private key in PEM form"),
+        ("both", "missing", "missing", "No such file or directory"),
+        ("both", "other", "both", "the key is not that of the certificate"),
+    ],
+)
+def test_the_tls_file_at_fault_is_named(
+    certificate: str, key: str, named: str, why: str, tmp_path: Path
+) -> None:
+    both = Path(__file__).with_name("localhost.pem").read_text()
+    begin = both.index("-----BEGIN PRIVATE KEY")
+    parts = {"both": both, "certificate": both[:begin], "key": both[begin:], "empty": ""}
+    for name, text in {**parts, "other": OTHER_KEY}.items():
+        (tmp_path / name).write_text(text)
+    options = replace(
+        OPTIONS, tls_certificate=str(tmp_path / certificate), tls_key=str(tmp_path / key)
+    )
+    with pytest.raises(QoffError, match=why) as raised:
+        Server(Engine(MODEL, 4, 10), options)
+    assert str(tmp_path / named) in str(raised.value)
+    assert "_ssl.c" not in str(raised.value)
 
 
 def test_a_model_is_converted_behind_an_open_port(

@@ -27,6 +27,7 @@ from qoff.errors import (
     FormatError,
     QoffError,
 )
+from qoff.train import checkpoints
 from qoff.train.checkpoints import exists
 from tests.io_faults import SHORT, each_call
 from tests.tiny_models import tiny_checkpoint
@@ -194,6 +195,50 @@ def test_a_run_that_is_killed_leaves_the_former_checkpoint(tmp_path: Path) -> No
     training.save(tmp_path / "run", position="latter")
     assert training_of(PLACES[0], tmp_path).resume(tmp_path / "run") == "latter"
     assert len(list((tmp_path / "run").iterdir())) == 2  # what was left behind is gone
+
+
+def test_what_a_killed_save_left_takes_no_room_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for the checkpoint that is there and a new one, not for a third."""
+    root = tmp_path / "run"
+    training = training_of(PLACES[0], tmp_path)
+    training.save(root, position=0)
+    (root / "step-1-0badf00d.state").write_bytes(b"of a process that was killed")
+    (good,) = {p.name for p in root.glob("*.state")} - {"step-1-0badf00d.state"}
+    there: list[list[str]] = []
+
+    def full(path: Path, *_: object) -> str:
+        there.append([p.name for p in root.glob("*.state")])
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_write", full)
+        with pytest.raises(DiskWriteError, match="No space left"):
+            training.save(root, position=1)
+    assert there == [[good]]
+    assert training_of(PLACES[0], tmp_path).resume(root) == 0
+
+
+def test_a_header_that_is_not_written_whole_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    training = training_of(PLACES[0], tmp_path)
+    training.save(root, position=0)
+    sync = os.fsync
+
+    def fails_on_header(descriptor: int) -> None:
+        if "run.json" in os.readlink(f"/proc/self/fd/{descriptor}"):  # noqa: PTH115
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails_on_header)
+        with pytest.raises(DiskWriteError, match="Input/output error"):
+            training.save(root, position=1)
+    assert sorted(p.suffix for p in root.iterdir()) == [".json", ".state"]
 
 
 def test_a_run_that_is_killed_at_any_moment_loses_few_steps(tmp_path: Path) -> None:

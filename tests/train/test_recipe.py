@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from qoff.cli.main import app
@@ -51,6 +52,33 @@ def test_a_log_on_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> 
         begin(path, 1)
     assert path.read_text() == before
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_row_that_a_full_disk_cut_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    begin(path, 0)
+    Log(path, None).add(Told(1, 2.0, None, 1e-3, 10.0))
+    whole = path.read_text()
+    path.write_text(f"{whole}1")  # of step 12
+    begin(path, 3)
+    assert path.read_text() == whole
+
+
+def test_a_tokenizer_that_cannot_be_written_is_one_line(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tokenizers raises plain exceptions for what the system says; nothing is left half-written."""
+
+    def cut(self: object, folder: str, **_: object) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", cut)
+    result = run(*options, "--steps", 1)
+    assert result.exit_code == 1
+    said = result.stderr.splitlines()[-1]
+    assert said == f"qoff: {tmp_path / 'out'}: No space left on device (os error 28)"
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_a_step_that_failed_is_counted_behind_the_last_one(options: list[object]) -> None:
