@@ -172,6 +172,7 @@ def save(
                     path.unlink()
             raise
         beside.rename(folder / _HEADER)
+    with io_errors(folder, DiskWriteError, f"the checkpoint of step {now.steps} is there"):
         sync_directory(folder)
         _remove_states(folder, states)
 

@@ -221,7 +221,7 @@ def test_what_a_killed_save_left_takes_no_room_from_the_next(
     assert training_of(PLACES[0], tmp_path).resume(root) == 0
 
 
-def test_a_header_that_is_not_written_whole_is_removed(
+def test_what_fails_before_a_header_has_its_name_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "run"
@@ -229,16 +229,19 @@ def test_a_header_that_is_not_written_whole_is_removed(
     training.save(root, position=0)
     sync = os.fsync
 
-    def fails_on_header(descriptor: int) -> None:
-        if "run.json" in os.readlink(f"/proc/self/fd/{descriptor}"):  # noqa: PTH115
+    def fails_on(end: str, descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(end):  # noqa: PTH115
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(descriptor)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fails_on_header)
-        with pytest.raises(DiskWriteError, match="Input/output error"):
-            training.save(root, position=1)
-    assert sorted(p.suffix for p in root.iterdir()) == [".json", ".state"]
+    # Of the folder: the header is there, under its name.
+    for end, advice in (("json.new", "as before"), ("/run", "of step 0 is there")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", partial(fails_on, end))
+            with pytest.raises(DiskWriteError, match=f"Input/output error; .* {advice}"):
+                training.save(root, position=1)
+        found = sorted(p.suffix for p in root.iterdir())
+        assert found == [".json", ".state", ".state"][: 2 + (end == "/run")]
 
 
 def test_a_run_that_is_killed_at_any_moment_loses_few_steps(tmp_path: Path) -> None:
