@@ -318,7 +318,7 @@ class Executor(ABC):
         )
         on_host = memory.total(HOST)
         if self.device.type == "cpu":
-            on_host += memory.total(DEVICE) + residency.device_bytes
+            on_host += memory.total(DEVICE) + residency.device_weight_bytes
         self._check_free(on_host - self._draft_bytes)  # the draft model is there
         return memory
 
@@ -334,22 +334,24 @@ class Executor(ABC):
         self, near: frozenset[Place], layouts: Layouts, staging: int
     ) -> tuple[Memory, Residency]:
         """The same with factors of adapters to these matrices on the device; and the weights."""
-        plan = self.plan
-        memory = self._beside(self.memory_of(plan), False, near)
-        left = memory.left(DEVICE, plan.device_memory)
+        plan, budget = self.plan, self.plan.device_memory
+        memory = tiled = self._beside(self.memory_of(plan), False, near)
+        memory.left(DEVICE, budget)  # raises what it is that takes so much
+        if budget is not None:
+            tiled = self._beside(self.memory_of(plan, tiled=True), True, near)
         residency = plan_residency(
             layouts.checkpoint,
-            left,
+            budget,
             plan.slots,
+            workspace=memory.total(DEVICE),
+            tiled_workspace=tiled.total(DEVICE),
             packing=layouts.packing,
             host_staging=staging,
             layouts=layouts,
             cpu_experts=plan.cpu_experts,
             passing_from=plan.passing_from,
         )
-        if residency.in_parts:
-            memory = self._beside(self.memory_of(plan, tiled=True), True, near)
-        return memory, residency
+        return (tiled if residency.in_parts else memory), residency
 
     def _beside(self, memory: Memory, tiled: bool, near: Collection[Place]) -> Memory:
         """With what is in memory beside the model."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,28 @@ def test_too_much_is_refused_before_anything_is_loaded(checkpoint: Path, tier: s
     )
     with pytest.raises(BudgetError, match=rf"{tier} memory: [\d,]+ bytes are needed .*KV blocks"):
         LLM(checkpoint, plan)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not(checkpoint: Path) -> None:
+    """Layers in tiles would want more working space than those that stream whole."""
+    plan = Plan(batch_size=2, context=CONTEXT, prefill_tokens=600, kv=QUANT)
+    with LLM(checkpoint, plan) as llm:
+        beside = llm.memory.total("device")
+
+    def refused(budget: int) -> str:
+        with pytest.raises(BudgetError) as refusal:
+            LLM(checkpoint, replace(plan, device_memory=budget))
+        return str(refusal.value)
+
+    message = refused(beside + 4096)
+    assert f"and the budget is {beside + 4096:,}" in message
+    found = re.search(r"takes at least ([\d,]+) ", message)
+    assert found is not None
+    least = int(found[1].replace(",", ""))
+    refused(least - 1)
+    with LLM(checkpoint, replace(plan, device_memory=least)) as llm:
+        assert llm.runtime.residency.slots
+        assert llm.memory.total("device") == beside
 
 
 def test_a_prompt_beyond_the_positions_of_a_model_fails_alone(

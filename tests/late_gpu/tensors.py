@@ -87,6 +87,10 @@ class LateTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """In memory of its own, also where others share it."""
+        return memo.setdefault(id(self), self.clone())
+
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(_index(index))
 

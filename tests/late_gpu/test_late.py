@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -114,3 +115,11 @@ def test_memory_that_another_stream_uses_is_not_freed_before() -> None:
     used(recorded=False)
     assert len(DEVICE.faults) == 1
     DEVICE.faults.clear()
+
+
+def test_a_deep_copy_has_what_the_tensor_had() -> None:
+    x = torch.zeros(3, device="cuda")
+    copied = deepcopy({"x": x, "again": x})
+    x.add_(1)
+    assert copied["x"] is copied["again"]
+    assert (copied["x"].tolist(), x.tolist()) == ([0, 0, 0], [1, 1, 1])
