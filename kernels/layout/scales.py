@@ -24,8 +24,6 @@ MANTISSA = 3  # bits of a span's mantissa
 SHIFT = 23 - MANTISSA  # of the byte in a float32
 STEPS = 256  # of a zero point in a span
 SPAN_MAX = 1.875 * 2.0**11
-SPANS = 3  # that are tried for a group: the one below its range and the next ones
-ZEROS = 2  # zero points that are tried with each: that of the middle, that of its codes
 
 
 def expanded(span: Tensor, zero: Tensor, bits: int) -> tuple[Tensor, Tensor]:

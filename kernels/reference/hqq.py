@@ -12,11 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NORM = 0.7
-STEPS = 12
-BETA, KAPPA = 3.0, 1.2  # weight of the quadratic term in units of the scale; its growth
-CLIP = 0.75  # steps by which the first range is narrower than the group's
-TINY = 1e-30
+from qoff.kernels.layout.hqq import BETA, CLIP, ITERATIONS, KAPPA, NORM, TINY
 
 
 def hqq(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -27,12 +23,11 @@ def hqq(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> tuple[Tens
     """
     top, dtype = 2**bits - 1, scale.dtype
     full = scale.float(), minimum.float()
-    best = error = None
     scale = (full[0] * (1 - CLIP / top)).to(dtype)
     minimum = (full[1] + full[0] * (CLIP / 2)).to(dtype)
     best, error = (scale, minimum), torch.full(scale.shape, torch.inf, device=scale.device)
     beta = BETA
-    for _ in range(STEPS):
+    for _ in range(ITERATIONS):
         wide, inverse = scale.float(), torch.where(scale == 0, 0, 1 / scale.float())
         moved = groups * inverse[..., None] - (minimum.float() * inverse)[..., None]
         levels = moved.round().clamp_(0, top)

@@ -15,18 +15,11 @@ import torch
 from torch import Tensor
 
 from qoff.errors import QuantizationError
-from qoff.kernels.layout.scales import (
-    COMPACT,
-    SPAN_MAX,
-    SPANS,
-    ZEROS,
-    expanded,
-    span_below,
-    zero_for,
-)
-from qoff.kernels.reference.hqq import NORM as HQQ_NORM
-from qoff.kernels.reference.hqq import TINY, line
-from qoff.kernels.reference.hqq import hqq as reference
+from qoff.kernels.layout.hqq import NORM as HQQ_NORM
+from qoff.kernels.layout.hqq import SPANS, TINY, ZEROS
+from qoff.kernels.layout.scales import COMPACT, SPAN_MAX, expanded, span_below, zero_for
+from qoff.kernels.reference import hqq as reference
+from qoff.kernels.reference.hqq import line
 from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 
 Range = tuple[Tensor, Tensor]  # scale and minimum
@@ -74,8 +67,13 @@ def hqq(groups: Tensor, bits: int, scale_dtype: torch.dtype) -> Range:
         from qoff.kernels.cpu.solvers.hqq import hqq as compiled  # numba, not always needed
 
         return compiled(groups, *start, bits)
+    return by_torch(groups, start, bits)
+
+
+def by_torch(groups: Tensor, start: Range, bits: int) -> Range:
+    """What `hqq` finds from the whole range on, by operations of torch."""
     loss = partial(_error, groups, bits, HQQ_NORM, None)
-    return _better(loss, start, loss(start), reference(groups, *start, bits))[0]
+    return _better(loss, start, loss(start), reference.hqq(groups, *start, bits))[0]
 
 
 # rtn, round to nearest, spans each group from its minimum to its maximum.

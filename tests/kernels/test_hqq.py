@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qoff.kernels.cpu.solvers import hqq as cpu
+from qoff.kernels.layout.hqq import NORM
 from qoff.kernels.layout.scales import expanded
-from qoff.kernels.reference import hqq as reference
 from qoff.kernels.reference.quantization import minmax_scale, nearest_levels
 from qoff.quant import solvers
 
@@ -14,7 +14,7 @@ def lost(groups, found, bits):
     """The loss of each group [N, G]."""
     scale, minimum = (x.float()[..., None] for x in found)
     values = nearest_levels(groups, *found, bits) * scale + minimum
-    return (values - groups).abs().pow(reference.NORM).sum(2)
+    return (values - groups).abs().pow(NORM).sum(2)
 
 
 def some_groups(count, size):
@@ -27,13 +27,35 @@ def some_groups(count, size):
 def test_ranges_lose_as_much_as_those_of_torch(bits, size, count, dtype):
     groups = some_groups(count, size)
     start = minmax_scale(groups, bits, dtype)
-    found, wanted = (x.hqq(groups, *start, bits) for x in (cpu, reference))
+    found, wanted = cpu.hqq(groups, *start, bits), solvers.by_torch(groups, start, bits)
     assert [x.dtype for x in found] == [dtype] * 2
-    here, there, whole = (lost(groups, x, bits) for x in (found, wanted, start))
-    there = torch.minimum(there, whole)
+    here, there = lost(groups, found, bits), lost(groups, wanted, bits)
     assert torch.isclose(here, there, rtol=1e-4).float().mean() > 0.98  # steps part at a tie
     assert here.sum() < there.sum() * 1.0001
-    assert here.sum() < 0.99 * whole.sum()
+    assert here.sum() < 0.99 * lost(groups, start, bits).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("scale", [1e-7, 1.0, 3e4])
+@pytest.mark.parametrize("kind", ["shifted", "constant", "heavy", "two values", "none"])
+def test_groups_of_every_kind(kind, scale, dtype):
+    groups = some_groups(20, 32)
+    if kind == "shifted":
+        groups += 1
+    elif kind == "constant":
+        groups[:] = groups[..., :1]
+    elif kind == "heavy":
+        groups = (groups * 50).pow(3).clamp(-1, 1)
+    elif kind == "two values":
+        groups = groups.sign()
+    elif kind == "none":
+        groups = groups[:0]
+    groups = groups * scale
+    start = minmax_scale(groups, 4, dtype)
+    found, wanted = cpu.hqq(groups, *start, 4), solvers.by_torch(groups, start, 4)
+    here, there, whole = (lost(groups, x, 4) for x in (found, wanted, start))
+    assert bool((here <= whole * (1 + 1e-4)).all())
+    assert here.sum() <= there.sum() * 1.001
 
 
 @pytest.mark.parametrize(("bits", "size", "count"), [(2, 32, 133), (4, 64, 128), (8, 128, 65)])
@@ -42,7 +64,7 @@ def test_compact_scales_lose_as_much_as_those_of_torch(bits, size, count):
     found = cpu.hqq(groups, *minmax_scale(groups, bits, torch.float32), bits)
     compact = cpu.compact(groups, *found, bits)
     # All of importance 1, so that torch computes it.
-    wanted = solvers.compact(groups, bits, found, reference.NORM, torch.ones(count, size))
+    wanted = solvers.compact(groups, bits, found, NORM, torch.ones(count, size))
     here, there = (lost(groups, expanded(*x, bits), bits) for x in (compact, wanted))
     assert torch.isclose(here, there, rtol=1e-4).float().mean() > 0.98
     assert here.sum() < there.sum() * 1.0001

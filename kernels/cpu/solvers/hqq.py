@@ -1,7 +1,7 @@
 """Half-quadratic splitting, and compact scales near what it finds: 16 groups at a time.
 
-Each lane of a vector has a group of its own, so nothing is added up across lanes. `quant.solvers`
-says what is computed.
+Each lane of a vector has a group of its own, so nothing is added up across lanes.
+`kernels.reference.hqq` and `quant.solvers.compact` say what is computed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from qoff.kernels.cpu.jit.emit import (
 )
 from qoff.kernels.cpu.jit.powers import exp2, log2
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
-from qoff.kernels.layout.scales import EXPONENT, MANTISSA, SHIFT, SPANS, STEPS, ZEROS
-from qoff.kernels.reference.hqq import BETA, CLIP, KAPPA, NORM, TINY
-from qoff.kernels.reference.hqq import STEPS as SPLITS
+from qoff.kernels.layout.hqq import BETA, CLIP, ITERATIONS, KAPPA, NORM, SPANS, TINY, ZEROS
+from qoff.kernels.layout.scales import EXPONENT, MANTISSA, SHIFT, STEPS
 
 _INFINITE = float("inf")
 _PART = 1 << 16  # weights for a thread, at least
@@ -67,8 +66,12 @@ def _rows(b, tile, size, carried, each):
     return close(each(number, *phis))
 
 
+def _absolute(b, x):
+    return call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])
+
+
 def _size(b, x):
-    return maximum(b, call_llvm(b, "llvm.fabs.v16f32", V_F32, [x]), const_f32(TINY))
+    return maximum(b, _absolute(b, x), const_f32(TINY))
 
 
 def _power(b, x, exponent):
@@ -108,28 +111,32 @@ def _split(b, tile, size, scale, minimum, top, inverse_beta):
     count = b.fdiv(const_f32(1.0), splat(b, b.sitofp(size, F32), V_F32))
     mean_level, mean_dense = b.fmul(levels, count), b.fmul(dense, count)
     covariance = b.fsub(products, b.fmul(mean_dense, levels))
-    variance = maximum(b, b.fsub(squares, b.fmul(mean_level, levels)), const_f32(TINY))
-    slope = b.fdiv(covariance, variance)
+    variance = b.fsub(squares, b.fmul(mean_level, levels))
+    differ = b.fcmp_ordered(">", variance, const_f32(0.5))  # else what is left is rounding
+    slope = b.select(differ, b.fdiv(covariance, variance), zero)
     offset = b.fsub(mean_dense, b.fmul(slope, mean_level))
     lost = b.fmul(lost, _power(b, maximum(b, scale, const_f32(TINY)), NORM))
     lost = b.select(b.fcmp_ordered("==", scale, zero), zero, lost)
     held = b.and_(
         b.and_(b.fcmp_ordered(">=", scale, zero), b.fcmp_ordered("<", scale, const_f32(_INFINITE))),
-        b.fcmp_ordered("<", _size(b, minimum), const_f32(_INFINITE)),
+        b.fcmp_ordered("<", _absolute(b, minimum), const_f32(_INFINITE)),
     )
     return b.select(held, lost, const_f32(_INFINITE)), slope, offset
 
 
 def _loss(b, tile, size, scale, minimum, top):
-    """The sum of |error|**NORM of the values that a range gives."""
+    """The sum of |error|**NORM of the values that a range gives; infinite if one of them is."""
     inverse = _inverse(b, scale)
 
-    def each(number, lost):
+    def each(number, lost, largest):
         level = _level(b, b.fmul(b.fsub(number, minimum), inverse), top)
-        distance = _size(b, b.fsub(fma(b, level, scale, minimum), number))
-        return [b.fadd(lost, _power(b, distance, NORM))]
+        error = _absolute(b, b.fsub(b.fadd(b.fmul(level, scale), minimum), number))
+        distance = maximum(b, error, const_f32(TINY))
+        return [b.fadd(lost, _power(b, distance, NORM)), maximum(b, error, largest)]
 
-    return _rows(b, tile, size, [const_f32(0.0)], each)[0]
+    lost, largest = _rows(b, tile, size, [const_f32(0.0)] * 2, each)
+    finite = b.fcmp_ordered("<", largest, const_f32(_INFINITE))
+    return b.select(finite, lost, const_f32(_INFINITE))
 
 
 def _emit(half, b, tile, size, scales, minima, top):
@@ -147,7 +154,7 @@ def _emit(half, b, tile, size, scales, minima, top):
     scale = stored(b.fmul(start[0], narrow))
     minimum = stored(fma(b, start[0], const_f32(CLIP / 2), start[1]))
     carried = [scale, minimum, scale, minimum, const_f32(_INFINITE), const_f32(1 / BETA)]
-    _, (scale, minimum, *best, error, beta), close = loop(b, const_i64(SPLITS), carried)
+    _, (scale, minimum, *best, error, beta), close = loop(b, const_i64(ITERATIONS), carried)
     lost, slope, offset = _split(b, tile, size, scale, minimum, levels, beta)
     wins = b.fcmp_ordered("<", lost, error)
     best = [b.select(wins, x, y) for x, y in zip((scale, minimum), best, strict=True)]
@@ -299,8 +306,9 @@ def _by_parts(do: Callable[..., None], groups: Tensor, *others: Tensor) -> None:
         tuple(x[start : start + each].numpy() for x in (flat, *others))
         for start in range(0, len(flat), each)
     ]
-    if len(parts) == 1:
-        do(*parts[0])
+    if len(parts) <= 1:
+        for part in parts:
+            do(*part)
         return
     with ThreadPoolExecutor(len(parts)) as threads:
         for _ in threads.map(lambda part: do(*part), parts):
