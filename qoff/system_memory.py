@@ -182,12 +182,13 @@ class refusals(ContextDecorator):  # noqa: N801 - used as a function, around eve
         wanted = "memory" if match is None else f"{_size(match):,} bytes"
         there, held = machine_memory(), _held(tier, text)
         of = f", of {there:,} bytes of the machine" if tier == "host" and there else ""
-        limit, how = space_limit() if tier == "host" else None, "Use"
+        limit = space_limit() if tier == "host" else None
+        has, how = limit or f"the process has {held:,} bytes{of}", "Use"
         if limit is not None:
-            of, how = f", {limit}", "Raise that limit, or use"
+            how = "Raise that limit, or use"
         raise BudgetError(
-            f"{tier} memory: the system refused {wanted}; the process has {held:,} bytes"
-            f"{of}. {how} less device_memory or host_memory, smaller batches, or shorter sequences"
+            f"{tier} memory: the system refused {wanted}; {has}. {how} less device_memory or "
+            "host_memory, smaller batches, or shorter sequences"
         ) from error
 
 
@@ -196,7 +197,9 @@ def space_limit() -> str | None:
     limit, there = address_space(), machine_memory()
     if limit is None or (there and limit >= there):
         return None
-    return f"and may have {limit:,} bytes of address space (ulimit -v)"
+    pages = _text(_PROC / "self/statm").split()
+    taken = int(pages[0]) * PAGESIZE if pages else 0
+    return f"{taken:,} of {limit:,} bytes of address space (ulimit -v) are taken"
 
 
 def refused_tier(error: BaseException) -> str | None:

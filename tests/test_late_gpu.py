@@ -21,6 +21,7 @@ PASSING = "tests/models/test_passing_experts.py"
 SOME = {
     "late": ["tests/late_gpu", f"{ENGINE}[gpu-disk]", f"{DRAFTS}[gpu-host]"],
     "early": [
+        "tests/late_gpu",
         f"{ENGINE}[gpu-moved-disk-streaming]",
         f"{PASSING}::test_codes_that_the_device_widens_pass_as_they_stream[cuda-6]",
     ],

@@ -215,7 +215,9 @@ def test_an_arena_names_the_limit_of_address_space_that_it_is_in(
     with pytest.raises(BudgetError, match=r"^device memory: the system refused") as refused:
         Arena("device", HUGE, mapped=mapped)
     said = str(refused.value)
-    assert sum(text in said for text in ("1,000,000,000 bytes of address space", "raise")) == named
+    assert (
+        sum(text in said for text in ("of 1,000,000,000 bytes of address space", "raise")) == named
+    )
 
 
 @pytest.mark.parametrize(("text", "held"), [("GPU 1 has a total capacity of", 22), ("", 11)])

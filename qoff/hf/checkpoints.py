@@ -13,7 +13,7 @@ import torch
 
 from qoff.budgets import CPU, device_guard
 from qoff.errors import ArgumentError, ConversionError, FormatError, UnsupportedModelError
-from qoff.models.convert.convert import convert
+from qoff.models.convert.convert import convert, reading
 from qoff.models.sources import open_source
 from qoff.quant import QuantConfig
 from qoff.schema import read_object
@@ -111,7 +111,8 @@ def check_source(
     if not exists(path_or_hub_id):
         download_config(str(path_or_hub_id), revision, trust_remote_code)
     elif not is_checkpoint(path := _model(Path(path_or_hub_id))):
-        open_source(path)
+        with reading(path):
+            open_source(path)
 
 
 def _model(path: Path) -> Path:

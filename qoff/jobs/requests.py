@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -159,7 +159,8 @@ class OpenAILines:
 class OpenAIReader(OpenAILines):
     """OpenAI's batch lines. model: the name that the lines have to give, if they give one.
 
-    thinking: whether it is told apart from what answers say. where: the model is, for errors.
+    thinking: whether it is told apart from what answers say. where: the model is, for errors. told:
+    what lines say of requests that failed, by default all.
     """
 
     def __init__(
@@ -170,9 +171,11 @@ class OpenAIReader(OpenAILines):
         endpoint: str | None = None,
         thinking: bool = True,
         where: str = "this server",
+        told: Callable[[Exception, str], ApiError] | None = None,
     ) -> None:
         super().__init__(job, endpoint)
         self._llm, self.model, self._thinking, self._where = llm, model, thinking, where
+        self._told = told
 
     def read(self, line: Line) -> Request | Bad:
         from pydantic import ValidationError
@@ -192,7 +195,8 @@ class OpenAIReader(OpenAILines):
             if body.stream:
                 raise ApiError(400, "an answer in a batch is not streamed", param="stream")
             check_model(body.model, self.model, self._llm.adapters, self._where)
-            return OpenAIRequest(known, asked(body, self.model, self._llm, self._thinking))
+            request = asked(body, self.model, self._llm, self._thinking)
+            return OpenAIRequest(known, request, self._told or as_api_error)
         except ValidationError as error:
             return Bad(line, known.error(wrong_body(error)))
         except (ApiError, QoffError) as error:
@@ -229,8 +233,10 @@ class Known:
 class OpenAIRequest:
     """One of OpenAI's lines."""
 
-    def __init__(self, known: Known, asked: Asked) -> None:
-        self._known, self._asked, self.line = known, asked, known.line
+    def __init__(
+        self, known: Known, asked: Asked, told: Callable[[Exception, str], ApiError]
+    ) -> None:
+        self._known, self._asked, self._told, self.line = known, asked, told, known.line
         self.prompts, self.params = asked.prompts, asked.params
         self.adapter = asked.adapter
 
@@ -238,10 +244,8 @@ class OpenAIRequest:
         return [self._known.response(200, self._asked.document(answers, prompt_tokens))]
 
     def failed(self, error: Exception) -> bytes:
-        from qoff.api.errors import as_api_error
-
         prompt = "messages" if isinstance(self.prompts, Chat) else "prompt"
-        return self._known.error(as_api_error(error, prompt))
+        return self._known.error(self._told(error, prompt))
 
 
 def _prompt_error(line: Line, error: Exception, job: str) -> bytes:

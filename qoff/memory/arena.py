@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qoff.errors import BudgetError
-from qoff.system_memory import own_memory, space_limit
+from qoff.system_memory import space_limit
 from qoff.units import format_size
 
 from .io.copy_stream import CopyStream
@@ -71,12 +71,10 @@ class Arena:
                 self._memory: Tensor | None = allocate(nbytes)
         except (OSError, OverflowError) as error:
             limit = space_limit() if mapped else None
-            of, how = "", "use"
-            if limit is not None:
-                of, how = f"; the process has {own_memory():,} bytes, {limit}", "raise it, or use"
+            advice = "use" if limit is None else f"{limit}; raise that limit, or use"
             raise BudgetError(
-                f"{tier} memory: the system refused {nbytes:,} bytes ({error}){of}; "
-                f"{how} a smaller budget"
+                f"{tier} memory: the system refused {nbytes:,} bytes ({error}); {advice} a smaller "
+                "budget"
             ) from error
 
     def alloc(self, nbytes: int, name: str) -> Tensor:

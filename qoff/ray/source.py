@@ -40,16 +40,21 @@ class LineSource(Datasource):
     def _blocks(self) -> Iterator[list[Found] | Broken]:
         """Blocks of lines, the last one of which may be less; then what ended their reading."""
         block, broken = list[Found](), None
-        with self._path.open("rb") as file:
-            try:
+        try:
+            with self._path.open("rb") as file:
                 for found in self._left(as_seen(file, self._seen)):
                     block.append(found)
                     if len(block) == self._block:
                         yield block
                         block = []
-            except QoffError as error:  # as such, it would end what computes the blocks before it
-                broken = Broken(str(error))
-        yield from filter(None, [block, broken])
+        except QoffError as error:  # raised, it would end what computes the blocks before it
+            broken = Broken(str(error))
+        except OSError as error:
+            broken = Broken(f"{self._path}: cannot be read ({error})")
+        if block:
+            yield block
+        if broken is not None:
+            yield broken
 
     def _left(self, lines: Iterator[Any]) -> Iterator[Found]:
         """What is not done; ids that occur twice are found here, where all lines are seen."""

@@ -206,5 +206,5 @@ def build_app(engine: Engine, options: ServeOptions) -> ASGIApp:
         allow_origins=list(options.cors_origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # clients send some of their own
-        expose_headers=["Retry-After"],
+        expose_headers=["Retry-After", "X-Request-Id"],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,15 +16,15 @@ from qoff.jobs.file import adapters_say, cache_says, fingerprint
 from qoff.jobs.journal import Journal, Places
 from qoff.jobs.lines import overview, read_lines
 from qoff.jobs.requests import OpenAIReader
-from qoff.jobs.runner import OF_MACHINE, Counts, Runner
+from qoff.jobs.runner import Counts, Runner
 from qoff.schema import read_object
 from qoff.settings import cache_directory
 
 from .batch_store import ENDED, BatchStore
+from .faults import told_of_batch, told_of_line
 from .files import FileStore
+from .logs import logger
 
-logger = logging.getLogger("qoff.serve")
-_FAULT = "the server failed to answer the batch; its log says why, under the batch's id"
 _AGAIN_S = 5.0  # between attempts to save how a batch has ended
 
 Room = Callable[[int], int]
@@ -123,18 +122,12 @@ class Batches:
             except ClosedError:  # the server ends; batches go on after its restart
                 return
             except (QoffError, OSError, ApiError) as error:
-                self._fail(said, str(error), self._told(error))
-            except Exception:
+                self._fail(said, str(error), told_of_batch(error, self.store.folder))
+            except Exception as error:
                 logger.exception("batch failed", extra={"fields": {"batch": said["id"]}})
-                self._fail(said, "internal error", _FAULT)
+                self._fail(said, "internal error", told_of_batch(error, self.store.folder))
             with self._changed:
                 self._in_hand = ""
-
-    def _told(self, error: Exception) -> str:
-        """What a client is told of what ended a batch: nothing of the machine's files."""
-        if isinstance(error, (OSError, *OF_MACHINE)):
-            return _FAULT
-        return str(error).replace(f"{self.store.folder}/", "")
 
     def _fail(self, said: dict[str, Any], why: str, told: str) -> None:
         """End a batch by an error; what was answered of it is published. told: to its client.
@@ -211,7 +204,8 @@ class Batches:
             done = {"completed": journal.completed, "failed": journal.failed}
             return {"total": total, **done}
 
-        reader = OpenAIReader(self._llm, self._name, journal.job, said["endpoint"], self._thinking)
+        form = self._llm, self._name, journal.job, said["endpoint"], self._thinking
+        reader = OpenAIReader(*form, told=told_of_line)
         runner = Runner(self._llm, lines, reader, sink, self._room,
                         most=self.most, noticed=noticed)  # fmt: skip
         with self._changed:

@@ -10,6 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
 logger = logging.getLogger("qoff.serve")
 _EACH_S = 10.0  # between lines of how far something is
 
@@ -34,14 +40,16 @@ def _mild(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """Have what the server, qoff, uvicorn and asyncio say go to standard error, as JSON lines.
+    """Have what the server, qoff, uvicorn, asyncio and Python's warnings say go to standard error,
+    as JSON lines; bars of downloads are not drawn.
 
     level: the lowest of the server; that of the others is higher.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     handler.addFilter(_mild)
-    others = {"qoff": "WARNING", "uvicorn.error": "WARNING", "asyncio": "ERROR"}
+    others = dict.fromkeys(("qoff", "uvicorn.error", "py.warnings"), "WARNING")
+    others["asyncio"] = "ERROR"
     least = {name: max(one, level.upper(), key=_number) for name, one in others.items()}
     found = {logging.getLogger(name): one for name, one in least.items()}
     before = {log: (log.level, log.propagate) for log in (*found, logger)}
@@ -50,9 +58,15 @@ def logging_to_stderr(level: str) -> Iterator[None]:
         log.addHandler(handler)
         log.propagate = False
         log.setLevel(lowest)
+    logging.captureWarnings(True)
+    drawn = not are_progress_bars_disabled()
+    disable_progress_bars()
     try:
         yield
     finally:
+        logging.captureWarnings(False)
+        if drawn:
+            enable_progress_bars()
         for log, (lowest_before, propagates) in before.items():
             log.removeHandler(handler)
             log.propagate = propagates

@@ -156,8 +156,9 @@ def save(
     with io_errors(folder, DiskWriteError, "the checkpoint that was there is as before"):
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FormatError):  # what a killed run was writing takes room
-            named = read_object(folder / _HEADER, _ADVICE) if exists(folder) else {}
-            _remove_states(folder, named.get("states"))
+            named = read_object(folder / _HEADER, _ADVICE).get("states") if exists(folder) else ""
+            if named is not None:
+                _remove_states(folder, named)
         beside = folder / f"{_HEADER}.new"
         try:
             header["sha256"] = _write(folder / states, homes, kept)
@@ -166,14 +167,15 @@ def save(
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            beside.rename(folder / _HEADER)
         except BaseException:
             for path in (beside, folder / states):
                 with suppress(OSError):
                     path.unlink()
             raise
-        beside.rename(folder / _HEADER)
     with io_errors(folder, DiskWriteError, f"the checkpoint of step {now.steps} is there"):
         sync_directory(folder)
+    with suppress(OSError):  # then the next one does
         _remove_states(folder, states)
 
 

@@ -337,8 +337,13 @@ class Run:
                 pass
         else:
             training.save_model(self._out)
-        with raised_as(DiskWriteError, str(self._out)), replacing(self._out) as beside:
-            tokenizer.save_pretrained(beside)
+        with replacing(self._out) as beside:
+            try:
+                tokenizer.save_pretrained(beside)
+            except Exception as error:
+                if type(error) is not Exception:  # which tokenizers raises for what fails on disk
+                    raise
+                raise OSError(str(error)) from error
 
     def _keep(self) -> None:
         """Save the step before one that failed, which has left weights as they were."""

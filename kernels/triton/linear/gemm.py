@@ -239,10 +239,10 @@ def gemm_sums(
 ):
     """Rows of W times rows of x: float32 [BLOCK_N, BLOCK_M].
 
-    row: [BLOCK_N], of those from N on scales are 0. token: [BLOCK_M], rows of x; where there may be
-    fewer, nothing is read for those not `there`, and their sums are 0 or of others. start: first of
-    the `steps` pieces of BYTES along K, of which there is one at least: were there none, the sums
-    would be set to zero where `wgmma` may still write, and be waited for at every step.
+    row: [BLOCK_N], of those from N on scales are 0. token: [BLOCK_M], rows of x. there: [BLOCK_M],
+    tokens that exist; in blocks of up to FEW nothing is read for the others, whose sums are 0.
+    start: first of the `steps` pieces of BYTES along K, of which there is one at least: were there
+    none, the sums would be set to zero where `wgmma` may still write, and be waited for each step.
     """
     BLOCK_N: tl.constexpr = row.shape[0]
     BLOCK_M: tl.constexpr = token.shape[0]
@@ -262,19 +262,19 @@ def gemm_sums(
     )
     code_pointer = code_row + start * PAIRS + pair[None, :]
     x_pointer = x + token[None, :].to(tl.int64) * x_stride + start * INPUTS + element[:, None]
-    some = (there | (BLOCK_M > FEW))[None, :] & (element >= 0)[:, None]
+    read = (there | (BLOCK_M > FEW))[None, :] & (element >= 0)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, steps, num_stages=FORM.config.stages):
         done = (start + step) * BYTES
         live = (row < N)[:, None] & (group >= 0)[None, :]
         if FORM.even:
             packed = tl.load(code_pointer + step * PAIRS)
-            inputs = tl.load(x_pointer + step * INPUTS, mask=some, other=0.0)
+            inputs = tl.load(x_pointer + step * INPUTS, mask=read, other=0.0)
         else:
             left = row_bytes - done
             inside = (row >= 0)[:, None] & (pair < left // 2)[None, :]
             packed = tl.load(code_pointer + step * PAIRS, mask=inside, other=0)
-            inside = (element < left * (8 // FORM.bits))[:, None] & some
+            inside = (element < left * (8 // FORM.bits))[:, None] & read
             inputs = tl.load(x_pointer + step * INPUTS, mask=inside, other=0.0)
             live = live & (group * GROUP_BYTES < left)[None, :]
         first_group = done // GROUP_BYTES
@@ -316,8 +316,10 @@ def choose(tokens: int, rows: int, row_bytes: int, group_bytes: int, gpu: Gpu) -
 
 
 def _for_few(tokens: int, rows: int, row_bytes: int, gpu: Gpu) -> GemmConfig:
-    """Large blocks of rows where each SM has one, since each block reads all of x; otherwise what
-    was fastest, or nearly so, of a dozen tiles on an H200, for 4, 16 and 64 tokens."""
+    """Large blocks of rows where each SM has one, since each reads all of x: by computation alone.
+
+    Otherwise what was fastest, or nearly so, of a dozen tiles on an H200, for 4, 16 and 64 tokens.
+    """
     block_m = max(16, next_power_of_2(tokens))
     if rows >= _FULL_BLOCK * gpu.processors:
         return GemmConfig(

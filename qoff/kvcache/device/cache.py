@@ -118,7 +118,8 @@ class DeviceCache(SlotCache):
             return
         super().select(kept)
         # Of as many sequences, what kernels read stays where it is: the next step may be recorded.
-        self.tables = [tables.select(kept) for tables in self.tables]
+        for tables in self.tables:
+            tables.select(kept)
         self.rings.select(kept)
 
     def fork(self, source: int, target: int) -> None:

@@ -30,11 +30,16 @@ class Rings:
         together: bool,
     ) -> None:
         self.tokens = window + BLOCK_TOKENS
-        self.shapes = [(sequences, self.tokens, one.kv_heads, one.head_dim) for one in shapes]
-        pairs = zip(self.shapes, forms, strict=True)
+        keys = [(sequences, self.tokens, one.kv_heads, one.head_dim) for one in shapes]
+        pairs = zip(keys, forms, strict=True)
         values = [(*ring[:3], form.own_value_dim) for ring, form in pairs]
-        found = _memory([*self.shapes, *values], dtype, device, together)
+        found = _memory([*keys, *values], dtype, device, together)
         self.k, self.v = found[: len(shapes)], found[len(shapes) :]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of K of each layer."""
+        return [tuple(ring.shape) for ring in self.k]
 
     @staticmethod
     def bytes_for(

@@ -20,6 +20,11 @@ _COUNTS = 13
 _ALIGN = 4  # numbers: what lies behind each other starts at multiples of 16 bytes
 
 
+def _row(sequences: int) -> int:
+    """Numbers in a row of counts."""
+    return -(-(sequences + 1) // _ALIGN) * _ALIGN
+
+
 class DeviceTables:
     """Block table and counts of S sequences, int32; where they are, they stay as long as they fit.
 
@@ -29,7 +34,7 @@ class DeviceTables:
     def __init__(self, sequences: int, device: torch.device) -> None:
         self._device = device
         self._sequences = sequences
-        self._width = -(-(sequences + 1) // _ALIGN) * _ALIGN  # of a row of counts
+        self._width = _row(sequences)
         self._blocks = torch.zeros(sequences, _COLUMNS, dtype=torch.int32)
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
         self._stale = True  # the block table on the device
@@ -60,12 +65,10 @@ class DeviceTables:
             self.write(slot, packed[slot] // BLOCK_TOKENS, numbers)
             place += count
 
-    def select(self, sequences: Sequence[int]) -> DeviceTables:
-        """Tables of these sequences: these ones, where they are as many."""
-        same = len(sequences) == self._sequences
-        kept = self if same else DeviceTables(len(sequences), self._device)
-        kept._blocks, kept._stale = self._blocks[list(sequences)], True
-        return kept
+    def select(self, sequences: Sequence[int]) -> None:
+        """Go on with these sequences; as many as before have the memory that the others had."""
+        self._blocks, self._stale = self._blocks[list(sequences)], True
+        self._sequences, self._width = len(sequences), _row(len(sequences))
 
     def copy(self) -> DeviceTables:
         """The same, elsewhere on the device."""

@@ -75,7 +75,7 @@ def convert(
     ConversionError when writing fails; then nothing is left at `out`.
     """
     check_apart(Path(out), source_path)
-    with _reading(source_path):
+    with reading(source_path):
         source = open_source(source_path)
         quant = quant or QuantConfig()
         if for_cpu:
@@ -110,7 +110,7 @@ def convert(
 
 
 @contextmanager
-def _reading(source: str | os.PathLike[str]) -> Iterator[None]:
+def reading(source: str | os.PathLike[str]) -> Iterator[None]:
     """Name the source where it cannot be read; what is written names itself."""
     try:
         yield
