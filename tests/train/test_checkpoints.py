@@ -221,6 +221,25 @@ def test_what_a_killed_save_left_takes_no_room_from_the_next(
     assert training_of(PLACES[0], tmp_path).resume(root) == 0
 
 
+def test_states_stay_where_the_header_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be of a later version, or have been edited: a save that fails costs nothing."""
+    root = tmp_path / "run"
+    training = training_of(PLACES[0], tmp_path)
+    training.save(root, position=0)
+    before = {p.name for p in root.glob("*.state")}
+    (root / "run.json").write_text("{}")
+
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(DiskWriteError, match="No space left"):
+        training.save(root, position=1)
+    assert {p.name for p in root.glob("*.state")} == before
+
+
 def test_what_fails_before_a_header_has_its_name_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
