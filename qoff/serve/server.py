@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import re
 import resource
 import socket
@@ -23,9 +22,9 @@ from qoff.interrupts import whole
 from .app import build_app
 from .connection import Connection, Handshake
 from .engine import Engine
+from .logs import logger
 from .options import ServeOptions
 
-logger = logging.getLogger("qoff.serve")
 _ENCRYPTED = re.compile(
     rb"^(-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,ENCRYPTED)", re.MULTILINE
 )  # of a key in PEM

@@ -98,6 +98,20 @@ def maximum(b, x, y):
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
+def minimum(b, x, y):
+    """The smaller; y where one is NaN."""
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
+
+
+def absolute(b, x):
+    return call_llvm(b, f"llvm.fabs.v{x.type.count}f32", x.type, [x])
+
+
+def nearest(b, x):
+    """To the nearest whole number; halves to the even one."""
+    return call_llvm(b, f"llvm.nearbyint.v{x.type.count}f32", x.type, [x])
+
+
 def align_stack(b):
     """Have the function's stack begin at a cache line, so that no spilled vector is in two.
 

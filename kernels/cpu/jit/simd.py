@@ -29,14 +29,15 @@ from .emit import (
     V_I32,
     align_stack,
     at,
-    call_llvm,
     const_f32,
     const_i32,
     fma,
     lanes,
     load,
+    nearest,
     splat,
 )
+from .emit import absolute as emit_absolute
 from .emit import maximum as emit_maximum
 from .emit import prefetch as emit_prefetch
 
@@ -171,7 +172,7 @@ def maximum(b, x, y):
 
 @vector_intrinsic(f32x16, f32x16)
 def absolute(b, x):
-    return call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])
+    return emit_absolute(b, x)
 
 
 @vector_intrinsic(f32x16, f32x16)
@@ -247,7 +248,7 @@ def exp(b, x):
     x = b.select(b.fcmp_ordered(">", x, const_f32(88.3)), const_f32(88.3), x)
     tiny = b.fcmp_ordered("<", x, const_f32(-87.3))
     x = b.select(tiny, const_f32(-87.3), x)
-    n = call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [b.fmul(x, const_f32(1.4426950408889634))])
+    n = nearest(b, b.fmul(x, const_f32(1.4426950408889634)))
     r = fma(b, n, const_f32(-0.693145751953125), x)
     r = fma(b, n, const_f32(-1.428606765330187e-06), r)
     poly = const_f32(1 / 720)

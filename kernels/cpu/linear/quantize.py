@@ -18,12 +18,12 @@ from qoff.kernels.cpu.jit.emit import (
     LANES,
     V_F32,
     V_I32,
-    call_llvm,
     const_f32,
     const_i32,
     const_i64,
     load,
     loop,
+    nearest,
     store,
     switch,
 )
@@ -69,8 +69,7 @@ def _emit(b, planes, count, x, group, high, low, scales):
     index, sums, close = loop(b, vectors, [const_i32(0)] * count)
     added = []
     for (element, number), factor, total in zip(numbers(index), factors, sums, strict=True):
-        rounded = call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [b.fmul(number, factor)])
-        integers = b.fptosi(rounded, V_I32)
+        integers = b.fptosi(nearest(b, b.fmul(number, factor)), V_I32)
         if planes == 2:
             upper = b.ashr(b.add(integers, const_i32(128)), const_i32(8))
             _store_bytes(b, upper, high, element)

@@ -24,6 +24,7 @@ from qoff.kernels.cpu.jit.emit import (
     V_F16,
     V_F32,
     V_I32,
+    absolute,
     at,
     call_llvm,
     const_f32,
@@ -118,7 +119,7 @@ def reciprocal(b, x):
 def load_first(b, address):
     """16 first moments of their codes, in parts of the scale / 127^2."""
     x = b.sitofp(b.sext(load(b, address, 0, _V_I8), V_I32), V_F32)
-    return b.fmul(x, call_llvm(b, "llvm.fabs.v16f32", V_F32, [x]))
+    return b.fmul(x, absolute(b, x))
 
 
 @vector_intrinsic(f32x16, _i64)

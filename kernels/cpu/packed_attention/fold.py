@@ -15,7 +15,7 @@ from qoff.kernels.cpu.jit.emit import (
     I64,
     LANES,
     V_F32,
-    call_llvm,
+    absolute,
     const_f32,
     const_i64,
     fma,
@@ -71,7 +71,7 @@ def _emit_fold(b, rows, queries, k, vectors, planes, plane, factors, scale):
     largest, offsets = [], []
     for row in range(rows):
         x = load(b, b.add(q[row], here), 0, V_F32)
-        folded = call_llvm(b, "llvm.fabs.v16f32", V_F32, [b.fmul(x, by)])
+        folded = absolute(b, b.fmul(x, by))
         largest.append(maximum(b, folded, carried[row]))
         offsets.append(fma(b, x, minimum, carried[rows + row]))
     found = close(largest + offsets)

@@ -20,6 +20,7 @@ from qoff.kernels.cpu.jit.emit import (
     const_i32,
     lanes,
     load,
+    nearest,
     splat,
     store,
 )
@@ -116,7 +117,7 @@ def divisor(b, scale):
 def levels(b, x, minimum, by, top):
     """The nearest of the levels 0 to `top`."""
     level = b.fdiv(b.fsub(x, minimum), by)
-    level = call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [level])
+    level = nearest(b, level)
     tops, zero = splat(b, top, V_F32), const_f32(0.0)
     level = b.select(b.fcmp_ordered(">", level, zero), level, zero)
     return b.fptosi(b.select(b.fcmp_ordered("<", level, tops), level, tops), V_I32)

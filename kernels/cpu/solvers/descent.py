@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.compiled import inner
+
+from .parts import by_parts
 
 _SWEEPS = 3
 
@@ -48,12 +48,5 @@ def descend(
     """
     rows = -(-len(codes) // torch.get_num_threads())
     fixed = hessian.numpy(), order.numpy(), codes.shape[1] // scale.shape[1]
-    parts = [
-        tuple(x[start : start + rows].numpy() for x in (codes, gradient, scale))
-        for start in range(0, len(codes), rows)
-    ]
-    with ThreadPoolExecutor(len(parts)) as threads:
-        for _ in threads.map(
-            lambda part: _descend(*part, *fixed, np.float32(2**bits - 1), _SWEEPS), parts
-        ):
-            pass
+    most = np.float32(2**bits - 1)
+    by_parts(lambda *own: _descend(*own, *fixed, most, _SWEEPS), rows, codes, gradient, scale)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.compiled import inner
+
+from .parts import by_parts
 
 _WIDE = 64  # rows at a time, whose columns stay in the first cache
 
@@ -54,13 +54,10 @@ def round_block(
     each = -(-rows // (torch.get_num_threads() * _WIDE)) * _WIDE
     within, at = feedback.numpy(), groups.numpy()
 
-    def part(start: int) -> None:
-        values, weights, wide, least, found = (
-            x[:, start : start + each].numpy() for x in (columns, own, scale, minimum, codes)
-        )
-        _round(values, weights, within, wide, least, at, found, np.float32(most))
-
-    with ThreadPoolExecutor() as threads:
-        for _ in threads.map(part, range(0, rows, each)):
-            pass
+    by_parts(
+        lambda values, weights, wide, least, found: _round(
+            values, weights, within, wide, least, at, found, np.float32(most)
+        ),
+        each, columns, own, scale, minimum, codes, dim=1,
+    )  # fmt: skip
     return codes

@@ -7,7 +7,6 @@ Each lane of a vector has a group of its own, so nothing is added up across lane
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from qoff.kernels.cpu.jit.emit import (
     V_F16,
     V_F32,
     V_I32,
-    call_llvm,
+    absolute,
     const_f32,
     const_i32,
     const_i64,
@@ -32,13 +31,17 @@ from qoff.kernels.cpu.jit.emit import (
     load,
     loop,
     maximum,
+    nearest,
     splat,
     store,
 )
+from qoff.kernels.cpu.jit.emit import minimum as emit_minimum
 from qoff.kernels.cpu.jit.powers import exp2, log2
 from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.layout.hqq import BETA, CLIP, ITERATIONS, KAPPA, NORM, SPANS, TINY, ZEROS
 from qoff.kernels.layout.scales import EXPONENT, MANTISSA, SHIFT, STEPS
+
+from .parts import by_parts
 
 _INFINITE = float("inf")
 _PART = 1 << 16  # weights for a thread, at least
@@ -46,17 +49,9 @@ _i64, _f32 = types.int64, types.float32
 Range = tuple[Tensor, Tensor]
 
 
-def _rounded(b, x):
-    return call_llvm(b, "llvm.nearbyint.v16f32", V_F32, [x])
-
-
-def _minimum(b, x, y):
-    return b.select(b.fcmp_ordered("<", x, y), x, y)
-
-
 def _level(b, moved, top):
     """The code nearest to what is in units of codes."""
-    return _minimum(b, maximum(b, _rounded(b, moved), const_f32(0.0)), top)
+    return emit_minimum(b, maximum(b, nearest(b, moved), const_f32(0.0)), top)
 
 
 def _rows(b, tile, size, carried, each):
@@ -66,12 +61,8 @@ def _rows(b, tile, size, carried, each):
     return close(each(number, *phis))
 
 
-def _absolute(b, x):
-    return call_llvm(b, "llvm.fabs.v16f32", V_F32, [x])
-
-
 def _size(b, x):
-    return maximum(b, _absolute(b, x), const_f32(TINY))
+    return maximum(b, absolute(b, x), const_f32(TINY))
 
 
 def _power(b, x, exponent):
@@ -98,7 +89,7 @@ def _split(b, tile, size, scale, minimum, top, inverse_beta):
         slope = _power(b, distance, NORM - 1)
         # The paper's residual - shrink(residual) is residual clamped to size**(p-1) / beta.
         limit = b.fmul(slope, inverse_beta)
-        part = maximum(b, _minimum(b, residual, limit), b.fsub(zero, limit))
+        part = maximum(b, emit_minimum(b, residual, limit), b.fsub(zero, limit))
         return [
             fma(b, slope, distance, lost),
             b.fadd(levels, level),
@@ -119,7 +110,7 @@ def _split(b, tile, size, scale, minimum, top, inverse_beta):
     lost = b.select(b.fcmp_ordered("==", scale, zero), zero, lost)
     held = b.and_(
         b.and_(b.fcmp_ordered(">=", scale, zero), b.fcmp_ordered("<", scale, const_f32(_INFINITE))),
-        b.fcmp_ordered("<", _absolute(b, minimum), const_f32(_INFINITE)),
+        b.fcmp_ordered("<", absolute(b, minimum), const_f32(_INFINITE)),
     )
     return b.select(held, lost, const_f32(_INFINITE)), slope, offset
 
@@ -130,7 +121,7 @@ def _loss(b, tile, size, scale, minimum, top):
 
     def each(number, lost, largest):
         level = _level(b, b.fmul(b.fsub(number, minimum), inverse), top)
-        error = _absolute(b, b.fsub(b.fadd(b.fmul(level, scale), minimum), number))
+        error = absolute(b, b.fsub(b.fadd(b.fmul(level, scale), minimum), number))
         distance = maximum(b, error, const_f32(TINY))
         return [b.fadd(lost, _power(b, distance, NORM)), maximum(b, error, largest)]
 
@@ -139,7 +130,7 @@ def _loss(b, tile, size, scale, minimum, top):
     return b.select(finite, lost, const_f32(_INFINITE))
 
 
-def _emit(half, b, tile, size, scales, minima, top):
+def _emit_hqq(half, b, tile, size, scales, minima, top):
     """Of 16 groups [size, 16]: scales and minima, those of the whole range, become the found ones.
 
     half: they are stored in float16.
@@ -190,7 +181,7 @@ def _emit_compact(b, tile, size, scales, minima, top, bits, spans, zeros):
         least = b.fsub(middle, b.fmul(half, wide))
         for _ in range(ZEROS):
             zero = b.fdiv(b.fmul(least, const_f32(-STEPS)), unit)
-            zero = _clamped(b, b.fptosi(_rounded(b, zero), V_I32), 0, STEPS - 1)
+            zero = _clamped(b, b.fptosi(nearest(b, zero), V_I32), 0, STEPS - 1)
             stored = b.fmul(b.sitofp(zero, V_F32), b.fmul(unit, const_f32(-1 / STEPS)))
 
             def each(number, total, lost, stored=stored, inverse=inverse, wide=wide):
@@ -216,12 +207,12 @@ def _clamped(b, x, least, most):
 
 @vector_intrinsic(types.void, _i64, _i64, _i64, _i64, _f32)
 def _in_float32(b, tile, size, scales, minima, top):
-    _emit(False, b, tile, size, scales, minima, top)
+    _emit_hqq(False, b, tile, size, scales, minima, top)
 
 
 @vector_intrinsic(types.void, _i64, _i64, _i64, _i64, _f32)
 def _in_float16(b, tile, size, scales, minima, top):
-    _emit(True, b, tile, size, scales, minima, top)
+    _emit_hqq(True, b, tile, size, scales, minima, top)
 
 
 _compact = vector_intrinsic(types.void, _i64, _i64, _i64, _i64, _f32, _i64, _i64, _i64)(
@@ -278,7 +269,7 @@ def hqq(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> Range:
     """See `kernels.reference.hqq.hqq`; that range or the whole one, whichever loses less."""
     found = [x.float().reshape(-1).clone() for x in (scale, minimum)]
     half = scale.dtype == torch.float16
-    _by_parts(lambda own, *ranges: _hqq(own, *ranges, bits, half), groups, *found)
+    _by_groups(lambda own, *ranges: _hqq(own, *ranges, bits, half), groups, *found)
     first, second = (x.view_as(scale).to(scale.dtype) for x in found)
     return first, second
 
@@ -290,7 +281,7 @@ def compact(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> Range:
     """
     ranges = [x.reshape(-1) for x in (scale, minimum)]
     found = [torch.empty(x.shape, dtype=torch.uint8) for x in ranges]
-    _by_parts(
+    _by_groups(
         lambda own, scales, minima, *bytes_: _compacted(own, scales, minima, bits, *bytes_),
         groups, *ranges, *found,
     )  # fmt: skip
@@ -298,18 +289,8 @@ def compact(groups: Tensor, scale: Tensor, minimum: Tensor, bits: int) -> Range:
     return spans, zeros
 
 
-def _by_parts(do: Callable[..., None], groups: Tensor, *others: Tensor) -> None:
-    """`do` with some groups [N, G, g] and what is theirs of the others, on several threads."""
+def _by_groups(do: Callable[..., None], groups: Tensor, *others: Tensor) -> None:
+    """`do` with some groups [N, G, g] and what is theirs of the others."""
     flat = groups.reshape(-1, groups.shape[2])
     each = max(_PART // flat.shape[1], -(-len(flat) // torch.get_num_threads()))
-    parts = [
-        tuple(x[start : start + each].numpy() for x in (flat, *others))
-        for start in range(0, len(flat), each)
-    ]
-    if len(parts) <= 1:
-        for part in parts:
-            do(*part)
-        return
-    with ThreadPoolExecutor(len(parts)) as threads:
-        for _ in threads.map(lambda part: do(*part), parts):
-            pass
+    by_parts(do, each, flat, *others)
