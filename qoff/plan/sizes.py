@@ -31,7 +31,7 @@ from qoff.models.modules.configs import check_config, is_native
 from qoff.models.names import Weight, layer_prefix
 from qoff.models.native.caches import head_shapes
 from qoff.models.spec import DecoderSpec
-from qoff.quant import QTensor, QuantConfig, comes_as_floats
+from qoff.quant import QTensor, QuantConfig, comes_as_floats, stated
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ModelSizes:
                 f"config.json: model_type {config.get('model_type')!r} runs through transformers' "
                 "modules, which are not planned for; use qoff.load with device_memory"
             )
-        stored = config.get("quantization_config")
-        if stored and not comes_as_floats(stored, "config.json: quantization_config."):
+        stored = stated(config)
+        if stored and not comes_as_floats(stored[1], f"config.json: {stored[0]}"):
             raise UnsupportedModelError(
                 "config.json: the weights are quantized already, and only their files tell how "
                 "many bytes they become; convert the model first (qoff convert), and plan that"

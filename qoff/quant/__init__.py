@@ -9,11 +9,12 @@ from .gguf import GGUFFile
 from .grouped import widened
 from .matrix import Format, QuantConfig, quantize, quantize_as
 from .rows import concat_rows
-from .schemes import CONFIG_FILES, comes_as_floats, read_scheme
+from .schemes import CONFIG_FILES, CONFIG_KEYS, comes_as_floats, read_scheme, stated
 from .stored import Scheme, TensorInfo
 
 __all__ = [
     "CONFIG_FILES",
+    "CONFIG_KEYS",
     "Format",
     "GGUFFile",
     "QTensor",
@@ -25,5 +26,6 @@ __all__ = [
     "quantize",
     "quantize_as",
     "read_scheme",
+    "stated",
     "widened",
 ]

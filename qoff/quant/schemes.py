@@ -36,6 +36,19 @@ _FLOATS = (BitsAndBytes, FP8, MXFP4)
 # configs in a file of their own, as older versions wrote them
 CONFIG_FILES: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
+CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter of old compressed-tensors
+_PARTS = ("text_config", "llm_config")  # of a model that sees, which may say it of its text alone
+
+
+def stated(config: Mapping[str, Any]) -> tuple[str, object] | None:
+    """Where a `config.json` says how a model is stored, and what it says; None: of floats."""
+    parts = {"": config, **{f"{name}.": config.get(name) for name in _PARTS}}
+    for where, part in parts.items():
+        for key in CONFIG_KEYS if isinstance(part, Mapping) else ():
+            if found := part.get(key):
+                return f"{where}{key}.", found
+    return None
+
 
 def read_scheme(config: object, where: str, method: str | None = None) -> Scheme:
     """Read how a model is stored from the JSON object that describes its quantization.

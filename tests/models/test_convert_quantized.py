@@ -26,6 +26,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
+from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import (
     Matrix,
@@ -160,6 +161,26 @@ def test_codes_are_taken_over(
         "solver": "imported",
         "packing": "rows16" if for_cpu else "split32",
     }
+
+
+def test_a_model_that_sees_may_say_it_of_its_text_alone(tmp_path: Path) -> None:
+    """As Kimi K2.5 does."""
+    config, store = EXACT["compressed-tensors"]
+    save_model(tmp_path / "model", config, store)
+    text = json.loads((tmp_path / "model" / "config.json").read_text())
+    wanted = read_all(convert(tmp_path / "model", tmp_path / "text", quant=QUANT))
+    whole = json.dumps({"model_type": "llava", "text_config": text})
+    (tmp_path / "model" / "config.json").write_text(whole)
+    found = read_all(convert(tmp_path / "model", tmp_path / "whole", quant=QUANT))
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        same = found[name]
+        if isinstance(weight, QTensor):
+            assert isinstance(same, QTensor)
+            weight, same = weight.codes, same.codes
+        assert torch.equal(same, weight)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="quantized already"):
+        ModelSizes.of(json.loads(whole))
 
 
 @pytest.mark.parametrize("kind", REQUANTIZED)

@@ -10,94 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import UnsupportedModelError
-from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
 from qoff.models.families import converted
-from qoff.models.forward_pass import ForwardPass
 from qoff.models.spec import DecoderSpec
-from qoff.quant import QuantConfig
-from tests.tiny_families import FAMILIES, TINY
-from tests.tiny_models import PlainRun, save_model
+from tests.converted_models import EIGHT, NEARLY, expected, logits, random_weights
+from tests.tiny_families import TINY
+from tests.tiny_models import save_model
 from tests.tolerances import relative_rms
-
-EIGHT = QuantConfig(bits=8, group_size=32, head_bits=8, solver="rtn")
-NEARLY = 0.025  # relative, of logits after rounding weights to 8 bits
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-VISION: dict[str, dict[str, Any]] = {
-    "gemma3": _VISION,
-    "gemma4": {**_VISION, "num_key_value_heads": 2, "head_dim": 16},
-    "mistral3": {**_VISION, "head_dim": 16, "model_type": "pixtral"},
-    "llama4": {
-        **_VISION,
-        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
-    },
-    "qwen3_vl": {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "depth": 1,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "deepstack_visual_indexes": [0],
-    },
-}
-_QWEN = {k: v for k, v in VISION["qwen3_vl"].items() if k != "deepstack_visual_indexes"}
-VISION |= {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN}
-_TEXT = {**TINY, "num_key_value_heads": 2, "head_dim": 32}
-SEEN_BY: dict[str, dict[str, Any]] = {
-    "gemma3": {k: v for k, v in {**TINY, **FAMILIES["gemma3"]}.items() if k != "model_type"},
-    "gemma4": {**TINY, **FAMILIES["gemma4-small"]},
-    "mistral3": {**_TEXT, "model_type": "mistral", "sliding_window": None},
-    "ministral3": {**_TEXT, **FAMILIES["ministral3"]},
-    "llama4": {**TINY, **FAMILIES["llama4"]},
-    "qwen3_5": {**TINY, **FAMILIES["qwen3.5"]},
-    "qwen3_5_moe": {
-        **TINY,
-        **FAMILIES["qwen3.5-moe"],
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_experts_per_tok": 8,  # all, whatever rounding does to scores
-    },
-    "qwen3_vl": {
-        **_TEXT,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-    },
-}
-
-
-def logits(checkpoint: Path, tokens: Tensor) -> Tensor:
-    run = PlainRun(checkpoint, reference_ops)
-    ragged = Ragged.of([len(tokens)], [0])
-    return run.forward(
-        ForwardPass(tokens, ragged, run.decoder.new_cache(1), torch.arange(len(tokens)))
-    )
-
-
-@torch.no_grad()
-def expected(model: Any, tokens: Tensor) -> Tensor:
-    return model.float().eval()(tokens[None]).logits[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -113,65 +36,6 @@ def test_a_narrow_embedding_is_multiplied_by_its_projections(tmp_path: Path, tie
     config = Checkpoint.open(tmp_path / "out").config
     assert config["word_embed_proj_dim"] == 64
     assert not config["tie_word_embeddings"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "naming"),
-    [
-        ("gemma3", "gemma3_text", "new"),
-        ("gemma3", "gemma3_text", "old"),
-        ("gemma4", "gemma4_text", "new"),
-        ("mistral3", "mistral", "old"),
-        ("mistral3", "ministral3", "old"),
-        ("qwen3_vl", "qwen3", "new"),
-        ("llama4", "llama4_text", "old"),
-        ("qwen3_5", "qwen3_5_text", "new"),
-        ("qwen3_5_moe", "qwen3_5_moe_text", "new"),
-    ],
-)
-def test_a_model_that_sees_becomes_its_language_model(
-    tmp_path: Path, kind: str, text: str, naming: str
-) -> None:
-    tied = text in ("gemma3_text", "gemma4_text")
-    config = AutoConfig.for_model(
-        kind,
-        text_config=SEEN_BY[text if text == "ministral3" else kind],
-        vision_config=VISION[kind],
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.1)
-    model.save_pretrained(tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(file)
-    if any(name.startswith("language_model.model.") for name in tensors) == (naming == "new"):
-        old, new = "language_model.model.", "model.language_model."
-        pair = (old, new) if naming == "new" else (new, old)
-        save_file({k.replace(*pair): v for k, v in tensors.items()}, file, {"format": "pt"})
-    convert(tmp_path / "model", tmp_path / "out", quant=EIGHT)
-    tokens = torch.randint(3, 128, (19,))
-    # Llama 4 that sees cannot read text alone in transformers 5.24.
-    wanted = expected(model.language_model if kind == "llama4" else model, tokens)
-    assert relative_rms(logits(tmp_path / "out", tokens), wanted) < NEARLY
-    assert Checkpoint.open(tmp_path / "out").config["model_type"] == text
-
-
-def test_gemma_3n_becomes_its_language_model(tmp_path: Path) -> None:
-    """transformers needs timm for the whole."""
-    whole, tokens = tmp_path / "whole", torch.randint(3, 128, (19,))
-    save_model(whole, "gemma3n")
-    wanted = logits(convert(whole, tmp_path / "text", quant=EIGHT), tokens)
-    config = json.loads((whole / "config.json").read_text())
-    (whole / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": config}))
-    tensors = load_file(whole / "model.safetensors")
-    inside = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
-    inside["model.vision_tower.conv.weight"] = torch.zeros(3, 3)
-    save_file(inside, whole / "model.safetensors", {"format": "pt"})
-    assert torch.equal(logits(convert(whole, tmp_path / "out", quant=EIGHT), tokens), wanted)
-    assert Checkpoint.open(tmp_path / "out").config["model_type"] == "gemma3n_text"
 
 
 def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
@@ -199,7 +63,9 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 5000.0,
     },
     "sarvam_moe": {
-        **_TEXT,
+        **TINY,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
         "num_experts": 4,
         "num_experts_per_tok": 4,  # all, whatever rounding does to scores
         "num_shared_experts": 2,
@@ -247,11 +113,8 @@ def test_a_model_by_other_names_becomes_one_of_its_family(
         pytest.skip("transformers knows it since 5.24")
     source = tmp_path / "model"
     config = AutoConfig.for_model(kind, **deepcopy(_AS_PUBLISHED[kind]))
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.1)
+    random_weights(model)
     model.save_pretrained(source)
     assert tensor in load_file(source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": kind, **_AS_PUBLISHED[kind]}))

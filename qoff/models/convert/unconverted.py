@@ -15,6 +15,7 @@ import torch
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.log import say_once
 from qoff.models.families import converted
+from qoff.models.families.experts import as_shaped
 from qoff.models.families.family import TensorNames
 from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.names import Weight, layer_prefix
@@ -58,7 +59,11 @@ class Unconverted:
         config, names = converted(source.config(), lambda name: source.info(name) is not None)
         names = source.tensor_names or names
         spec = DecoderSpec.from_config(config)
-        check_counts(spec, names, partial(_shape_of, source), source.path)
+        shape_of = partial(_shape_of, source)
+        check_counts(spec, names, shape_of, source.path)
+        if spec.experts is not None and any(spec.experts.layers):
+            sizes = spec.hidden_size, spec.experts.intermediate_size
+            names = as_shaped(names, spec.experts.layers.index(True), sizes, shape_of)
         if spec.tie_word_embeddings and _has_other_head(source, spec, names):
             spec = replace(spec, tie_word_embeddings=False)
         if isinstance(source, SafetensorsSource | QuantizedSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +127,27 @@ def as_stored(names: TensorNames, has: Has) -> TensorNames:
             return replace(names, stacked_experts="")
         if has(names.in_layer(layer, "mlp.experts.gate_up_proj", "")):
             return replace(names, stacked_experts=names.stacked_experts or "bare-halves")
+    return names
+
+
+def as_shaped(
+    names: TensorNames,
+    layer: int,
+    sizes: tuple[int, int],
+    shape_of: Callable[[str], tuple[int, ...] | None],
+) -> TensorNames:
+    """The names of a source whose experts' matrices are transposed or not, as their shapes say.
+
+    Qwen 3 VL is published transposed, and saved by transformers 5 as other models are. layer: has
+    experts. sizes: hidden and intermediate.
+    """
+    if names.stacked_experts != "column-halves":
+        return names
+    hidden, inner = sizes
+    for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        shape = shape_of(names.in_layer(layer, f"mlp.experts.{name}", ""))
+        if rows != columns and shape is not None and shape[1:] == (rows, columns):
+            return replace(names, stacked_experts="bare-halves")
     return names
 
 

@@ -5,54 +5,93 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from qoff.models.spec_parts import unsupported
 
-from . import experts, gemma, linear, llama
-from .family import Config, Family, Has, TensorNames, class_of, full_config
+from . import corrected, experts, gemma, latent, linear, llama
+from .family import Config, Family, Has, TensorNames, class_of, full_config, head_dim_of
 
+_OF = {
+    **llama.FAMILIES,
+    **gemma.FAMILIES,
+    **experts.FAMILIES,
+    **corrected.FAMILIES,
+    **latent.FAMILIES,
+    **linear.FAMILIES,
+}
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_ROPE = ("rope_parameters", "rope_scaling")
+# How names of tensors begin, and the head: in transformers 5, in 4, in Idefics 3, in Qwen 2 VL.
+_NAMES = (
+    ("model.language_model.", "lm_head.weight"),
+    ("language_model.model.", "language_model.lm_head.weight"),
+    ("model.text_model.", "lm_head.weight"),
+    ("model.", "lm_head.weight"),
+)
 
 
 def _text_alone(
-    config: Config, has: Has, of: Mapping[str, Family], kinds: Mapping[str, str]
+    config: Config,
+    has: Has,
+    kinds: Mapping[str, str],
+    part: str,
+    stacked: Literal["", "column-halves"],
+    flat: bool,
 ) -> tuple[dict[str, Any], TensorNames]:
-    """The language model, as transformers 4 or 5 calls its tensors.
-
-    of: families that it may be of. kinds: what it becomes, by the `model_type` of its part of the
-    config, the default first.
-    """
-    if not isinstance(text := config.get("text_config"), dict):
-        raise unsupported("text_config", text, "an object")
-    kind = text.get("model_type", next(iter(kinds)))
+    """The language model. See `_family`."""
+    whole = config.get(part)
+    if flat and part not in config:
+        whole = {k: v for k, v in config.items() if k not in ("model_type", "vision_config")}
+    if not isinstance(whole, dict):
+        raise unsupported(part, whole, "an object")
+    kind = whole.get("model_type", next(iter(kinds)))
     if kind not in kinds:
-        raise unsupported("text_config.model_type", kind, ", ".join(kinds))
+        raise unsupported(f"{part}.model_type", kind, ", ".join(kinds))
     becomes = kinds[kind]
-    names = of[becomes].names
-    old = has("language_model.model.embed_tokens.weight")
-    begin = "language_model.model." if old else "model.language_model."
-    head = "language_model.lm_head.weight" if old else "lm_head.weight"
+    text = whole if kind == becomes else _as(becomes, {**whole, "model_type": kind})
+    begin, head = next((x for x in _NAMES if has(f"{x[0]}embed_tokens.weight")), _NAMES[0])
     if has(f"{begin}embed_tokens.weight"):
         default = not has(head)
     else:  # no tensor is known
         default = full_config({"model_type": becomes}).tie_word_embeddings
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", default))
+    tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", default))
     found = {
         **text,
         "model_type": becomes,
         "architectures": [class_of(becomes)],
         "tie_word_embeddings": tied,
     }
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in _ROPE:
         if isinstance(rope := found.get(key), dict):
             found[key] = _of_text(rope)
     for key in _TOKENS:
         if config.get(key) is not None:
             found.setdefault(key, config[key])
+    return found, _inside(_OF[becomes].names, begin, head, stacked)
+
+
+def _as(becomes: str, text: Config) -> dict[str, Any]:
+    """A config of transformers' class for text that is seen beside, for that of text alone.
+
+    The classes have other defaults.
+    """
+    known = full_config({"model_type": becomes}).to_dict()
+    stated = full_config(text)
+    found = {key: value for key, value in stated.to_dict().items() if key in known}
+    found["head_dim"] = head_dim_of(stated)
+    if isinstance(found.get(_ROPE[0]), dict):  # which has what the others say
+        text = {k: v for k, v in text.items() if k not in (_ROPE[1], "rope_theta")}
+    return {**text, **found}
+
+
+def _inside(
+    names: TensorNames, begin: str, head: str, stacked: Literal["", "column-halves"]
+) -> TensorNames:
+    """Names of tensors of a language model within another."""
     table, context, norm = (begin + name.removeprefix("model.") for name in names.per_layer)
     first, last = (begin + name.removeprefix("model.") for name in names.streams)
-    names = replace(
+    return replace(
         names,
         layer=f"{begin}layers.{{}}.",
         embedding=f"{begin}embed_tokens.weight",
@@ -60,8 +99,8 @@ def _text_alone(
         streams=(first, last),
         norm=f"{begin}norm",
         head=head,
+        stacked_experts=stacked or names.stacked_experts,
     )
-    return found, names
 
 
 def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
@@ -74,26 +113,59 @@ def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _family(models: str, of: Mapping[str, Family], kinds: Mapping[str, str]) -> Family:
-    """kinds: by `model_type` what each becomes."""
-    first = of[next(iter(kinds.values()))]
-    alone = partial(_text_alone, of=of, kinds=kinds)
+def _family(
+    models: str,
+    kinds: Mapping[str, str],
+    *,
+    part: str = "text_config",
+    stacked: Literal["", "column-halves"] = "",
+    flat: bool = False,
+) -> Family:
+    """kinds: what the language model becomes, by its `model_type`, the default first.
+
+    part: the field of the config that describes it; flat: where there is none, the others do.
+    stacked: `TensorNames.stacked_experts`, where it is not that of the model that it becomes.
+    """
+    first = _OF[next(iter(kinds.values()))]
+    alone = partial(_text_alone, kinds=kinds, part=part, stacked=stacked, flat=flat)
     return Family(f"{models}, without images", first.fields, first.names, alone)
 
 
+def _same(*kinds: str) -> dict[str, str]:
+    return {kind: kind for kind in kinds}
+
+
 SOURCES: Mapping[str, Family] = {
-    "gemma3": _family("Gemma 3 4B to 27B", gemma.FAMILIES, {"gemma3_text": "gemma3_text"}),
-    "gemma3n": _family("Gemma 3n", gemma.FAMILIES, {"gemma3n_text": "gemma3n_text"}),
-    "gemma4": _family("Gemma 4", gemma.FAMILIES, {"gemma4_text": "gemma4_text"}),
-    "llama4": _family("Llama 4", experts.FAMILIES, {"llama4_text": "llama4_text"}),
+    "gemma3": _family("Gemma 3 4B to 27B", _same("gemma3_text")),
+    "gemma3n": _family("Gemma 3n", _same("gemma3n_text")),
+    "gemma4": _family("Gemma 4", _same("gemma4_text")),
+    "llama4": _family("Llama 4", _same("llama4_text")),
     "mistral3": _family(
-        "Mistral Small 3.1 and 3.2, Ministral 3",
-        llama.FAMILIES,
-        {"mistral": "mistral", "ministral3": "ministral3"},
+        "Mistral Small 3.1, 3.2 and 4, Ministral 3", _same("mistral", "ministral3", "mistral4")
     ),
-    "qwen3_5": _family("Qwen 3.5, dense", linear.FAMILIES, {"qwen3_5_text": "qwen3_5_text"}),
-    "qwen3_5_moe": _family(
-        "Qwen 3.5 35B-A3B and larger", linear.FAMILIES, {"qwen3_5_moe_text": "qwen3_5_moe_text"}
+    "kimi_k25": _family("Kimi K2.5", {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}),
+    **{
+        kind: _family(models, {f"{kind}_text": "qwen2"}, flat=True)
+        for kind, models in (("qwen2_vl", "Qwen 2 VL"), ("qwen2_5_vl", "Qwen 2.5 VL"))
+    },
+    "qwen3_5": _family("Qwen 3.5, dense", _same("qwen3_5_text")),
+    "qwen3_5_moe": _family("Qwen 3.5 35B-A3B and larger", _same("qwen3_5_moe_text")),
+    "qwen3_vl": _family("Qwen 3 VL", {"qwen3_vl_text": "qwen3"}),
+    "qwen3_vl_moe": _family(
+        "Qwen 3 VL 30B-A3B, 235B-A22B", {"qwen3_vl_moe_text": "qwen3_moe"}, stacked="column-halves"
     ),
-    "qwen3_vl": _family("Qwen 3 VL", llama.FAMILIES, {"qwen3_vl_text": "qwen3"}),
+    "glm4v": _family("GLM 4.1V 9B", {"glm4v_text": "glm4"}, flat=True),
+    "glm46v": _family("GLM 4.6V Flash", {"glm4v_text": "glm4"}),
+    "glm4v_moe": _family("GLM 4.5V and 4.6V", {"glm4v_moe_text": "glm4_moe"}),
+    "exaone4_5": _family("EXAONE 4.5", {"exaone4": "exaone4", "exaone4_5_text": "exaone4"}),
+    "internvl": _family("InternVL 3 and 3.5", _same("qwen2", "qwen3", "qwen3_moe", "gpt_oss")),
+    "internvl_chat": _family(
+        "InternVL 3 and 3.5 as first published",
+        _same("qwen2", "qwen3", "qwen3_moe", "gpt_oss"),
+        part="llm_config",
+    ),
+    "llava": _family("LLaVA 1.5, Pixtral", _same("llama", "mistral", "qwen2")),
+    "llava_next": _family("LLaVA 1.6", _same("llama", "mistral", "qwen2")),
+    "idefics3": _family("Idefics 3", _same("llama")),
+    "smolvlm": _family("SmolVLM", _same("llama")),
 }

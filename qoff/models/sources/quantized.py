@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qoff.quant import CONFIG_FILES, QTensor, Scheme, TensorInfo, read_scheme
+from qoff.quant import CONFIG_FILES, CONFIG_KEYS, QTensor, Scheme, TensorInfo, read_scheme, stated
 from qoff.quant.fp8 import FP8
 from qoff.quant.mxfp4 import MXFP4
 from qoff.schema import read_object
 
 from .safetensors import SafetensorsSource
 
-_KEY = "quantization_config"
-_OLD_KEY = "compression_config"  # of compressed-tensors
 _WEIGHT = ".weight"
 
 
@@ -28,9 +26,9 @@ def open_quantized(tensors: SafetensorsSource) -> QuantizedSource | None:
     """
     path = tensors.path / "config.json"
     config = read_object(path)
-    for key in (_KEY, _OLD_KEY):
-        if found := config.get(key):
-            return QuantizedSource(tensors, read_scheme(found, f"{path}: {key}."))
+    if (found := stated(config)) is not None:
+        where, what = found
+        return QuantizedSource(tensors, read_scheme(what, f"{path}: {where}"))
     for name, method in CONFIG_FILES.items():
         if (file := tensors.path / name).is_file():
             return QuantizedSource(tensors, read_scheme(read_object(file), f"{file}: ", method))
@@ -54,7 +52,7 @@ class QuantizedSource:
 
     def config(self) -> dict[str, Any]:
         config = self._tensors.config()
-        return {key: value for key, value in config.items() if key not in (_KEY, _OLD_KEY)}
+        return {key: value for key, value in config.items() if key not in CONFIG_KEYS}
 
     def info(self, name: str) -> TensorInfo | None:
         return self._quantized(name) or self._stack(name) or self._tensors.info(name)
