@@ -420,6 +420,68 @@ FAMILIES |= {
     },
 }
 FAMILIES |= {
+    "mistral4": {
+        "model_type": "mistral4",
+        **{k: v for k, v in _LATENT.items() if k != "num_hidden_layers"},
+        "q_lora_rank": 32,
+        "rope_parameters": {
+            **_YARN,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 6,
+            "llama_4_scaling_beta": 0.7,
+            "partial_rotary_factor": 2 / 3,
+        },
+    },
+    "afmoe": {
+        "model_type": "afmoe",
+        **_EXPERTS,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "route_scale": 1.5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 6,
+        "mup_enabled": True,
+    },
+    "mellum": {
+        "model_type": "mellum",
+        **_EXPERTS,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": 6,
+    },
+    "granite-moe-shared": {
+        "model_type": "granitemoeshared",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+        "shared_intermediate_size": 64,
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    },
+    "hyperclovax": {
+        "model_type": "hyperclovax",
+        "num_key_value_heads": 2,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.3,
+    },
+    "helium": {"model_type": "helium", "num_key_value_heads": 2, "head_dim": 16},
+    "iquestcoder": {"model_type": "iquestcoder", "num_key_value_heads": 2, "head_dim": 16},
+    "nemotron": {
+        "model_type": "nemotron",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+    },
+}
+FAMILIES |= {
     "arcee": {"model_type": "arcee", "num_key_value_heads": 2},
     "jais2": {"model_type": "jais2", "num_key_value_heads": 2},
 }

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import qoff
 from qoff.checkpoint import Checkpoint, read_weight
@@ -53,6 +54,8 @@ from qoff.quant import QuantConfig
 from tests.tiny_families import BOS, EOS, FAMILIES, PAD, TINY, VOCAB
 
 QUANT = QuantConfig(group_size=32, solver="rtn")
+# transformers 5.24 has the class, but its AutoModel does not find it.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
 
 
 def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:

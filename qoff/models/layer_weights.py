@@ -207,7 +207,7 @@ class _Layer:
         full = spec.full_heads if spec.sliding_window[self._layer] is None else None
         values = "k" if full is not None and full.values_are_keys else "v"
         parts, first = [], 0
-        if spec.gated_attention:
+        if spec.gated_attention and not names.split_gates:
             order = with_gates(dim, q + 2 * kv)
             parts.append(self._part("self_attn.q_proj", 2 * q, order, 2 * dim))
             first = q
@@ -217,6 +217,8 @@ class _Layer:
             unit = dim if turned else ROW_BLOCK
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
+        if spec.gated_attention and names.split_gates:
+            parts.append(self._part("self_attn.gate_proj", q, after(first)))
         return tuple(parts)
 
     def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:

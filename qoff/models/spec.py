@@ -296,6 +296,11 @@ class DecoderSpec:
         linear, delta = self.linear, self.delta
         return () if linear is None or delta is None else (delta,) * sum(linear.layers)
 
+    @property
+    def sums_experts(self) -> bool:
+        """Whether outputs of experts are added up by themselves, as a norm follows."""
+        return self.experts is not None and (self.experts.beside or self.post_norm)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""
         return self.experts is not None and self.experts.layers[layer]

@@ -44,9 +44,10 @@ def stated(config: Mapping[str, Any]) -> tuple[str, object] | None:
     """Where a `config.json` says how a model is stored, and what it says; None: of floats."""
     parts = {"": config, **{f"{name}.": config.get(name) for name in _PARTS}}
     for where, part in parts.items():
-        for key in CONFIG_KEYS if isinstance(part, Mapping) else ():
-            if found := part.get(key):
-                return f"{where}{key}.", found
+        if isinstance(part, Mapping):
+            for key in CONFIG_KEYS:
+                if found := part.get(key):
+                    return f"{where}{key}.", found
     return None
 
 

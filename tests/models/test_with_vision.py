@@ -64,6 +64,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "mistral3": (_PIXTRAL, {**_TEXT, "model_type": "mistral", "sliding_window": None}, "mistral"),
     "mistral3-ministral3": (_PIXTRAL, {**_TEXT, **FAMILIES["ministral3"]}, "ministral3"),
+    "mistral3-mistral4": (
+        _PIXTRAL,
+        {**TINY, **FAMILIES["mistral4"], "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+        "mistral4",
+    ),
     "llama4": (
         {
             **_VISION,

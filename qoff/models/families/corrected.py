@@ -76,6 +76,28 @@ def _hy_v3(config: Any) -> Fields:
     }
 
 
+def _afmoe(config: Any) -> Fields:
+    """Norms after attention and MLP, too; gates after attention; RoPE in windows only."""
+    experts = mixture(
+        config,
+        after(config, config.num_dense_layers),
+        shares="sigmoid",
+        scale=positive(config, "route_scale"),
+        correction=True,
+        shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
+    )
+    return {
+        **biases(config.attention_bias),
+        "qk_norm": "head",
+        "post_norm": True,
+        "gated_attention": True,
+        "sliding_window": windows(config),
+        "rope_layers": tuple(kind == "sliding_attention" for kind in config.layer_types),
+        "embedding_scale": config.hidden_size**0.5 if config.mup_enabled else 1.0,
+        "experts": experts,
+    }
+
+
 def _ernie4_5_moe(config: Any) -> Fields:
     """Llama with experts; the correction is of the softmax. Pairs of channels turn."""
     if (config.moe_norm_min or 0) > 1e-9:
@@ -151,6 +173,21 @@ FAMILIES = {
                 "mlp.router.correction": "mlp.expert_bias",
                 "mlp.shared_expert": "mlp.shared_mlp",
             }
+        ),
+    ),
+    "afmoe": Family(
+        "Trinity Nano, Mini and Large 400B",
+        _afmoe,
+        TensorNames(
+            modules={
+                "self_attn.post_norm": "post_attention_layernorm",
+                "post_attention_layernorm": "pre_mlp_layernorm",
+                "mlp.post_norm": "post_mlp_layernorm",
+                "mlp.router": "mlp.router.gate",
+                "mlp.router.correction": "mlp.expert_bias",
+                "mlp.shared_expert": "mlp.shared_experts",
+            },
+            split_gates=True,
         ),
     ),
     "ernie4_5_moe": Family(

@@ -9,7 +9,19 @@ from typing import Any
 from qoff.kernels.layout.heads import QueryScale
 from qoff.models.spec_parts import ExpertsSpec, unsupported
 
-from .family import Family, Fields, Has, TensorNames, biases, mixture, one_window, positive, windows
+from .family import (
+    Family,
+    Fields,
+    Has,
+    TensorNames,
+    biases,
+    head_dim_of,
+    mixture,
+    one_window,
+    positive,
+    rope_of,
+    windows,
+)
 from .llama import granite
 
 _FIRST_EXPERTS = 64  # layers, among which one has experts if any has
@@ -63,6 +75,31 @@ def _granite_moe(config: Any) -> Fields:
     scale = float(config.residual_multiplier)
     experts = mixture(config, shares="topk", normalized=False, scale=scale)
     return {**granite(config), "experts": experts}
+
+
+def _granite_moe_shared(config: Any) -> Fields:
+    """Granite with experts, beside an MLP for all tokens."""
+    found = _granite_moe(config)
+    experts = replace(found["experts"], shared_size=config.shared_intermediate_size)
+    return {**found, "experts": experts}
+
+
+def _mellum(config: Any) -> Fields:
+    """Qwen3 with experts in most layers, whose windows have a RoPE of their own."""
+    ropes, head_dim = config.rope_parameters, head_dim_of(config)
+    return {
+        **biases(config.attention_bias),
+        "qk_norm": "head",
+        "sliding_window": windows(config),
+        "rope": rope_of(config, ropes["full_attention"], head_dim),
+        "local_rope": rope_of(config, ropes["sliding_attention"], head_dim),
+        "rope_layers": (True,) * config.num_hidden_layers,
+        "experts": mixture(
+            config,
+            (kind == "sparse" for kind in config.mlp_layer_types),
+            normalized=config.norm_topk_prob,
+        ),
+    }
 
 
 def _gpt_oss(config: Any) -> Fields:
@@ -152,6 +189,14 @@ def as_shaped(
 
 
 _QWEN_NAMES = TensorNames(modules={"mlp.router": "mlp.gate"})
+_GRANITE_NAMES = TensorNames(
+    modules={
+        "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear",
+        "mlp.experts.down_proj": "block_sparse_moe.output_linear",
+    },
+    stacked_experts="halves",
+)
 FAMILIES = {
     "mixtral": Family(
         "Mixtral 8x7B, 8x22B",
@@ -164,18 +209,21 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES),
     "qwen3_moe": Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES),
     "olmoe": Family("OLMoE 1B-7B", _olmoe, _QWEN_NAMES),
-    "granitemoe": Family(
-        "Granite 3 MoE 1B-A400M, 3B-A800M",
-        _granite_moe,
-        TensorNames(
+    "granitemoe": Family("Granite 3 MoE 1B-A400M, 3B-A800M", _granite_moe, _GRANITE_NAMES),
+    "granitemoeshared": Family(
+        "Granite 3 MoE with a shared expert",
+        _granite_moe_shared,
+        replace(
+            _GRANITE_NAMES,
+            fused_gate_up=True,
             modules={
-                "mlp.router": "block_sparse_moe.router.layer",
-                "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear",
-                "mlp.experts.down_proj": "block_sparse_moe.output_linear",
+                **_GRANITE_NAMES.modules,
+                "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
+                "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
             },
-            stacked_experts="halves",
         ),
     ),
+    "mellum": Family("Mellum 2", _mellum, _QWEN_NAMES),
     "llama4_text": Family(
         "Llama 4 Scout 109B-A17B, Maverick 400B-A17B",
         _llama4,

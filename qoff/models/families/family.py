@@ -24,6 +24,7 @@ Fields = dict[str, Any]  # fields of DecoderSpec by name
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 _KINDS = {"full_attention", "sliding_attention"}
+_UNLISTED = {"mistral4": "Mistral4ForCausalLM"}  # which transformers' AutoModel does not find
 Config = Mapping[str, Any]
 Has = Callable[[str], bool]  # whether a source has a tensor of this name
 
@@ -35,7 +36,8 @@ class TensorNames:
     modules: from Llama's name of a module inside a layer, or the beginning of it, to the family's.
     leaves: the same for the last part of a module's name.
     fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
-    after the other ("heads"). fused_gate_up: one tensor has the rows of gate above those of up.
+    after the other ("heads"). split_gates: gates of attention are a tensor of their own, or else
+    with the queries of each head. fused_gate_up: one has the rows of gate above those of up.
     stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
     gate and up in turn; "column-halves": the same, gate before up; "rows": [experts, rows,
     columns], gate and up apart; "halves": the same, gate above up; "bare-halves": the same, called
@@ -70,6 +72,7 @@ class TensorNames:
     norm: str = "model.norm"
     head: str = "lm_head.weight"
     fused_qkv: Literal["", "rows", "heads"] = ""
+    split_gates: bool = False
     fused_gate_up: bool = False
     stacked_experts: Literal["", "columns", "column-halves", "rows", "halves", "bare-halves"] = ""
     split_linear: Literal["", "z", "all"] = ""
@@ -131,7 +134,7 @@ def class_of(model_type: str) -> str | None:
     """transformers' class of a causal language model; None: this version of it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) or _UNLISTED.get(model_type)
 
 
 def common_fields(config: Any) -> Fields:

@@ -10,16 +10,19 @@ from typing import Any
 from qoff.models.spec_parts import LatentSpec, unsupported
 
 from .corrected import NAMES, SHARED, after, deepseek_experts
-from .family import Family, Fields, TensorNames, mixture, positive
+from .family import Family, Fields, TensorNames, mixture, positive, query_scale, rope_of
 
 
-def _latent(config: Any) -> Fields:
-    """Attention: RoPE rotates pairs of channels; YaRN scales scores by `mscale` squared."""
+def _latent(config: Any, rope: Mapping[str, Any] | None = None) -> Fields:
+    """Attention: RoPE rotates pairs of channels; YaRN scales scores by `mscale` squared.
+
+    rope: where it is not all of `rope_parameters`.
+    """
     if not getattr(config, "rope_interleave", True):
         raise unsupported("rope_interleave", False, "true")
     if config.attention_bias and config.q_lora_rank is None:
         raise unsupported("attention_bias", True, "false, where q_lora_rank is null")
-    rope = config.rope_parameters
+    rope = config.rope_parameters if rope is None else rope
     if rope.get("partial_rotary_factor", 1.0) != 1:
         raise unsupported("partial_rotary_factor", rope["partial_rotary_factor"], "1")
     head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -51,6 +54,28 @@ def _deepseek_v3(config: Any) -> Fields:
     """Experts as others took them over."""
     layers = after(config, config.first_k_dense_replace)
     return {**_latent(config), "experts": deepseek_experts(config, layers)}
+
+
+def _mistral4(config: Any) -> Fields:
+    """DeepSeek V3's attention, whose queries are scaled by position; shares are of the softmax."""
+    scale, rope = query_scale(config)
+    for key in ("partial_rotary_factor", "max_position_embeddings"):
+        rope.pop(key, None)  # the channels that rotate are counted by `qk_rope_head_dim`
+    experts = mixture(
+        config,
+        after(config, config.first_k_dense_replace),
+        normalized=bool(config.norm_topk_prob),
+        groups=config.n_group or 1,
+        top_groups=config.topk_group or 1,
+        scale=positive(config, "routed_scaling_factor"),
+        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )
+    return {
+        **_latent(config, rope),
+        **scale,
+        "rope": rope_of(config, rope, config.qk_rope_head_dim),
+        "experts": experts,
+    }
 
 
 def _deepseek_v2(config: Any) -> Fields:
@@ -90,5 +115,10 @@ FAMILIES = {
     ),
     "deepseek_v3": Family("DeepSeek V3, V3.1 and R1", _deepseek_v3, _V3),
     "glm4_moe_lite": Family("GLM 4.7 Flash", _glm4_moe_lite, _V3),
+    "mistral4": Family(
+        "Mistral Small 4 119B-A6B",
+        _mistral4,
+        TensorNames(modules=SHARED, rope_pairs=True, stacked_experts="bare-halves"),
+    ),
     "youtu": Family("Youtu-LLM 2B", _latent, _V3),
 }

@@ -77,6 +77,16 @@ def _jais2(config: Any) -> Fields:
     }
 
 
+def _nemotron(config: Any) -> Fields:
+    """An MLP of squared ReLU; a part of each head rotates; norms are stored less 1."""
+    return {
+        "norm": "layer",
+        "norm_eps": config.norm_eps,
+        "gated": False,
+        **biases(config.attention_bias, config.mlp_bias),
+    }
+
+
 def _cohere(config: Any) -> Fields:
     """Attention and MLP side by side, after one norm without a bias; pairs of channels turn."""
     if getattr(config, "use_qk_norm", False):
@@ -153,6 +163,7 @@ FAMILIES = {
         ),
     ),
     "jais2": Family("Jais 2 8B, 70B", _jais2),
+    "nemotron": Family("Nemotron 4 340B, Minitron", _nemotron, TensorNames(norm_offset=1.0)),
     "cohere": Family("Command-R 35B", _cohere, _COHERE_NAMES),
     "cohere2": Family("Command R7B, Command A", _cohere2, _COHERE_NAMES),
     "starcoder2": Family(

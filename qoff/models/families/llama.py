@@ -74,6 +74,15 @@ def granite(config: Any) -> Fields:
     }
 
 
+def _hyperclovax(config: Any) -> Fields:
+    """Granite with norms after attention and MLP; logits are multiplied by their factor."""
+    return {
+        **granite(config),
+        "logit_scale": positive(config, "logits_scaling"),
+        "post_norm": bool(config.use_post_norm),
+    }
+
+
 def _cwm(config: Any) -> Fields:
     """Llama with sliding windows layer by layer."""
     return {**biases(False, config.mlp_bias), "sliding_window": windows(config)}
@@ -157,6 +166,15 @@ FAMILIES = {
         "Phi-3, Phi-3.5, Phi-4", _mistral, TensorNames(fused_qkv="rows", fused_gate_up=True)
     ),
     "granite": Family("Granite 3", granite),
+    "hyperclovax": Family(
+        "HyperCLOVA X SEED Think",
+        _hyperclovax,
+        TensorNames(
+            modules={"self_attn.post_norm": "post_norm1", "mlp.post_norm": "post_norm2"},
+        ),
+    ),
+    "helium": Family("Helium 2B", _llama, TensorNames(rope_pairs=True)),
+    "iquestcoder": Family("IQuest Coder 40B", _llama),
     "internlm3": Family("InternLM3 8B", _llama),
     "cwm": Family("CWM 32B", _cwm),
     "olmo2": Family("OLMo 2", _olmo2, _AFTER),

@@ -234,31 +234,37 @@ class Layer:
         """
         experts, module = self._experts, "mlp.shared_expert"
         assert experts is not None
-        parts = self._parts(weights, run)
-        into = torch.empty_like(run.input) if experts.spec.beside else None
+        parts, scale = self._parts(weights, run), self._spec.residual_scale
+        into = torch.empty_like(run.input) if self._spec.sums_experts else None
         inputs: list[Tensor] = []
         if chosen is not None:
             yield from self._streamed_experts(layer, experts, weights, run, chosen, into)
             inputs = [choice.x for choice in chosen.choices]
         for i, part in enumerate(parts):
+            sums = None if into is None else into[part]
             if inputs:
                 x = inputs[i]
             else:
                 x, scores = yield from self._routed(run, weights, part)
-                sums = None if into is None else into[part]
                 experts.compute(x, scores, weights, run.input[part], sums)
-            if into is not None:
-                yield from self._beside(layer, run, weights, part, into[part])
-            if not experts.spec.shared_size:
+            if sums is not None and experts.spec.beside:
+                yield from self._beside(layer, run, weights, part, sums)
                 continue
-            score = None
-            if experts.spec.shared_gate:
-                score = yield from self._exact_linear(run, weights, names.SHARED_GATE, x)
-            shared = yield from self._inner(weights, run, module, x, None, part)
-            yield from self._linear(
-                run, weights, f"{module}.down_proj", shared,
-                residual="hidden", out="hidden", end=Ending(score=score), part=part,
-            )  # fmt: skip
+            if experts.spec.shared_size:
+                score = None
+                if experts.spec.shared_gate:
+                    score = yield from self._exact_linear(run, weights, names.SHARED_GATE, x)
+                shared = yield from self._inner(weights, run, module, x, None, part)
+                to: Rows = "hidden" if sums is None else sums
+                end = Ending(score=score, scale=scale if sums is None else 1.0)
+                yield from self._linear(
+                    run, weights, f"{module}.down_proj", shared,
+                    residual=to, out=to, end=end, part=part,
+                )  # fmt: skip
+            if sums is not None:
+                norm, hidden = norm_of(self._spec, weights, "mlp.post_norm"), run.input[part]
+                assert norm is not None
+                self._ops.norm(sums, norm, scale=scale, residual=hidden, out=hidden)
         return run.input
 
     def _routed(

@@ -122,6 +122,7 @@ def layer_bytes(
         waves *= tiled
         weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
         beside = (rest + 4 * aside + 2 * normed) * experts.beside
+        beside = beside or aside * spec.sums_experts
         rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves + beside)
     own = 0  # of embeddings of layers: before the first one, and at the end of each
     if spec.per_layer is not None:
