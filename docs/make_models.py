@@ -89,7 +89,7 @@ are values as well, their matrix is stored twice.
 Safetensors models of any other architecture for which transformers has a causal language model, in
 floats or FP8, run through transformers' own modules, with `qoff.load`, `qoff.LLM` and their
 commands. Their weights are resident or offloaded under the same budgets. Their logits are those of
-transformers on the dequantized weights. Of GGUF files seven architectures run this way
+transformers on the dequantized weights. Of GGUF files six architectures run this way
 ([formats.md](formats.md#which-architectures)).
 
 What differs from the native families:

@@ -61,7 +61,10 @@ ARCHITECTURES = {  # by model_type
     "qwen3_5_text": ARCH.QWEN35,
     "qwen3_5_moe_text": ARCH.QWEN35MOE,
     "olmoe": ARCH.OLMOE,
-    "granitemoe": ARCH.GRANITE_MOE,
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), ARCH.GRANITE_MOE),
+    "afmoe": ARCH.AFMOE,
+    "mistral4": ARCH.MISTRAL4,
+    "nemotron": ARCH.NEMOTRON,
     "glm4_moe": ARCH.GLM4_MOE,
     "dots1": ARCH.DOTS1,
     "exaone_moe": ARCH.EXAONE_MOE,
@@ -72,10 +75,19 @@ ARCHITECTURES = {  # by model_type
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), ARCH.DEEPSEEK2),
 }
 _SUFFIXES = (".weight", ".bias")
-_PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
+_PERMUTED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "ministral3",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+)
 _PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3")
+_SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afmoe")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -86,6 +98,7 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_epsilon",
     "sliding_window": "attention.sliding_window",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
@@ -94,7 +107,9 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "moe_k": "expert_used_count",
     "moe_topk": "expert_used_count",
     "routed_scaling_factor": "expert_weights_scale",
+    "route_scale": "expert_weights_scale",
     "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
@@ -105,6 +120,7 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "kv_lora_rank": "attention.kv_lora_rank",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "embedding_multiplier": "embedding_scale",
@@ -224,7 +240,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.scaling.type"] = rope["rope_type"]
     if rope["rope_type"] != "llama3":
         found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
-    if model_type in ("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "exaone_moe"):
+    if model_type in ("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "exaone_moe", "afmoe"):
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = slides
     if model_type == "gemma3n_text":
@@ -237,6 +253,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["feed_forward_length"] = config["intermediate_size_mlp"]
     if model_type == "ministral3":
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+    if model_type in ("ministral3", "mistral4"):
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if model_type == "qwen3_5_moe_text":  # whose layers all have experts
         del found["feed_forward_length"]
@@ -247,6 +264,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type in _SIGMOID:
         found["expert_gating_func"] = 2
         found |= {"expert_weights_norm": config["norm_topk_prob"]} if "n_group" in config else {}
+    if model_type in ("afmoe", "mistral4"):
+        found["expert_weights_norm"] = True
     return found
 
 
@@ -324,7 +343,19 @@ def _renamed(
             layer = name.split(".")[2]
             of = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
             yield f"blk.{layer}.{of}.scale", values
-        elif model_type == "gemma4_text" and ".experts." in name:
+        elif model_type == "nemotron" and name.endswith("norm.weight"):
+            yield name, values + 1
+        elif model_type == "afmoe" and name.endswith("expert_bias"):
+            yield f"{name}.bias", values
+        elif "shared_mlp.input_linear" in name:
+            for which, part in zip(("gate", "up"), np.split(values, 2), strict=True):
+                yield (
+                    name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{which}_proj"),
+                    part,
+                )
+        elif "shared_mlp.output_linear" in name:
+            yield name.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj"), values
+        elif model_type in ("gemma4_text", "mistral4") and ".experts." in name:
             yield f"{name}.weight", values
         elif ".mlp.experts." in name:
             yield from _gpt_oss_experts(name, values)

@@ -58,6 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # have it.
 WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "hy-v3")
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
+WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder")
 
 
 def source_of(base: Path, family: str) -> Path:
@@ -100,6 +101,7 @@ def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "kind", "apart"),
     [
+        ("iquestcoder", "llama", {"model_type"}),
         ("internlm3", "llama", {"model_type"}),
         ("llama3-rope", "exaone", set()),
         ("llama-gqa-tied", "internlm2", set()),
@@ -119,6 +121,20 @@ def test_files_of_another_architecture(
     ropes = [(spec.rope.kind, spec.rope.theta, spec.rope.dim) for spec in specs if spec.rope]
     assert ropes[0] == ropes[1]
     assert specs[0] == replace(specs[1], **{name: getattr(specs[0], name) for name in apart})
+    weights, same = all_weights(found), all_weights(wanted)
+    assert weights.keys() == same.keys()
+    for name, parts in weights.items():
+        assert all(map(torch.equal, parts, same[name])), name
+
+
+def test_mistral_large_3_is_a_file_of_deepseek_2(base: Path, tmp_path: Path) -> None:
+    """Whose queries are scaled by position."""
+    model = GGUFModel.of(tiny_model(base, "mistral4"))
+    other = GGUFModel("deepseek2", {**model.metadata, "expert_gating_func": 1}, model.tensors)
+    found = convert(other.write(tmp_path / "m.gguf"), tmp_path / "out", quant=QUANT, for_cpu=True)
+    wanted = tiny_checkpoint(base, "mistral4")
+    specs = [DecoderSpec.from_config(Checkpoint.open(x).config) for x in (found, wanted)]
+    assert specs[0] == specs[1]
     weights, same = all_weights(found), all_weights(wanted)
     assert weights.keys() == same.keys()
     for name, parts in weights.items():

@@ -44,7 +44,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 128,
         "vocab_size": VOCAB,
     },
-    "nemotron": ROTARY,
     "stablelm": ROTARY,
 }
 
@@ -144,5 +143,5 @@ def test_an_architecture_that_nobody_reads_is_named(tmp_path: Path) -> None:
     path = written("stablelm", tmp_path / "m.gguf")
     content = path.read_bytes().replace(b"stablelm", b"stablexx")
     path.write_bytes(content)
-    with pytest.raises(UnsupportedModelError, match=r"is 'stablexx'; supported: arcee, "):
+    with pytest.raises(UnsupportedModelError, match=r"is 'stablexx'; supported: afmoe, arcee, "):
         open_source(path)

@@ -58,9 +58,9 @@ class Architecture:
 
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
-    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. modules: its own names of
-    modules. linear: most layers have linear attention, whose matrices lie as in
-    `TensorNames.split_linear`. base: what is in place of the fields that all have alike.
+    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. split_gates, linear (that of
+    most layers): as `TensorNames` has them. modules: its own names of modules. base: what is in
+    place of the fields that all have alike.
     """
 
     model_type: str
@@ -68,6 +68,7 @@ class Architecture:
     rope_pairs: bool = False
     partial: bool = False
     fused_gate_up: bool = False
+    split_gates: bool = False
     modules: Mapping[str, str] | None = None
     linear: Literal["", "z", "all"] = ""
     base: Callable[[Metadata], Config] | None = None
@@ -93,6 +94,7 @@ class Architecture:
             per_layer=gemma.PER_LAYER,
             streams=gemma.STREAMS,
             fused_qkv="rows" if metadata.has(fused) and not self.linear else "",
+            split_gates=self.split_gates,
             fused_gate_up=self.fused_gate_up,
             stacked_experts=stacked(metadata),
             split_linear=self.linear,
@@ -105,10 +107,14 @@ def find(metadata: Metadata) -> Architecture:
     """That of a file whose `general.architecture` is one of `ARCHITECTURES`."""
     if metadata.architecture == "llama" and metadata.get("expert_count", 0):
         return _MIXTRAL
+    if metadata.architecture == "deepseek2" and metadata.get("attention.temperature_scale", 0.0):
+        return ARCHITECTURES["mistral4"]  # Mistral Large 3
     if metadata.architecture == "deepseek2" and latent.is_v3(metadata):
         return _DEEPSEEK_V3
     if metadata.architecture == "deepseek2" and not metadata.get("expert_count", 0):
         return _YOUTU
+    if metadata.architecture == "granitemoe" and metadata.get(_SHARED, 0):
+        return _GRANITE_SHARED
     if metadata.architecture == "olmo2" and metadata.get("attention.sliding_window", 0):
         return _OLMO3
     return ARCHITECTURES[metadata.architecture]
@@ -122,9 +128,12 @@ _DEEPSEEK_V2 = Architecture(
 )
 _DEEPSEEK_V3 = replace(_DEEPSEEK_V2, model_type="deepseek_v3", fields=latent.deepseek_v3)
 _YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", fields=latent.youtu)
+_SHARED = "expert_shared_feed_forward_length"
+_GRANITE_SHARED = Architecture("granitemoeshared", experts.granite_moe_shared, rope_pairs=True)
 _OLMO3 = Architecture("olmo3", dense.olmo3)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
+    "mistral4": replace(_DEEPSEEK_V2, model_type="mistral4", fields=latent.mistral4),
     "llama": Architecture("llama", dense.llama, rope_pairs=True),
     "exaone": Architecture("llama", dense.llama),
     "internlm2": Architecture("llama", dense.llama, rope_pairs=True),
@@ -155,6 +164,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "command-r": Architecture("cohere", dense.cohere, rope_pairs=True, modules=_ONE_NORM),
     "cohere2": Architecture("cohere2", dense.cohere2, rope_pairs=True, modules=_ONE_NORM),
     "jais2": Architecture("jais2", dense.jais2),
+    "nemotron": Architecture("nemotron", dense.nemotron, partial=True),
     "starcoder2": Architecture("starcoder2", dense.starcoder2),
     "qwen2moe": Architecture("qwen2_moe", experts.qwen2_moe),
     "qwen3moe": Architecture("qwen3_moe", experts.qwen3_moe),
@@ -174,6 +184,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "olmoe": Architecture("olmoe", experts.olmoe),
     "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
+    "afmoe": Architecture(
+        "afmoe", experts.afmoe, split_gates=True, modules={"self_attn.gate_proj": "attn_gate"}
+    ),
     "glm4moe": Architecture(
         "glm4_moe", experts.glm4_moe, partial=True, modules=_NORM_BEHIND_ATTENTION
     ),

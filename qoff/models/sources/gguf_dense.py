@@ -10,13 +10,12 @@ from .gguf_fields import (
     dense,
     has_bias,
     rms,
+    scaled_queries,
     scales,
     two_ropes,
     windows,
 )
 from .gguf_metadata import Metadata
-
-_POSITIONS = "max_position_embeddings"
 
 
 def llama(metadata: Metadata, config: Config) -> Config:
@@ -26,11 +25,7 @@ def llama(metadata: Metadata, config: Config) -> Config:
 def mistral3(metadata: Metadata, config: Config) -> Config:
     """Ministral 3: YaRN, whose `mscale` is 1, and queries scaled by position."""
     metadata.only("expert_count", 0)
-    rope = dict(config["rope_parameters"])
-    if (beta := metadata.get("attention.temperature_scale")) is not None and beta != 0:
-        every = metadata.get("rope.scaling.original_context_length", config[_POSITIONS])
-        metadata.only("attention.temperature_length", every)
-        rope |= {"llama_4_scaling_beta": beta, f"original_{_POSITIONS}": every}
+    rope = config["rope_parameters"] | scaled_queries(metadata, config["max_position_embeddings"])
     multiplier = metadata.get("rope.scaling.yarn_log_multiplier", 0.0)
     if rope["rope_type"] == "yarn" and multiplier:
         rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
@@ -137,6 +132,15 @@ def gpt_neox(metadata: Metadata, config: Config) -> Config:
 def jais2(metadata: Metadata, config: Config) -> Config:
     return {
         "layer_norm_eps": metadata.need("attention.layer_norm_epsilon"),
+        "attention_bias": attention_bias(metadata),
+        "mlp_bias": has_bias(metadata, "ffn_up"),
+    }
+
+
+def nemotron(metadata: Metadata, config: Config) -> Config:
+    """Norms are stored whole, so that 1 is not added to them again."""
+    return {
+        "norm_eps": metadata.need("attention.layer_norm_epsilon"),
         "attention_bias": attention_bias(metadata),
         "mlp_bias": has_bias(metadata, "ffn_up"),
     }

@@ -27,13 +27,36 @@ def olmoe(metadata: Metadata, config: Config) -> Config:
 
 
 def granite_moe(metadata: Metadata, config: Config) -> Config:
-    """Those with a shared expert are another family."""
-    metadata.only("expert_shared_feed_forward_length", 0)
     return {
         **rms(metadata),
         **mixture(metadata, "num_local_experts"),
         **scales(metadata, config),
         "attention_bias": attention_bias(metadata),
+    }
+
+
+def granite_moe_shared(metadata: Metadata, config: Config) -> Config:
+    """Another family, by one key."""
+    shared = metadata.need("expert_shared_feed_forward_length")
+    return {**granite_moe(metadata, config), "shared_intermediate_size": shared}
+
+
+def afmoe(metadata: Metadata, config: Config) -> Config:
+    """Trinity: llama.cpp scales the embedding always, and rotates in layers with the window."""
+    _check_window(metadata)
+    metadata.only("expert_weights_norm", True)
+    found = deepseek(metadata)
+    return {
+        "rms_norm_eps": found["rms_norm_eps"],
+        "attention_bias": found["attention_bias"],
+        "num_experts": found["n_routed_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "num_shared_experts": found["n_shared_experts"],
+        "num_dense_layers": found["first_k_dense_replace"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "route_scale": found["routed_scaling_factor"],
+        "mup_enabled": True,
+        **windows(metadata, metadata.layers, 4, 0),
     }
 
 
@@ -50,8 +73,7 @@ def dots1(metadata: Metadata, config: Config) -> Config:
 
 def exaone_moe(metadata: Metadata, config: Config) -> Config:
     """Layers with the window have RoPE, others have none."""
-    if not metadata.need("attention.sliding_window"):
-        metadata.only("attention.sliding_window", "1 or more")
+    _check_window(metadata)
     found = {**deepseek(metadata), **groups(metadata)}
     return {
         "num_experts": found.pop("n_routed_experts"),
@@ -59,6 +81,12 @@ def exaone_moe(metadata: Metadata, config: Config) -> Config:
         **found,
         **windows(metadata, metadata.layers, 4, 0),
     }
+
+
+def _check_window(metadata: Metadata) -> None:
+    """Raise UnsupportedModelError for a file without a sliding window."""
+    if not metadata.need("attention.sliding_window"):
+        metadata.only("attention.sliding_window", "1 or more")
 
 
 def minimax_m2(metadata: Metadata, config: Config) -> Config:

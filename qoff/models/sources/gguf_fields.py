@@ -85,6 +85,15 @@ def two_ropes(metadata: Metadata, full: Config, theta: float = 10000.0) -> Confi
     return {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
 
 
+def scaled_queries(metadata: Metadata, positions: int) -> Config:
+    """What `rope_parameters` say of queries that are scaled by position; nothing if none are."""
+    if not (beta := metadata.get("attention.temperature_scale", 0.0)):
+        return {}
+    every = metadata.get("rope.scaling.original_context_length", positions)
+    metadata.only("attention.temperature_length", every)
+    return {"llama_4_scaling_beta": beta, "original_max_position_embeddings": every}
+
+
 def stacked(metadata: Metadata) -> Any:
     """How experts lie in the first layer that has them."""
     names = metadata.tensors

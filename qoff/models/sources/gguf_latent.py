@@ -18,7 +18,7 @@ from qoff.errors import FormatError
 from qoff.quant import GGUFFile, QTensor
 
 from .gguf_experts import SIGMOID, SOFTMAX, deepseek, groups
-from .gguf_fields import Config, common, rms
+from .gguf_fields import Config, common, rms, scaled_queries
 from .gguf_metadata import Metadata
 
 _KEYS, _VALUES, _BOTH = ".attn_k_b.weight", ".attn_v_b.weight", ".attn_kv_b.weight"
@@ -89,6 +89,18 @@ def deepseek_v3(metadata: Metadata, config: Config) -> Config:
         **_latent(metadata, config),
         **groups(metadata),
         "attention_bias": False,
+    }
+
+
+def mistral4(metadata: Metadata, config: Config) -> Config:
+    """Mistral Small 4; queries are scaled by position where a file says so, as in llama.cpp."""
+    rope = _latent(metadata, config)["rope_parameters"]
+    return {
+        **deepseek(metadata, SOFTMAX),
+        **_latent(metadata, config),
+        **groups(metadata),
+        "attention_bias": False,
+        "rope_parameters": rope | scaled_queries(metadata, config["max_position_embeddings"]),
     }
 
 

@@ -94,10 +94,13 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_TEMPERATURE = "attention.temperature_scale"
 _HEEDED = {
-    "deepseek2": ("expert_group_count", _LOG_MULTIPLIER),
+    **dict.fromkeys(
+        ("deepseek2", "mistral4"), ("expert_group_count", _LOG_MULTIPLIER, _TEMPERATURE)
+    ),
     "exaone-moe": ("expert_group_count",),
-    "mistral3": ("attention.temperature_scale", _LOG_MULTIPLIER),
+    "mistral3": (_TEMPERATURE, _LOG_MULTIPLIER),
 }
 
 
