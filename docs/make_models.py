@@ -36,7 +36,9 @@ weights, within float32 rounding (`tests/models/test_decoder.py`).
 
 """
 _REST = """
-Multimodal families run without images, as their text models.
+Multimodal families run without images, as their text models. If only their processor has a chat
+template, that becomes the tokenizer's. Templates that read a message as a list of parts are given
+text as one part.
 
 ### FP8 weights and experts
 

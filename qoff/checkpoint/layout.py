@@ -23,9 +23,10 @@ TOKENIZER_FILES = (  # of which a tokenizer has one at least
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
 )
+CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (  # files of a model that are copied
     *("generation_config.json", *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "merges.txt", "emoji.json", "modules.json"),
+    *(CHAT_TEMPLATE, "merges.txt", "emoji.json", "modules.json"),
 )
 POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.json
 COPIED = "copied"  # what the index calls the names of all files that were

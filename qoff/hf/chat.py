@@ -25,6 +25,7 @@ from .chat_worker import encoded, read, write
 
 _SECONDS = 1.0  # of CPU time for a conversation; the largest take some hundredths
 _WAIT = 30.0  # seconds that an answer may take on a machine that is busy with other things
+_TEMPLATES = 64  # of which it is known at a time what they read
 _CHARACTERS = 1 << 24  # of a conversation, beside those of its messages
 # What transformers makes of messages and options before it applies a template, as JSON.
 _VARIABLES = (
@@ -32,6 +33,7 @@ _VARIABLES = (
     "add_generation_prompt=add_generation_prompt) | tojson }}"
 )
 _END = "\ue000qoff-end-of-message\ue000"  # where a message that is continued stops
+_PROBE = "\ue000qoff-content\ue000"  # what a message says that shows what a template reads
 _WRONG = "the chat template does not take this"
 # Names that transformers does not pass on to templates.
 _OPTIONS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
@@ -46,6 +48,7 @@ class ChatRenderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
+        self._by_parts: dict[str, bool] = {}  # of templates: see `_reads_parts`
 
     def render(
         self,
@@ -61,9 +64,10 @@ class ChatRenderer:
     ) -> str:
         """The text of a conversation, as the tokenizer's `apply_chat_template` makes it.
 
-        options: further names for the template. Raises ArgumentError, in one line, for other
-        options of `apply_chat_template`, what the template refuses, a template that is none, and
-        one that takes too much time or memory.
+        Where a template reads a message only as a list of parts, as those of models that see may,
+        text is given as one part. options: further names for the template. Raises ArgumentError, in
+        one line, for other options of `apply_chat_template`, what the template refuses, a template
+        that is none, and one that takes too much time or memory.
         """
         if wrong := sorted(_OPTIONS & options.keys()):
             raise ArgumentError(f"chats are not rendered with {', '.join(wrong)}; leave that out")
@@ -93,7 +97,10 @@ class ChatRenderer:
                 "variables": json.loads(variables),
                 "limits": [_SECONDS, _CHARACTERS + 4 * len(variables)],
             }
-        text = self._ask(request)
+        given = request["variables"]["messages"]
+        if _is_text(given) and self._reads_parts(request):
+            request["variables"]["messages"] = [_as_part(message) for message in given]
+        text = self._text(request)
         if continue_final_message:
             text, found, _ = text.rpartition(_END)
             if not found:
@@ -113,14 +120,34 @@ class ChatRenderer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _ask(self, request: dict[str, Any]) -> str:
-        with self._lock:
-            if self._worker is None or not self._worker.usable:
-                self._worker = _Worker()
-            found = self._worker.ask(encoded(request))
+    def _reads_parts(self, request: dict[str, Any]) -> bool:
+        """Whether its template leaves out what a message says as text, but not as a part."""
+        template: str = request["template"]
+        if "text" not in template or "type" not in template:
+            return False
+        if template not in self._by_parts:
+            plain = {"role": "user", "content": _PROBE}
+            shown_as = []
+            for message in (plain, _as_part(plain)):
+                variables = {**request["variables"], "messages": [message]}
+                found = self._ask({**request, "variables": variables})
+                shown_as.append(_PROBE in found.get("text", ""))
+            if len(self._by_parts) >= _TEMPLATES:
+                self._by_parts.clear()
+            self._by_parts[template] = shown_as == [False, True]
+        return self._by_parts[template]
+
+    def _text(self, request: dict[str, Any]) -> str:
+        found = self._ask(request)
         if "error" in found:
             raise ArgumentError(f"{_WRONG}: {found['error']}")
         return found["text"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
+        with self._lock:
+            if self._worker is None or not self._worker.usable:
+                self._worker = _Worker()
+            return self._worker.ask(encoded(request))
 
 
 class _Worker:
@@ -183,6 +210,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with suppress(OSError):  # what was not written
                 pipe.close()
+
+
+def _is_text(messages: object) -> bool:
+    """Whether some message says something as text."""
+    return isinstance(messages, list) and any(
+        isinstance(message, dict) and isinstance(message.get("content"), str)
+        for message in messages
+    )
+
+
+def _as_part(message: Any) -> Any:
+    """The message with its text as a part."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

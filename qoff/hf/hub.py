@@ -9,7 +9,7 @@ from qoff.errors import QoffError
 from qoff.models.families import converted
 from qoff.models.modules.configs import check_config, is_native
 from qoff.models.spec import DecoderSpec
-from qoff.quant import read_scheme
+from qoff.quant import read_scheme, stated
 from qoff.schema import read_object
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -29,9 +29,8 @@ def download_config(hub_id: str, revision: str | None, trust_remote_code: bool =
         DecoderSpec.from_config(converted(config, lambda name: False)[0])
     else:
         check_config(config, trust_remote_code)
-    quantization = config.get("quantization_config")
-    if quantization and not is_own(quantization):
-        read_scheme(quantization, f"{hub_id}: config.json: quantization_config.")
+    if (quantization := stated(config)) is not None and not is_own(quantization[1]):
+        read_scheme(quantization[1], f"{hub_id}: config.json: {quantization[0]}")
     return path
 
 

@@ -90,6 +90,29 @@ def test_a_message_is_continued(tokenizer: Any, renderer: ChatRenderer) -> None:
     assert wanted.endswith("Yes")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}"
+        "{% if part['type'] == 'text' %} {{ part['text'] }}{% endif %}{% endfor %};{% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content"
+        " | selectattr('type', 'equalto', 'text') %} {{ part['text'] }}{% endfor %};{% endfor %}",
+        "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+        "{{ m.content[0].text }}, of type {{ m.content[0].type }}{% endif %};{% endfor %}",
+    ],
+)
+def test_text_is_a_part_where_a_template_reads_only_these(
+    tokenizer: Any, renderer: ChatRenderer, template: str
+) -> None:
+    """As in LLaVA, SmolVLM and Pixtral: text alone would be left out, or fail."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    assert renderer.render(tokenizer, chat, chat_template=template) == "user: Hi;assistant: Yes;"
+    continued = renderer.render(
+        tokenizer, chat, chat_template=template, continue_final_message=True
+    )
+    assert continued == "user: Hi;assistant: Yes"
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_goes_wrong_is_one_line(tokenizer: Any, renderer: ChatRenderer, name: str) -> None:
     start = time.perf_counter()

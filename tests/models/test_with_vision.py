@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from qoff.checkpoint import Checkpoint
 from qoff.models.convert.convert import convert
 from tests.converted_models import EIGHT, NEARLY, expected, logits, random_weights
 from tests.tiny_families import FAMILIES, TINY
-from tests.tiny_models import save_model
+from tests.tiny_models import save_model, save_tokenizer
 from tests.tolerances import relative_rms
 
 _VISION = {
@@ -247,3 +247,21 @@ def test_gemma_3n_becomes_its_language_model(tmp_path: Path) -> None:
     save_file(inside, whole / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(convert(whole, tmp_path / "out", quant=EIGHT), tokens), wanted)
     assert Checkpoint.open(tmp_path / "out").config["model_type"] == "gemma3n_text"
+
+
+def test_the_chat_template_of_its_processor_comes_along(tmp_path: Path) -> None:
+    """transformers 4 wrote it into a file of its own, and the tokenizer may have none."""
+    source = tmp_path / "model"
+    save_model(source)
+    save_tokenizer(source)
+    (source / "chat_template.jinja").unlink()
+    template = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}!{% endfor %}"
+    )
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    out = convert(source, tmp_path / "out", quant=EIGHT)
+    assert AutoTokenizer.from_pretrained(out).chat_template == template
+    file = source / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "own"}))
+    out = convert(source, tmp_path / "own", quant=EIGHT)
+    assert AutoTokenizer.from_pretrained(out).chat_template == "own"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qoff.checkpoint.header import METADATA, described_tensor, header_text
-from qoff.checkpoint.layout import COMPANIONS, DTYPES, POOLING
+from qoff.checkpoint.layout import CHAT_TEMPLATE, COMPANIONS, DTYPES, POOLING
 from qoff.errors import FormatError
 from qoff.quant import TensorInfo
 from qoff.schema import load_object, read_object, shown
@@ -130,7 +130,20 @@ class SafetensorsSource:
     def files(self) -> Mapping[str, bytes | Path]:
         paths = {name: self.path / name for name in COMPANIONS}
         paths[POOLING] = self.path / "1_Pooling" / "config.json"
-        return {name: path for name, path in paths.items() if path.is_file()}
+        found: dict[str, bytes | Path] = {k: path for k, path in paths.items() if path.is_file()}
+        if (template := self._processors_template(found)) is not None:
+            found[CHAT_TEMPLATE] = template.encode()
+        return found
+
+    def _processors_template(self, found: Mapping[str, bytes | Path]) -> str | None:
+        """The chat template of a model that sees, which its processor has and its tokenizer not."""
+        file, own = self.path / "chat_template.json", self.path / "tokenizer_config.json"
+        if CHAT_TEMPLATE in found or not file.is_file():
+            return None
+        if own.is_file() and read_object(own).get("chat_template"):
+            return None
+        template = read_object(file).get("chat_template")
+        return template if isinstance(template, str) else None
 
     def _of_floats(self, name: str) -> _Stored:
         """A tensor that is no part of another. Raises FormatError for values without scales."""
