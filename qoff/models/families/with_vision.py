@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from qoff.dynamo import import_configurations
 from qoff.models.spec_parts import unsupported
 
 from . import corrected, experts, gemma, latent, linear, llama
@@ -49,7 +50,7 @@ def _text_alone(
     if kind not in kinds:
         raise unsupported(f"{part}.model_type", kind, ", ".join(kinds))
     becomes = kinds[kind]
-    text = whole if kind == becomes else _as(becomes, {**whole, "model_type": kind})
+    text = whole if kind == becomes else _as(becomes, kind, whole)
     begin, head = next((x for x in _NAMES if has(f"{x[0]}embed_tokens.weight")), _NAMES[0])
     if has(f"{begin}embed_tokens.weight"):
         default = not has(head)
@@ -71,13 +72,18 @@ def _text_alone(
     return found, _inside(_OF[becomes].names, begin, head, stacked)
 
 
-def _as(becomes: str, text: Config) -> dict[str, Any]:
+def _as(becomes: str, kind: str, text: Config) -> Config:
     """A config of transformers' class for text that is seen beside, for that of text alone.
 
-    The classes have other defaults.
+    The classes have other defaults. Names that transformers does not know have none.
     """
+    import_configurations()
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return text
     known = full_config({"model_type": becomes}).to_dict()
-    stated = full_config(text)
+    stated = full_config({**text, "model_type": kind})
     found = {key: value for key, value in stated.to_dict().items() if key in known}
     found["head_dim"] = head_dim_of(stated)
     if isinstance(found.get(_ROPE[0]), dict):  # which has what the others say
