@@ -62,6 +62,15 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**TINY, **FAMILIES["gemma4-small"]},
         "gemma4_text",
     ),
+    "gemma4_unified": (
+        {"model_type": "gemma4_unified_vision"},
+        {
+            k: v
+            for k, v in {**TINY, **FAMILIES["gemma4"], "model_type": "gemma4_unified_text"}.items()
+            if k != "hidden_size_per_layer_input"
+        },
+        "gemma4_text",
+    ),
     "mistral3": (_PIXTRAL, {**_TEXT, "model_type": "mistral", "sliding_window": None}, "mistral"),
     "mistral3-ministral3": (_PIXTRAL, {**_TEXT, **FAMILIES["ministral3"]}, "ministral3"),
     "mistral3-mistral4": (
@@ -140,7 +149,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "idefics3": (_VISION, {**TINY, "model_type": "llama"}, "llama"),
     "smolvlm": (_VISION, {**TINY, "model_type": "llama"}, "llama"),
 }
-_TIED = ("gemma3", "gemma4", "qwen2_vl")
+_TIED = ("gemma3", "gemma4", "gemma4_unified", "qwen2_vl")
 
 
 def _save(path: Path, name: str) -> Any:

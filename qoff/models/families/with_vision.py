@@ -39,6 +39,7 @@ def _text_alone(
     part: str,
     stacked: Literal["", "column-halves"],
     flat: bool,
+    fields: Mapping[str, Any],
 ) -> tuple[dict[str, Any], TensorNames]:
     """The language model. See `_family`."""
     whole = config.get(part)
@@ -59,6 +60,7 @@ def _text_alone(
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", default))
     found = {
         **text,
+        **fields,
         "model_type": becomes,
         "architectures": [class_of(becomes)],
         "tie_word_embeddings": tied,
@@ -126,14 +128,18 @@ def _family(
     part: str = "text_config",
     stacked: Literal["", "column-halves"] = "",
     flat: bool = False,
+    fields: Mapping[str, Any] | None = None,
 ) -> Family:
     """kinds: what the language model becomes, by its `model_type`, the default first.
 
     part: the field of the config that describes it; flat: where there is none, the others do.
     stacked: `TensorNames.stacked_experts`, where it is not that of the model that it becomes.
+    fields: of the config of what it becomes, which its own does not have.
     """
     first = _OF[next(iter(kinds.values()))]
-    alone = partial(_text_alone, kinds=kinds, part=part, stacked=stacked, flat=flat)
+    alone = partial(
+        _text_alone, kinds=kinds, part=part, stacked=stacked, flat=flat, fields=fields or {}
+    )
     return Family(f"{models}, without images", first.fields, first.names, alone)
 
 
@@ -145,6 +151,11 @@ SOURCES: Mapping[str, Family] = {
     "gemma3": _family("Gemma 3 4B to 27B", _same("gemma3_text")),
     "gemma3n": _family("Gemma 3n", _same("gemma3n_text")),
     "gemma4": _family("Gemma 4", _same("gemma4_text")),
+    "gemma4_unified": _family(
+        "Gemma 4 12B",
+        {"gemma4_unified_text": "gemma4_text"},
+        fields={"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    ),
     "llama4": _family("Llama 4", _same("llama4_text")),
     "mistral3": _family(
         "Mistral Small 3.1, 3.2 and 4, Ministral 3", _same("mistral", "ministral3", "mistral4")
