@@ -19,7 +19,7 @@ from qoff.kernels.triton.latent.append import pack_latents, turn, write_latents
 from qoff.kernels.triton.latent.attention import latent_attention
 from qoff.kernels.triton.latent.products import absorb, expand
 
-_FORM = KVFormat(576, latent=512)  # of every model there is
+_FORM = KVFormat(576, latent=512)  # of DeepSeek and most others
 
 
 def variants(capability: int) -> Iterator[Variant]:
