@@ -43,6 +43,7 @@ from bench.random_model import write_random_checkpoint
 from bench.sampling import torch_threads
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
+from qoff.schema import read_object, replace_text
 from qoff.units import format_size, parse_size
 
 _LAYER_BYTES = 360 << 20  # of one layer's weights, in each of the two files
@@ -144,7 +145,7 @@ class Contested:
     def __post_init__(self) -> None:
         if self.path is None or not self.path.exists():
             return
-        kept = json.loads(self.path.read_text())
+        kept = read_object(self.path)
         if kept["settings"] != self.settings:
             raise ArgumentError(f"{self.path}: holds samples of other settings; name another file")
         self.samples, self.seconds = kept["samples"], kept["seconds"]
@@ -176,7 +177,7 @@ class Contested:
     def _keep(self) -> None:
         if self.path is not None:
             kept = {"settings": self.settings, "samples": self.samples, "seconds": self.seconds}
-            self.path.write_text(json.dumps(kept, indent=1))
+            replace_text(self.path, json.dumps(kept, indent=1))
 
 
 def report(found: dict[str, list[Any]], settings: dict[str, Any]) -> Report:

@@ -34,6 +34,7 @@ from qoff.eval.perplexity.windows import cut
 from qoff.eval.texts import DEFAULT_TEXT, encode, read_text
 from qoff.models.convert.convert import convert
 from qoff.quant import GGUFFile
+from qoff.schema import read_object, replace_text
 
 WINDOW = 512  # tokens
 TYPES = (
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     windows = cut(len(ids), WINDOW, definition="llama.cpp", limit=count)
     sample, rows = Sample(ids, windows), {}
     if args.rows is not None and args.rows.exists():
-        rows = json.loads(args.rows.read_text())
+        rows = read_object(args.rows)
     result = Report(
         "gguf_types",
         {"windows": count, "window": WINDOW},
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result.rows.append(tuple(row))
         print(*row, sep=" | ", flush=True)
         if args.rows is not None:
-            args.rows.write_text(json.dumps(rows, indent=1))
+            replace_text(args.rows, json.dumps(rows, indent=1))
     apart = [abs(x["apart"]) for kind, x in result.measured.items() if kind not in _FLOATS]
     if apart:
         most = 1 - max(apart)

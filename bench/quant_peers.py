@@ -63,6 +63,7 @@ from qoff.models.layer_weights import layer_weights
 from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor, QuantConfig
+from qoff.schema import read_object, replace_text
 
 WINDOW = 512  # tokens
 Weights = tuple[Mapping[str, Tensor], float]  # matrices by name, and bits a weight of them
@@ -310,7 +311,7 @@ def row(peer: Peer, inputs: Inputs, chosen: Mapping[str, Sample]) -> dict[str, A
     ]
     kept = inputs.folder / f"{digest(peer.name, asked)}.json"
     if kept.exists():
-        return dict(json.loads(kept.read_text()))
+        return read_object(kept)
     weights = kept.with_suffix(".safetensors")
     if not weights.exists():
         matrices, bits = peer.weights(inputs)
@@ -332,7 +333,7 @@ def row(peer: Peer, inputs: Inputs, chosen: Mapping[str, Sample]) -> dict[str, A
         ):
             found[name] = judged(evaluate(subject, sample, reference, journal=records), sample)
     print(peer.name, f"{bits:.3f}", *(interval(x["kl"]) for x in found.values()), flush=True)
-    kept.write_text(json.dumps({"bits": bits, "texts": found}))
+    replace_text(kept, json.dumps({"bits": bits, "texts": found}))
     for done in (weights, *(kept.with_suffix(f".{name}") for name in chosen)):
         done.unlink()
     return {"bits": bits, "texts": found}

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from bench.gpu import stages
-from bench.gpu.child import Ended, Event, Job, run, write_atomically
+from bench.gpu.child import Ended, Event, Job, run
 from bench.gpu.ops import SHARES
 from bench.gpu.report import GpuReport
 from bench.gpu.stages import STAGES, Settings
 from qoff.kernels.triton.launch import tuned
+from qoff.schema import replace_text
 
 JSON, TEXT, LOG = "gpu.json", "gpu.txt", "log.txt"
 _WRITE_S = 2.0  # between two versions of the files, while a child runs
@@ -190,9 +191,10 @@ class Campaign:
         """Everything found so far: JSON, text and tuned configurations."""
         self._written = time.monotonic()
         content = json.dumps(self.report.content(), indent=1)
-        write_atomically(self.folder / JSON, content + "\n")
-        write_atomically(self.folder / TEXT, self.report.text() + "\n")
+        replace_text(self.folder / JSON, content + "\n")
+        replace_text(self.folder / TEXT, self.report.text() + "\n")
         if self.report.tuned:
             path = self.folder / "tuned" / tuned.file_name(self.report.gpu["name"])
+            path.parent.mkdir(exist_ok=True)
             text = json.dumps(self.report.tuned, indent=1, sort_keys=True)
-            write_atomically(path, text + "\n")
+            replace_text(path, text + "\n")

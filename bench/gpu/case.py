@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,25 +52,37 @@ class PreparedCase:
 
 
 @dataclass(frozen=True)
-class TimedCase:
+class CaseSize:
     """A size of one op. `nbytes` counts each byte of memory once, `flops` a multiply-add as two."""
 
     op: str
     model: str
     name: str
     nbytes: int
-    build: Callable[[torch.device], PreparedCase]
+    _: KW_ONLY
     flops: float = 0.0
     m: int = 0  # tokens, of the ops that have few or many
     tokens: int = 0  # cached ones of a sequence
     group: int = 0  # query heads for a KV head
     stored: int = 0  # bytes of packed weights or fp16 KV that the targets speak of
-    footprint: int = 0  # bytes of device memory that the case and its peers need
 
     @property
     def key(self) -> str:
         """Its name among all cases of all ops."""
         return f"{self.op} {self.model} {self.name}"
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """The fields of a `CaseSize`."""
+        return {f.name: getattr(self, f.name) for f in fields(CaseSize)}
+
+
+@dataclass(frozen=True)
+class TimedCase(CaseSize):
+    """A size to be timed."""
+
+    build: Callable[[torch.device], PreparedCase]
+    footprint: int = field(default=0, kw_only=True)  # bytes on the device, of its peers, too
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:

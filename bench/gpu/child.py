@@ -21,7 +21,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
@@ -201,11 +200,3 @@ def _status(pid: int) -> int | None:
     """How a child ended, as `os.waitpid` has it; None while it runs."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return status if ended else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file as a whole, so that one who copies it at any time gets all of a version."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text)
-    fresh.replace(path)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from bench.gpu import training
-from bench.gpu.case import SerialChain, TimedCase
+from bench.gpu.case import CaseSize, SerialChain, TimedCase
 from bench.gpu.ceilings import Ceilings
 from bench.gpu.targets import TARGETS, GpuTarget
 from bench.gpu.timer import CallTimes
@@ -23,23 +23,14 @@ _PACKAGES = ("torch", "triton", "transformers", "gemlite")
 _HEADER = ("op, model, case", "us", "launched", "GB/s", "eta", "TFLOP/s", "beside (peer/ours)")
 
 
-@dataclass(frozen=True)
-class CaseResult:
+@dataclass(frozen=True, kw_only=True)
+class CaseResult(CaseSize):
     """One case, timed; seconds are medians. `missing` peers have the reason."""
 
-    op: str
-    model: str
-    name: str
     seconds: float
     launched_seconds: float
     spread: float
     captured: bool
-    nbytes: int
-    flops: float
-    m: int
-    tokens: int
-    group: int
-    stored: int
     peers: dict[str, float] = field(default_factory=dict)  # seconds
     peers_launched: dict[str, float] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -55,30 +46,17 @@ class CaseResult:
         chain: SerialChain | None = None,
     ) -> CaseResult:
         return CaseResult(
-            case.op,
-            case.model,
-            case.name,
-            ours.seconds,
-            ours.launched_seconds,
-            ours.spread,
-            ours.captured,
-            case.nbytes,
-            case.flops,
-            case.m,
-            case.tokens,
-            case.group,
-            case.stored,
-            {name: timing.seconds for name, timing in peers.items()},
-            {name: timing.launched_seconds for name, timing in peers.items()},
-            missing,
-            ours.calls,
-            asdict(chain) if chain else None,
+            **case.size,
+            seconds=ours.seconds,
+            launched_seconds=ours.launched_seconds,
+            spread=ours.spread,
+            captured=ours.captured,
+            peers={name: timing.seconds for name, timing in peers.items()},
+            peers_launched={name: timing.launched_seconds for name, timing in peers.items()},
+            missing=missing,
+            calls=ours.calls,
+            chain=asdict(chain) if chain else None,
         )
-
-    @property
-    def key(self) -> str:
-        """That of its case."""
-        return f"{self.op} {self.model} {self.name}"
 
     def least_seconds(self, ceilings: Ceilings) -> float | None:
         """What its serial chain takes at least; None for a case without one."""

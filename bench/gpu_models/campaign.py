@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import stages
-from bench.gpu.child import Emit, Ended, Event, Job, run, write_atomically
+from bench.gpu.child import Emit, Ended, Event, Job, run
 from bench.gpu_models import ours, peers
 from bench.gpu_models.ours import Place
 from bench.gpu_models.report import Measured, ModelReport
 from bench.gpu_models.rows import Row
+from qoff.schema import replace_text
 
 JSON, TEXT, LOG = "gpu_models.json", "gpu_models.txt", "log.txt"
 _LEAST_S = 10.0  # a row is not begun with less time left
@@ -104,8 +105,8 @@ class ModelCampaign:
         """Everything found so far: JSON and text."""
         self.report.seconds = round(self._before + time.monotonic() - self._start, 1)
         content = json.dumps(self.report.content(), indent=1)
-        write_atomically(self.folder / JSON, content + "\n")
-        write_atomically(self.folder / TEXT, self.report.text() + "\n")
+        replace_text(self.folder / JSON, content + "\n")
+        replace_text(self.folder / TEXT, self.report.text() + "\n")
 
 
 def _write(place: Place, model: str, emit: Emit) -> None:

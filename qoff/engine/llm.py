@@ -34,10 +34,10 @@ from qoff.system_memory import left_by_limits, refusals
 from .adapting import adapter_of
 from .admission import Admission
 from .answers import completion, default_params, end_tokens
+from .arguments import bounded, check_adapters, executor_of, given_plan
 from .calls import Call, Vectors
 from .grammar import Grammars
 from .opened import Source
-from .opening import bounded, check_adapters, executor_of, given_plan
 from .pooling import Embedding, PoolingParams, complete
 from .prompts import Prompt, PromptReader, conversations, prompt_list
 from .request import Completion, SamplingParams, Sequence

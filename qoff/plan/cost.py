@@ -6,7 +6,6 @@ computed for many plans at a time.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layout.packing import BITS
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE
 from qoff.memory.plan.experts import passing_together
@@ -26,7 +24,6 @@ from .mixture import Array, Mixture, Moves
 from .on_cpu import HostExperts, OnCpu
 from .parked import Parked
 from .phase import PLACED, RESOURCES, Choices, Phase
-from .processor import Processor
 from .profile import MachineProfile
 from .sizes import ModelSizes
 from .workload import Workload
@@ -115,11 +112,11 @@ class CostModel:
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
         attending = zip(sizes.shapes, sizes.readers, strict=True)
         unpacked = sum(n * s.kv_heads * s.cached_width for s, n in attending) * recent
-        each = device.unpacked_s(queries, np.asarray(recent))
-        seconds = seconds + active * unpacked * self.activation_bytes * each
+        unpacked_s = device.unpacked_s(queries, np.asarray(recent))
+        seconds = seconds + active * unpacked * self.activation_bytes * unpacked_s
         seconds = seconds + self._states(active, active)
         if self.kv.attention_top < 1 and self.machine.on_gpu:
-            seconds = seconds + self._choosing(active * kv.mean, passes)
+            seconds = seconds + kv.choosing_s(self.machine, active * kv.mean, passes)
         new = active * gained / BLOCK_TOKENS  # blocks of a round
         hidden = active * each_has * spec.hidden_width * self.activation_bytes
         made = np.ones_like(active)
@@ -128,26 +125,11 @@ class CostModel:
         if not any(group.reach for group in kv.groups) and self.kv.attention_top == 1:
             runs = passes if kv.unused is not None else np.maximum(passes, active)
             unused = np.maximum(0.0, active - passes) * (kv.unused or 0.0)
-        found = self._phase(
-            c,
-            _Work(
-                rounds,
-                passes,
-                rows,
-                rows,
-                seconds,
-                experts,
-                head,
-                starts,
-                queries,
-                past_,
-                blocks,
-                new,
-                made,
-                runs,
-                hidden,
-            ),
-        )
+        done = _Work(
+            rounds, passes, rows, rows, seconds, experts, head, starts, queries, past_, blocks, new,
+            made, runs, hidden,
+        )  # fmt: skip
+        found = self._phase(c, done)
         if self.kv.attention_top < 1:
             return found
         bytes_ = np.zeros((len(c), 4, 1))
@@ -179,70 +161,18 @@ class CostModel:
         new = read * self.kv_blocks.count_of(work.prompt.mean) / work.prompt.mean
         hidden = read * spec.hidden_width * self.activation_bytes
         past = past * BLOCK_TOKENS
-        return self._phase(
-            c,
-            _Work(
-                rounds,
-                passes,
-                piece,
-                ends,
-                seconds,
-                experts,
-                head,
-                starts,
-                queries,
-                past,
-                blocks,
-                new,
-                own,
-                runs=passes,
-                hidden=hidden,
-            ),
-        )
+        done = _Work(
+            rounds, passes, piece, ends, seconds, experts, head, starts, queries, past, blocks, new,
+            own, passes, hidden,
+        )  # fmt: skip
+        return self._phase(c, done)
 
     def _phase(self, c: Choices, work: _Work) -> Phase:
         """The work of a round of plans."""
-        rounds, passes, blocks, new = work.rounds, work.passes, work.blocks, work.new
+        rounds, passes, blocks = work.rounds, work.passes, work.blocks
         queries, past, kv = work.queries, work.past, self.kv_blocks
-        machine, on_gpu = self.machine, self.machine.on_gpu
-        times = np.where(c.block, 1.0, passes)
-        moves, pieces, on_cpu = Moves.all_of(len(c)), float(self.units), self._on_cpu(c, work)
-        if self.mixture is not None:  # experts come one by one
-            moves = self.mixture.moves(work.rows * passes / times, work.last_rows * passes / times)
-            pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
-        weights = self.weight_bytes * times
-        requests = pieces * times
-        seen, kept = kv.seen(past), kv.seen(work.made)
-        away = [not kv.stays(group) for group in kv.groups]
-        if not self.frees or (on_gpu and kv.groups[0].reach):
-            seen, kept = ([np.ones_like(part) for part in parts] for parts in (seen, kept))
-        seen, kept = (
-            [part * there for part, there in zip(parts, away, strict=True)]
-            for parts in (seen, kept)
-        )
-        packed = kv.each_bytes(seen, read=True)
-        packed_on_disk = kv.each_bytes(seen, on_disk=True, read=True)
-        new_packed, new_on_disk = kv.each_bytes(kept), kv.each_bytes(kept, on_disk=True)
-        pairs = zip(kv.groups, away, strict=True)
-        layers = sum(len(group.layers) for group, there in pairs if there)
-        bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
-        asked = np.zeros((len(c), 4, 1 + len(PLACED)))
-        bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
-        bytes_[:, _READ, 4], asked[:, _READ, 4] = blocks * packed_on_disk, work.runs * layers
-        bytes_[:, _WRITE, 4] = new * new_on_disk
-        asked[:, _WRITE, 4] = new * layers / 8
-        if on_gpu or self.mixture is not None:  # else a CPU computes with them where they lie
-            bytes_[:, _IN, 1], asked[:, _IN, 1] = weights, requests
-        moved = np.where(c.attends_on_cpu, 0.0, blocks * packed)
-        brought = np.where(c.attends_on_cpu, 0.0, passes * layers)
-        bytes_[:, _IN, 3], asked[:, _IN, 3] = moved, brought
-        if on_gpu:  # what is read from disk passes through host memory, and new blocks come there
-            bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
-            if on_cpu is not None:
-                on_cpu.cross(c, bytes_, asked)
-            bytes_[:, _IN, 4], asked[:, _IN, 4] = moved, brought
-            bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
-            asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
+        machine, on_gpu, on_cpu = self.machine, self.machine.on_gpu, self._on_cpu(c, work)
+        bytes_, asked, moves, attended = self._moved(c, work, on_cpu)
         unit = self.weight_bytes / self.units
         by_jobs = copied_by_jobs(machine, self.sizes.spec)
         last = work.hidden * np.minimum(1.0, work.last_rows / work.rows)
@@ -260,25 +190,75 @@ class CostModel:
         busy[:, _HIDDEN, 0] = parked.in_a_row
         busy[:, _HIDDEN, 2] = parked.behind
         compute = _GPU if on_gpu else _CPU
-        attention = self._attention(machine.device, queries, past) * blocks
+        attention = kv.attention_s(machine.device, queries, past) * blocks
         busy[:, compute, 0] += work.seconds + attention
         if on_gpu:
             # What is not on the device is attended on the CPU, or moved and attended there.
             shape = self.sizes.shapes[0]  # of prompts' queries, what is far comes to the device
             alone = np.asarray(shape.heads / shape.kv_heads)
-            there = self._attention(machine.host, alone, past, far=True) * blocks
-            attention = self._attention(machine.device, queries, past, far=True) * blocks
+            there = kv.attention_s(machine.host, alone, past, far=True) * blocks
+            attention = kv.attention_s(machine.device, queries, past, far=True) * blocks
             busy[:, _MEMORY] = bytes_.sum(1)
             for part in (3, 4):
                 busy[:, _GPU, part] -= np.where(c.attends_on_cpu, attention, 0.0)
                 busy[:, _CPU, part] += np.where(c.attends_on_cpu, there, 0.0)
-                busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, blocks * packed, 0.0)
+                busy[:, _MEMORY, part] += np.where(c.attends_on_cpu, attended, 0.0)
             if on_cpu is not None:
                 on_cpu.compute(c, busy)
             busy[:, _MEMORY] /= machine.host.bytes_per_s
         base, each = busy[:, :, 0], busy[:, :, 1:]
         starts, head = work.starts, work.head
         return Phase(rounds, base, each, self.units, passes, moves, starts, head, c.cpu_experts)
+
+    def _moved(
+        self, c: Choices, work: _Work, on_cpu: OnCpu | None
+    ) -> tuple[Array, Array, Moves, Array]:
+        """Bytes and requests of each link in a round, [plans, links, 1 + PLACED], hidden states
+        aside: what is always so, then where all of a part is placed.
+
+        Beside: what of weights that are away comes, and bytes of KV blocks that are attended to.
+        """
+        passes, new, past, kv = work.passes, work.new, work.past, self.kv_blocks
+        on_gpu = self.machine.on_gpu
+        times = np.where(c.block, 1.0, passes)
+        moves, pieces = Moves.all_of(len(c)), float(self.units)
+        if self.mixture is not None:  # experts come one by one
+            moves = self.mixture.moves(work.rows * passes / times, work.last_rows * passes / times)
+            pieces = max(pieces, self.weight_bytes / self.sizes.expert_bytes)
+        weights = self.weight_bytes * times
+        requests = pieces * times
+        seen, kept = kv.seen(past), kv.seen(work.made)
+        away = [not kv.stays(group) for group in kv.groups]
+        if not self.frees or (on_gpu and kv.groups[0].reach):
+            seen, kept = ([np.ones_like(part) for part in parts] for parts in (seen, kept))
+        seen, kept = (
+            [part * there for part, there in zip(parts, away, strict=True)]
+            for parts in (seen, kept)
+        )
+        attended = work.blocks * kv.each_bytes(seen, read=True)
+        on_disk = work.blocks * kv.each_bytes(seen, on_disk=True, read=True)
+        new_packed, new_on_disk = kv.each_bytes(kept), kv.each_bytes(kept, on_disk=True)
+        pairs = zip(kv.groups, away, strict=True)
+        layers = sum(len(group.layers) for group, there in pairs if there)
+        bytes_ = np.zeros((len(c), 4, 1 + len(PLACED)))  # of each link: base, then each part
+        asked = np.zeros((len(c), 4, 1 + len(PLACED)))
+        bytes_[:, _READ, 2], asked[:, _READ, 2] = weights, requests
+        bytes_[:, _READ, 4], asked[:, _READ, 4] = on_disk, work.runs * layers
+        bytes_[:, _WRITE, 4] = new * new_on_disk
+        asked[:, _WRITE, 4] = new * layers / 8
+        if on_gpu or self.mixture is not None:  # else a CPU computes with them where they lie
+            bytes_[:, _IN, 1], asked[:, _IN, 1] = weights, requests
+        moved = np.where(c.attends_on_cpu, 0.0, attended)
+        brought = np.where(c.attends_on_cpu, 0.0, passes * layers)
+        bytes_[:, _IN, 3], asked[:, _IN, 3] = moved, brought
+        if on_gpu:  # what is read from disk passes through host memory, and new blocks come there
+            bytes_[:, _IN, 2], asked[:, _IN, 2] = weights, requests
+            if on_cpu is not None:
+                on_cpu.cross(c, bytes_, asked)
+            bytes_[:, _IN, 4], asked[:, _IN, 4] = moved, brought
+            bytes_[:, _OUT, 3] = bytes_[:, _OUT, 4] = new * new_packed
+            asked[:, _OUT, 3] = asked[:, _OUT, 4] = passes
+        return bytes_, asked, moves, attended
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -305,9 +285,9 @@ class CostModel:
         seconds = passes * (calls + between)
         largest = max(sizes.layer_bytes)
         parts: list[tuple[int, Array | int, int, Array]] = [  # bits, weights, of a layer, rows
-            (self.layer_bits, sizes.layer_columns - sizes.last_columns, largest, rows),
-            (self.layer_bits, sizes.last_columns, largest, head_rows),
-            (self.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
+            (sizes.layer_bits, sizes.layer_columns - sizes.last_columns, largest, rows),
+            (sizes.layer_bits, sizes.last_columns, largest, head_rows),
+            (sizes.head_bits, sizes.head_columns, sizes.head_bytes, head_rows),
         ]
         experts = np.zeros_like(seconds)
         if self.mixture is not None:
@@ -316,7 +296,7 @@ class CostModel:
             times = np.where(c.block & streams, 1.0, passes)
             asked = rows * passes, head_rows * passes
             experts = self.mixture.seconds(
-                device, sizes.expert_columns, self.layer_bits, asked, times, self.activation_bits
+                device, sizes.expert_columns, sizes.layer_bits, asked, times, self.activation_bits
             )
             seconds = seconds + experts
         for bits, columns, nbytes, m in parts:
@@ -369,7 +349,7 @@ class CostModel:
             self.machine,
             sizes.spec.hidden_size,
             sizes.expert_columns,
-            self.layer_bits,
+            self.sizes.layer_bits,
             self.mixture.share * self.weight_bytes,
             repacked,
             sizes.expert_bytes * passing_together(layers),
@@ -380,64 +360,3 @@ class CostModel:
         """Seconds of linear attention of so many new tokens."""
         device, shapes = self.machine.device, self.sizes.spec.delta_shapes
         return len(shapes) * device.states_s(shapes[0], rows, sequences) if shapes else 0.0
-
-    def _attention(
-        self, processor: Processor, queries: Array, past: Array, far: bool = False
-    ) -> Array:
-        """Seconds to attend to a block of all layers; queries: of a KV head. past: tokens.
-
-        far: of those layers whose blocks may be away from the device.
-        """
-        each = [np.zeros_like(past)]
-        for group, part in zip(self.kv_blocks.groups, self.kv_blocks.seen(past), strict=True):
-            if far and self.kv_blocks.stays(group):
-                continue
-            heads = Counter[KVFormat]()
-            for layer in group.layers:
-                read = self.sizes.readers[layer]
-                heads[self.kv_blocks.forms[layer]] += read * self.sizes.shapes[layer].kv_heads
-            tokens = np.maximum(BLOCK_TOKENS, past * part)
-            each += [
-                part * n * processor.attention_s(form, queries, tokens) for form, n in heads.items()
-            ]
-        seconds: Array = np.sum(each, axis=0)
-        return seconds
-
-    def _choosing(self, blocks: Array, passes: Array) -> Array:
-        """Seconds in which a GPU chooses from so many blocks: bounds of K, and two calls a layer.
-
-        blocks: of all layers, those that they see. A CPU does it within attention.
-        """
-        kv, sizes = self.kv_blocks, self.sizes
-        nbytes = np.zeros_like(blocks)
-        seen = kv.seen(np.asarray(kv.mean * BLOCK_TOKENS))
-        for group, part in zip(kv.groups, seen, strict=True):
-            for i in group.layers:
-                heads = sizes.readers[i] * sizes.shapes[i].kv_heads
-                nbytes = nbytes + part * blocks * heads * kv.forms[i].bound_bytes
-        calls = 2 * sum(sizes.readers) * call_s(self.machine)
-        found: Array = nbytes / self.machine.device.bytes_per_s + passes * calls
-        return found
-
-    @cached_property
-    def layer_bits(self) -> int:
-        """Bits of the layers' matrices, on average."""
-        bits = 8 * sum(self.sizes.layer_bytes) / max(1, self._stored_columns)
-        return min(BITS, key=lambda b: abs(b + 0.5 - bits))
-
-    @cached_property
-    def _stored_columns(self) -> float:
-        files = self.sizes.checkpoint.layers
-        return float(
-            sum(
-                e.shape[0] * e.shape[1] if len(e.shape) > 1 else 0
-                for file in files
-                for e in file.weights.values()
-            )
-        )
-
-    @cached_property
-    def head_bits(self) -> int:
-        """Bits of the matrix of the logits."""
-        bits = 8 * self.sizes.head_bytes / self.sizes.head_columns
-        return min(BITS, key=lambda b: abs(b + 0.5 - bits))

@@ -1,7 +1,8 @@
-"""Packed KV blocks of a sequence on average: how many, which are far, and their bytes."""
+"""Packed KV blocks of a sequence on average: how many, which are far, their bytes and attention."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,11 @@ from qoff.kvcache.groups import LayerGroup, layer_groups
 from qoff.kvcache.store.storage import READ_THROUGH
 from qoff.memory.arena import PAGE, round_up
 
+from .calls import call_s
 from .mixture import Array
 from .oldest import Oldest
+from .processor import Processor
+from .profile import MachineProfile
 from .sizes import ModelSizes
 from .workload import Workload
 
@@ -84,6 +88,45 @@ class KVBlocks:
             part = np.minimum(1.0, packed / np.maximum(1.0, tokens))
             found.append(part if group.reach else np.ones_like(part))
         return found
+
+    def attention_s(
+        self, processor: Processor, queries: Array, past: Array, far: bool = False
+    ) -> Array:
+        """Seconds to attend to a block of all layers; queries: of a KV head. past: tokens.
+
+        far: of those layers whose blocks may be away from the device.
+        """
+        each = [np.zeros_like(past)]
+        for group, part in zip(self.groups, self.seen(past), strict=True):
+            if far and self.stays(group):
+                continue
+            heads = Counter[KVFormat]()
+            for layer in group.layers:
+                heads[self.forms[layer]] += self._read_heads(layer)
+            tokens = np.maximum(BLOCK_TOKENS, past * part)
+            each += [
+                part * n * processor.attention_s(form, queries, tokens) for form, n in heads.items()
+            ]
+        seconds: Array = np.sum(each, axis=0)
+        return seconds
+
+    def choosing_s(self, machine: MachineProfile, blocks: Array, passes: Array) -> Array:
+        """Seconds in which a GPU chooses from so many blocks: bounds of K, and two calls a layer.
+
+        blocks: of all layers, those that they see. A CPU does it within attention.
+        """
+        nbytes = np.zeros_like(blocks)
+        seen = self.seen(np.asarray(self.mean * BLOCK_TOKENS))
+        for group, part in zip(self.groups, seen, strict=True):
+            for i in group.layers:
+                nbytes = nbytes + part * blocks * self._read_heads(i) * self.forms[i].bound_bytes
+        calls = 2 * sum(self.sizes.readers) * call_s(machine)
+        found: Array = nbytes / machine.device.bytes_per_s + passes * calls
+        return found
+
+    def _read_heads(self, layer: int) -> int:
+        """KV heads of a layer, times the layers that read them."""
+        return self.sizes.readers[layer] * self.sizes.shapes[layer].kv_heads
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from qoff.checkpoint import (
 from qoff.checkpoint.layout import OUTER_FILE, layer_file
 from qoff.errors import OpError, UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.packing import packed_shapes
+from qoff.kernels.layout.packing import BITS, packed_shapes
 from qoff.memory.plan import HEAD, Layouts, is_expert, unit_weights
 from qoff.models.families import converted
 from qoff.models.layer_weights import layer_weights, outer_weights
@@ -116,6 +117,19 @@ class ModelSizes:
         return sum(outer.weights[name].nbytes for name in unit_weights(HEAD, outer))
 
     @cached_property
+    def layer_bits(self) -> int:
+        """Bits of the layers' matrices, on average: of the widths that there are, the nearest."""
+        layers = self.checkpoint.layers
+        entries = (entry for file in layers for entry in file.weights.values())
+        columns = sum(e.shape[0] * e.shape[1] for e in entries if len(e.shape) > 1)
+        return _nearest_bits(8 * sum(self.layer_bytes) / max(1, columns))
+
+    @cached_property
+    def head_bits(self) -> int:
+        """The same of the matrix of the logits."""
+        return _nearest_bits(8 * self.head_bytes / self.head_columns)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all weights as they are stored."""
         return sum(map(_bytes, self.checkpoint.files))
@@ -202,14 +216,12 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Elements of all matrices and vectors."""
-        found = 0
-        for file in self.checkpoint.files:
-            for entry in file.weights.values():
-                count = 1
-                for size in entry.shape:
-                    count *= size
-                found += count
-        return found
+        files = self.checkpoint.files
+        return sum(math.prod(entry.shape) for file in files for entry in file.weights.values())
+
+
+def _nearest_bits(bits: float) -> int:
+    return min(BITS, key=lambda b: abs(b + 0.5 - bits))
 
 
 def _bytes(file: WeightFile) -> int:

@@ -277,7 +277,9 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     peers: dict[str, Any] = {CUBLAS: lambda: list, "absent": lambda: importlib.import_module("no")}
     chain = SerialChain(2, 10)
     cases = [
-        TimedCase(op, "m", "c", 1000, lambda d: PreparedCase(list, peers, chain=chain), 1e6, m=1)
+        TimedCase(
+            op, "m", "c", 1000, lambda d: PreparedCase(list, peers, chain=chain), flops=1e6, m=1
+        )
         for op in ("w4_linear", "quantize")
     ]
     report, _ = timed(cases)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,6 +17,16 @@ from qoff.kernels.reference.kv_blocks import quantize_blocks
 
 def ints(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+@contextmanager
+def decoding_in_runs(blocks: int) -> Iterator[Any]:
+    """Have Triton's decode attention cut in runs of this many blocks, with this configuration."""
+    from qoff.kernels.triton.attention import runs  # needs Triton
+    from qoff.kernels.triton.attention.decode import DecodeConfig
+
+    with patch.object(runs, "blocks_per_run", lambda split, most: blocks):
+        yield DecodeConfig(num_warps=1, resident=10**4)
 
 
 def random_cache(

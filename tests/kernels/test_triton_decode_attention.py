@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,10 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.rotation import rotate_values
 from qoff.kernels.reference import attention as reference_attention
 from qoff.kernels.reference import elementwise
-from qoff.kernels.triton.attention.decode import (
-    DecodeConfig,
-    Split,
-    decode_attention,
-)
+from qoff.kernels.triton.attention.decode import decode_attention
 from qoff.kernels.triton.attention.new_token import NewTokens
-from tests.kernels.attention_operands import ints, random_cache, without_oldest
+from qoff.kernels.triton.attention.runs import Split
+from tests.kernels.attention_operands import decoding_in_runs, ints, random_cache, without_oldest
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -45,11 +43,6 @@ def _shape(cache: DeviceLayerCache, heads: int, **options) -> HeadShape:
     return HeadShape(heads, kv_heads, dim, **{"scale": dim**-0.5, **options})
 
 
-def _runs(blocks: int) -> DecodeConfig:
-    """Runs of this many blocks, however few there are."""
-    return DecodeConfig(num_warps=1, resident=10**4, min_blocks=blocks)
-
-
 def _check(
     cache: DeviceLayerCache,
     q: torch.Tensor,
@@ -59,8 +52,8 @@ def _check(
 ) -> torch.Tensor:
     shape = _shape(cache, q.shape[1], **options)
     expected = reference_attention.decode_attention(q.double(), cache, shape, sinks)
-    config = None if run is None else _runs(run)
-    actual = decode_attention(q, cache, shape, sinks, config)
+    with nullcontext() if run is None else decoding_in_runs(run) as config:
+        actual = decode_attention(q, cache, shape, sinks, config)
     assert actual[0].dtype == q.dtype
     assert_close(actual[0], expected[0], dtype=q.dtype)
     assert_close(actual[1], expected[1], dtype=q.dtype)
@@ -118,7 +111,8 @@ def test_blocks_that_are_elsewhere_are_not_read(window: int | None) -> None:
     cache = random_cache(KVFormat(64), 1, [(4, 10), (3, 64), (1, 0), (2, 5)])
     holes, rest = without_oldest(cache, [2, 0, 1, 2])
     q = torch.randn(4, 2, 64, dtype=torch.float16)
-    out, lse = decode_attention(q, holes, _shape(cache, 2, window=window), config=_runs(1))
+    with decoding_in_runs(1) as config:
+        out, lse = decode_attention(q, holes, _shape(cache, 2, window=window), config=config)
     # One that has no token at all attends to nothing.
     expected = _check(rest, q, window=window)
     assert_close(out, expected, dtype=torch.float16)
@@ -180,14 +174,14 @@ def test_rows_of_queries_may_lie_apart() -> None:
 def test_runs_fill_rounds_of_programs(
     heads: int, sequences: int, blocks: int, parts: int, run: int
 ) -> None:
-    split = Split(heads, sequences, 132, DecodeConfig(num_warps=1, resident=8), blocks, 128)
+    split = Split(heads, sequences, 132, 8, blocks, 128)
     assert split.of(blocks) == (parts, run)
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 40])
 def test_runs_hold_all_blocks_and_are_no_more_than_memory_is_reserved_for(sequences: int) -> None:
     for blocks in (*range(70), 1000, 2**14):
-        split = Split(4, sequences, 132, DecodeConfig(num_warps=1, resident=2), blocks, 64)
+        split = Split(4, sequences, 132, 2, blocks, 64)
         parts, run = split.of(blocks)
         assert (parts - split.recent[0]) * run >= blocks
         assert parts <= split.most_parts
@@ -219,9 +213,9 @@ def test_new_tokens(dim: int, pairs: int, normed: bool, rotated: bool, dtype: to
     norms = tuple(torch.rand(2, dim) + 0.5) if normed else (None, None)
     rings = (cache.recent_k, cache.recent_v)
     idle = [ring[1].view(torch.int16).clone() for ring in rings]
-    out, lse = decode_attention(
-        q, cache, shape, config=_runs(1), new=NewTokens(k, v, tables, *norms, rotated)
-    )
+    new = NewTokens(k, v, tables, *norms, rotated)
+    with decoding_in_runs(1) as config:
+        out, lse = decode_attention(q, cache, shape, config=config, new=new)
     for ring, before in zip(rings, idle, strict=True):
         assert torch.equal(ring[1].view(torch.int16), before)
     q, k, v, positions = q[:3], k[:3], v[:3], step.positions[:3]

@@ -19,10 +19,10 @@ from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import kept_blocks
 from qoff.kernels.reference import attention as reference_attention
 from qoff.kernels.reference import elementwise
-from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention, decode_bytes
+from qoff.kernels.triton.attention.decode import decode_attention, decode_bytes
 from qoff.kernels.triton.attention.new_token import NewTokens
 from qoff.kernels.triton.attention.select_blocks import select_blocks, select_bytes
-from tests.kernels.attention_operands import ints, random_cache
+from tests.kernels.attention_operands import decoding_in_runs, ints, random_cache
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -163,8 +163,8 @@ def test_attention_is_that_of_the_reference(group: int, options: dict, top: floa
     q = torch.randn(4, 2 * group, 64).half()
     shape = HeadShape(2 * group, 2, 64, **{"scale": 0.125, **options})
     expected = reference_attention.decode_attention(q.double(), cache, shape)
-    config = DecodeConfig(num_warps=1, resident=10**4, min_blocks=2)
-    actual = decode_attention(q, cache, shape, config=config)
+    with decoding_in_runs(2) as config:
+        actual = decode_attention(q, cache, shape, config=config)
     for found, wanted in zip(actual, expected, strict=True):
         assert_close(found, wanted, dtype=q.dtype)
 

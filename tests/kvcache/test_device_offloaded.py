@@ -21,8 +21,9 @@ from qoff.kernels.layout.heads import HeadShape, QueryScale
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.ragged import Ragged, Span
 from qoff.kvcache import DeviceCache, KVPlacement
-from qoff.kvcache.device.blocks import DeviceBlocks, offloaded_blocks
+from qoff.kvcache.device.blocks import DeviceBlocks
 from qoff.kvcache.device.cache import DeviceCachePass
+from qoff.kvcache.device.tables import offloaded_blocks
 from qoff.kvcache.device.write_back import WriteBackBuffer, WriteBackQueue
 from qoff.kvcache.groups import one_group
 from qoff.kvcache.store.base import GrowingBlocks

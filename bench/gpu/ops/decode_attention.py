@@ -28,6 +28,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.reference import attention as reference
 from qoff.kernels.triton.attention import decode
 from qoff.kernels.triton.attention.decode import DecodeConfig, decode_attention
+from qoff.kernels.triton.attention.runs import Split, blocks_per_run
 from qoff.kernels.triton.launch.gpu import Gpu
 
 OP = "decode_attention"
@@ -128,8 +129,9 @@ def _chain(model: ModelShape, context: int, batch: int, device: torch.device) ->
     tiles = model.kv_heads * -(-model.group // columns)
     config = decode._configured(device, torch.float16, form, columns)
     blocks = max(0, context - 1) // BLOCK_TOKENS
-    split = decode.Split(tiles, batch, Gpu.of(device).processors, config, blocks, BLOCK_TOKENS)
-    run = decode.blocks_per_run(split, blocks)
+    processors = Gpu.of(device).processors
+    split = Split(tiles, batch, processors, config.resident, blocks, BLOCK_TOKENS)
+    run = blocks_per_run(split, blocks)
     return SerialChain(launches=2, loads=2 + min(run, blocks) + 1)
 
 

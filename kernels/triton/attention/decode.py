@@ -14,10 +14,8 @@ program each; `merge` joins them (flash-decoding).
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -43,10 +41,11 @@ from qoff.kernels.triton.launch.overlap import (
 )
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
-from .decode_tiles import RING_TOKENS, attend_blocks, attend_ring
+from .decode_tiles import attend_blocks, attend_ring
 from .kv_tiles import LN2, LOG2E, TOKENS, add_sink, first_seen, form_constants, window_constants
 from .merge import join, merge_bytes
 from .new_token import NewTokens, keep_new, load_step
+from .runs import Split, most_recent_parts
 from .select_blocks import ChosenBlocks, most_seen, select_blocks, select_bytes
 
 
@@ -57,7 +56,6 @@ class DecodeConfig:
     num_warps: int
     num_stages: int = 2  # 2: a block is copied to shared memory while the one before is computed
     resident: int = 8  # programs that a processor holds at once
-    min_blocks: int = 1  # in a run
 
 
 @triton.jit(
@@ -255,13 +253,7 @@ def decode_attention(
     return join(outs, lses, most_parts, flags[-1])
 
 
-_RECENT_PARTS = 4
 _SHARED_KIB = {80: 164, 89: 100, 120: 100}  # of a processor
-_ROUNDS = 2  # of programs that a processor holds at once, at most
-# On an H200 starting a program took as long as two blocks, and 30 to 40 parts more to join as long
-# as one. That was before blocks were copied ahead: a block may take less since.
-_START = 2.0
-_JOINED = 40
 _NOTHING = (None,) * 7  # of new tokens
 
 
@@ -274,41 +266,6 @@ def check_new(new: NewTokens, cache: DeviceLayerCache) -> None:
     for name, weight in (("q_norm", new.q_norm), ("k_norm", new.k_norm)):
         if weight is not None:
             require(name, weight, FLOATS_AND_32, (dim,), new.key.device)
-
-
-class Split(NamedTuple):
-    """How the blocks of sequences are cut into runs."""
-
-    tiles: int  # programs for a run of all KV heads of a sequence
-    sequences: int
-    processors: int
-    config: DecodeConfig
-    most_blocks: int  # that a query can see
-    ring: int  # tokens
-
-    def of(self, blocks: int) -> tuple[int, int]:
-        """Parts, the ring among them, and blocks of a run, for so many of the longest sequence."""
-        blocks = min(blocks, self.most_blocks)
-        run = blocks_per_run(self, blocks)
-        return self.recent[0] + cdiv(blocks, run), run
-
-    @property
-    def recent(self) -> tuple[int, int]:
-        """Parts of the recent window, and tokens of each: a multiple of a tile's."""
-        parts = most_recent_parts(self.tiles * self.sequences, self.processors)
-        run = cdiv(cdiv(self.ring, parts), RING_TOKENS.value) * RING_TOKENS.value
-        return cdiv(self.ring, run), run
-
-    @property
-    def most_parts(self) -> int:
-        """Of sequences of any length."""
-        return self.recent[0] + self.most_runs(self.most_blocks)
-
-    def most_runs(self, blocks: int) -> int:
-        """Runs of so many blocks, at most: two rounds of programs."""
-        programs = max(1, self.tiles * self.sequences)
-        most = cdiv(_ROUNDS * self.processors * self.config.resident, programs)
-        return min(most, cdiv(blocks, self.config.min_blocks))
 
 
 @cache
@@ -332,7 +289,7 @@ def _bound(
     columns = _columns(group)
     config = config or _configured(device, dtype, form, columns)
     tiles, processors = shape.kv_heads * cdiv(group, columns), Gpu.of(device).processors
-    split = Split(tiles, sequences, processors, config, most_seen(shape), ring)
+    split = Split(tiles, sequences, processors, config.resident, most_seen(shape), ring)
     names = ("SINKS", "RESIDENT_FROM", "SPARSE", "NEW", "TURNED", "Q_NORM", "K_NORM", "V_RUN")
     kernel = BoundKernel(
         decode_attention_kernel,
@@ -363,29 +320,6 @@ def _configured(
     return DecodeConfig(**entry) if entry else _heuristic(Gpu.of(device).capability, form, columns)
 
 
-@cache
-def blocks_per_run(split: Split, blocks: int) -> int:
-    """How many blocks a program attends to, for so many of the longest sequence.
-
-    All programs of a round, which fill the processors once, begin together, and a round takes as
-    long as a run. A last round of a few programs is as long as the others. The run is the one that
-    takes the least time, half of the weight on sequences that are all as long as the longest, half
-    on a single long one among short ones.
-    """
-    slots = split.processors * split.config.resident
-    runs, best, least = split.most_runs(blocks), split.config.min_blocks, math.inf
-    while runs:
-        run = cdiv(blocks, runs)
-        runs = cdiv(blocks, run)
-        parts = split.recent[0] + runs
-        rounds = sum(cdiv(split.tiles * n * parts, slots) for n in (1, max(1, split.sequences)))
-        time = rounds / 2 * (_START + run) + parts / _JOINED
-        if time < least:
-            best, least = run, time
-        runs -= 1
-    return best
-
-
 def decode_bytes(
     sequences: int,
     heads: int,
@@ -407,15 +341,10 @@ def decode_bytes(
     config = _configured(device, dtype, form, columns)
     tiles = sequences * kv_heads * cdiv(group, columns)
     processors = Gpu.of(device).processors
-    split = Split(tiles, 1, processors, config, blocks, 0)
+    split = Split(tiles, 1, processors, config.resident, blocks, 0)
     parts = most_recent_parts(tiles, processors) + split.most_runs(blocks)
     merged = (parts + 1) * merge_bytes(sequences, heads, form.head_dim, dtype.itemsize)
     return merged + select_bytes(sequences, kv_heads, blocks, top, offloaded)
-
-
-def most_recent_parts(tiles: int, processors: int) -> int:
-    """Into how many parts the recent window is cut, at most: each takes a program microseconds."""
-    return min(_RECENT_PARTS, max(1, processors // max(1, tiles)))
 
 
 def _columns(group: int) -> int:

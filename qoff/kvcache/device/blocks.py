@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -122,11 +122,6 @@ class DeviceBlocks(Blocks):
             return self.pool.layers[layer][block]
         assert self.offloaded is not None
         return self.offloaded.read(layer, -1 - block).to(self.device)
-
-
-def offloaded_blocks(blocks: Iterable[int]) -> list[int]:
-    """The offloaded ones among a sequence's blocks, its oldest, by their numbers in their store."""
-    return [-1 - block for block in takewhile(lambda block: block < 0, blocks)]
 
 
 def open_device_blocks(

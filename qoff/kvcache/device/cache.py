@@ -20,10 +20,10 @@ from qoff.kvcache.groups import GroupBlocks, LayerGroup, NewBlocks, by_layer, gr
 from qoff.kvcache.slots import SlotCache, SlotPass
 from qoff.kvcache.store.base import BlockView
 
-from .blocks import DeviceBlocks, offloaded_blocks
+from .blocks import DeviceBlocks
 from .prefetch import PrefetchedBlocks
 from .rings import Rings
-from .tables import DeviceTables, pass_tables
+from .tables import DeviceTables, offloaded_blocks, pass_tables
 from .write_back import WriteBack
 
 

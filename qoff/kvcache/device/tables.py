@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ _ALIGN = 4  # numbers: what lies behind each other starts at multiples of 16 byt
 def _row(sequences: int) -> int:
     """Numbers in a row of counts."""
     return -(-(sequences + 1) // _ALIGN) * _ALIGN
+
+
+def offloaded_blocks(blocks: Iterable[int]) -> list[int]:
+    """The offloaded ones among a sequence's blocks, its oldest, by their numbers in their store."""
+    return [-1 - block for block in takewhile(lambda block: block < 0, blocks)]
 
 
 class DeviceTables:
@@ -60,7 +65,7 @@ class DeviceTables:
         """
         place = 0
         for slot, blocks in new.items():
-            count = sum(block < 0 for block in blocks)
+            count = len(offloaded_blocks(blocks))
             numbers = [*range(place, place + count), *blocks[count:]]
             self.write(slot, packed[slot] // BLOCK_TOKENS, numbers)
             place += count

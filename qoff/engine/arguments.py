@@ -1,4 +1,4 @@
-"""What a `qoff.LLM` is asked for, checked before anything is opened, and what is opened for it."""
+"""The arguments of a `qoff.LLM`, checked before anything is opened, and what executes its model."""
 
 from __future__ import annotations
 

@@ -1,0 +1,42 @@
+"""States of linear attention on the ops of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qoff.engine import LLM
+from qoff.kvcache import KVQuant
+from qoff.kvcache.store.placement import DEVICE, HOST
+from qoff.plan import Plan
+from tests.engine.test_llm_device import PARAMS, PROMPTS, few_programs, where
+from tests.models.test_triton_decoder import checkpoint as checkpoint_of
+
+__all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
+
+
+def test_states_are_beside_packed_blocks(tmp_path: Path, where: dict[str, Any]) -> None:
+    """Linear attention: a prompt of two chunks is read while another sequence decodes."""
+    path, prompts = checkpoint_of(tmp_path, "qwen3-next-head64"), [PROMPTS[1], PROMPTS[0][:70]]
+    plan = Plan(batch_size=2, context=90, prefill_tokens=75, kv=KVQuant(8, 8, window=16))
+    with LLM(path, plan) as on_cpu, LLM(path, plan, dtype="float16", **where) as llm:
+        both = [[a.token_ids for a in x.generate(prompts, PARAMS)] for x in (llm, on_cpu)]
+        assert both[0] == both[1]
+        assert len({x.memory.purposes[DEVICE]["states"] for x in (llm, on_cpu)} - {0}) == 1
+
+
+def test_states_that_are_kept_lie_in_host_memory(tmp_path: Path, where: dict[str, Any]) -> None:
+    """A prompt goes on from those of another one, which were copied there and back."""
+    path = checkpoint_of(tmp_path, "qwen3-next-head64")
+    prompts = [PROMPTS[0][:70], [*PROMPTS[0][:66], 7, 8]]
+    plan = Plan(batch_size=2, context=90, prefill_tokens=64, kv=KVQuant(8, 8, window=0))
+    found, read = list[list[tuple[int, ...]]](), list[int]()
+    for share in (False, True):
+        with LLM(path, replace(plan, share_prefixes=share), **where) as llm:
+            found.append([one.token_ids for one in llm.generate(prompts, PARAMS)])
+            read.append(sum(one.read for one in llm.rounds))
+            purposes = llm.memory.purposes
+            assert purposes[HOST]["states"] == purposes[DEVICE]["states"] / 2 * 3 * share
+    assert found[0] == found[1]
+    assert read == [138, 74]
