@@ -17,13 +17,14 @@ from safetensors import safe_open
 
 from qoff.errors import ArgumentError, FormatError, UnsupportedModelError, raised_as
 from qoff.kernels.cpu.linear.scratch import low_rank_bytes
+from qoff.kernels.layout.low_rank import BLOCK
 from qoff.kernels.processor import pool_threads
 from qoff.schema import read_object, shown
 
 from .adapter_layers import AdapterLayers, Factors, Place, Planned, kept_as, merged
 from .forward_pass import AdaptedRows, mlp_tokens
 from .layer_weights import layer_weights
-from .names import Part
+from .names import Part, Weight
 from .spec import DecoderSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -46,7 +47,8 @@ class AdapterFile:
     """A folder that PEFT's `save_pretrained` wrote, checked, without its weights in memory.
 
     Raises FormatError where it is none, UnsupportedModelError for other kinds than LoRA of the
-    linear layers of decoder layers, ArgumentError for one of another model.
+    linear layers of decoder layers, and for a matrix that is not whole blocks of 16 rows,
+    ArgumentError for one of another model.
     """
 
     def __init__(self, path: str | PathLike[str], spec: DecoderSpec) -> None:
@@ -135,8 +137,20 @@ class AdapterFile:
                 continue
             factors = [self._factors(part, weight.columns, shapes) for part in weight.parts]
             if any(factors):
+                self._check_rows(weight)
                 found[weight.name] = Planned(weight, factors, kept_as(self._dtypes_of(factors)))
         return found
+
+    def _check_rows(self, weight: Weight) -> None:
+        """Raise UnsupportedModelError for a matrix that is not whole blocks of rows."""
+        if weight.rows % BLOCK:
+            called = [
+                self._names.get(x.source.removesuffix(".weight"), x.source) for x in weight.parts
+            ]
+            raise UnsupportedModelError(
+                f"{self.path}: adapts {', '.join(called)[:200]}, a matrix of {weight.rows} rows; "
+                f"supported are multiples of {BLOCK}; leave it out of target_modules"
+            )
 
     def _dtypes_of(self, factors: Sequence[Factors | None]) -> set[str]:
         """What the file has the factors of a matrix in."""

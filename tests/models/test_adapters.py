@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from qoff.errors import ArgumentError, FormatError, QoffError, UnsupportedModelError
 from qoff.kernels.cpu import ops as cpu
@@ -20,8 +21,11 @@ from qoff.models import adapter_layers
 from qoff.models.adapters import AdapterFile, Adapters
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.layer_weights import layer_weights
+from qoff.models.spec import DecoderSpec
 from tests.adapters import save_adapter
 from tests.engine.test_allocations import Peak
+from tests.tiny_families import FAMILIES as FAMILY
+from tests.tiny_families import TINY
 from tests.tiny_models import PlainRun, reference_model, tiny_checkpoint
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 
@@ -188,6 +192,20 @@ def test_what_is_not_there_is_refused(
     with pytest.raises(kind, match=message) as refusal:
         AdapterFile(changed(folder, tmp_path / "x", config, drop, add), spec)
     assert "\n" not in str(refusal.value)
+
+
+def test_adapters_of_matrices_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    config = {**TINY, **FAMILY["qwen3-next"]}  # four value heads: eight rows of b and a
+    spec = DecoderSpec.from_config(AutoConfig.for_model(**config).to_dict())
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    called = f"{LORA}layers.0.linear_attn.in_proj_ba"
+    factors = {
+        f"{called}.lora_A.weight": torch.ones(2, 64),
+        f"{called}.lora_B.weight": torch.ones(8, 2),
+    }
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"in_proj_ba, a matrix of 8 rows; .* of 16"):
+        AdapterFile(tmp_path, spec)
 
 
 def test_adapters_of_other_models_and_folders_without_one_are_refused(
