@@ -33,7 +33,6 @@ _NOT_THERE = {  # what changes what an adapter computes, with what it is called
     "use_dora": "DoRA",
     "lora_bias": "biases of its own (lora_bias)",
     "modules_to_save": "whole modules (modules_to_save)",
-    "target_parameters": "adapters of parameters (target_parameters)",
     "trainable_token_indices": "rows of the embedding (trainable_token_indices)",
     "layer_replication": "layers that are there twice (layer_replication)",
     "alora_invocation_tokens": "aLoRA",
