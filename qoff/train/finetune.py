@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -297,16 +297,17 @@ class Run:
                     continue
                 tokens = sum(batch["input_ids"].numel() for batch in batches)
                 rate = tokens / (time.perf_counter() - start)
-                held_out = None
-                ends = training.steps % every == 0 or training.steps == last
-                if ends:
-                    self._save(min(most, training.steps * recipe.micro_batches))
-                try:
-                    held_out = self._evaluated() if ends else None
-                finally:  # the checkpoint has this step, so the log has it
-                    lr = recipe.rate(training.steps - 1)
-                    told = Told(training.steps, loss, training.grad_norm, lr, rate, held_out)
-                    log.add(told)
+                lr = recipe.rate(training.steps - 1)
+                told = Told(training.steps, loss, training.grad_norm, lr, rate)
+                if training.steps % every == 0 or training.steps == last:
+                    try:
+                        self._save(min(most, training.steps * recipe.micro_batches))
+                        told = replace(told, held_out_loss=self._evaluated())
+                    except BaseException:  # a checkpoint may have this step, so the log has it
+                        with suppress(DiskWriteError):  # the first error says why
+                            log.add(told)
+                        raise
+                log.add(told)
                 tell(told)
 
     def resumed(self, last: int) -> str:

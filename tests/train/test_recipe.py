@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from qoff.cli.main import app
 from qoff.errors import DiskWriteError
+from qoff.train import checkpoints
 from qoff.train.logs import Log, Told, begin
 from tests.tiny_models import tiny_model
 
@@ -52,6 +55,29 @@ def test_a_log_on_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> 
         begin(path, 1)
     assert path.read_text() == before
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_step_that_a_checkpoint_has_is_logged(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header has its name when the folder cannot be synced: the run goes on behind it."""
+
+    def fails(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def logged() -> list[str]:
+        rows = (tmp_path / "out" / "log.csv").read_text().splitlines()
+        return [row.partition(",")[0] for row in rows[1:]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "sync_directory", fails)
+        result = run(*options, "--steps", 1)
+    assert result.exit_code == 1
+    assert "the checkpoint of step 1 is there" in result.output
+    assert logged() == ["1"]
+    result = run(*options, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert logged() == ["1", "2"]
 
 
 def test_a_row_that_a_full_disk_cut_is_not_kept(tmp_path: Path) -> None:
