@@ -26,6 +26,7 @@ from qoff.errors import (
     raised_as,
 )
 from qoff.hf.checkpoints import is_checkpoint
+from qoff.hf.generation_config import read_generation_config
 
 from . import checkpoints, logs
 from .data import Sequences
@@ -125,16 +126,21 @@ def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | N
 
     places: other options of `from_pretrained`, for a qoff checkpoint those of `room`, dtype among
     them. Seeds torch's generator, from which adapters begin and dropout goes on.
-    Raises ArgumentError as `check_model` does, UnsupportedModelError.
+    Raises ArgumentError as `check_model` does, UnsupportedModelError, FormatError for a
+    generation_config.json that cannot be read and would be saved with the model.
     """
     from transformers import AutoModelForCausalLM
 
     lora = recipe.lora
     check_model(path, lora)
+    # transformers goes on without one that it cannot read.
+    generation = read_generation_config(path) if lora is None else None
     options: dict[str, Any] = {"dtype": dtype, **(places or {})}
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     torch.manual_seed(recipe.seed)
+    if generation is not None:
+        model.generation_config = generation
     if lora is None:
         return model
     return adapted(model, lora)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from qoff.cli.main import app
 from qoff.errors import DiskWriteError
+from qoff.hf.generation_config import GENERATION_CONFIG
 from qoff.train import checkpoints
 from qoff.train.logs import Log, Told, begin
 from tests.tiny_models import tiny_model
@@ -105,6 +107,24 @@ def test_a_tokenizer_that_cannot_be_written_is_one_line(
     said = result.stderr.splitlines()[-1]
     assert said == f"qoff: {tmp_path / 'out'}: No space left on device (os error 28)"
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_how_a_model_generates_is_read_or_named(options: list[object], tmp_path: Path) -> None:
+    """transformers takes a file that cannot be read for one that is not there."""
+    model, given = tmp_path / "model", GENERATION_CONFIG
+    shutil.copytree(str(options[1]), model)
+    (model / given).write_text('{"temperature": 0.5, "do_sample": true}')
+    options[1] = model
+    result = run(*options, "--steps", 1)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "out" / given).read_text())
+    assert (saved["temperature"], saved["do_sample"]) == (0.5, True)
+    (model / given).unlink()
+    (model / given).symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    result = run(*options, "--steps", 1, "--overwrite")
+    assert result.exit_code == 1
+    assert f"{model / given}: " in result.stderr.splitlines()[-1]
+    assert "Input/output error" in result.stderr.splitlines()[-1]
 
 
 def test_a_step_that_failed_is_counted_behind_the_last_one(options: list[object]) -> None:
