@@ -30,7 +30,7 @@ from qoff.hf.generation_config import read_generation_config
 
 from . import checkpoints, logs
 from .data import Sequences
-from .exports import MODEL, replacing
+from .exports import MODEL, replacing, save_tokenizer
 from .logs import Told
 from .needs import GRADIENTS
 from .optimizers import Adafactor, AdamW, Lion, Optimizer
@@ -345,12 +345,7 @@ class Run:
         else:
             training.save_model(self._out)
         with replacing(self._out) as beside:
-            try:
-                tokenizer.save_pretrained(beside)
-            except Exception as error:
-                if type(error) is not Exception:  # which tokenizers raises for what fails on disk
-                    raise
-                raise OSError(str(error)) from error
+            save_tokenizer(tokenizer, beside)
 
     def _keep(self) -> None:
         """Save the step before one that failed, which has left weights as they were."""
