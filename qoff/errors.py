@@ -65,6 +65,8 @@ class ConversionError(QoffError):
 class BudgetError(QoffError, MemoryError):
     """A plan does not fit: names the tier, the bytes wanted and the bytes there."""
 
+    least: int | None = None  # bytes of the device that a plan takes whose weights stream, if known
+
 
 class DiskReadError(QoffError, OSError):
     """Reading weights from disk failed or came up short."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -69,6 +71,22 @@ def only_here(close: Callable[[], object]) -> Callable[[], None]:
             close()
 
     return call
+
+
+def before_exit(method: Callable[[], object]) -> None:
+    """Call a method when the interpreter exits, before finalizers do, if its object is there yet.
+
+    Not in a forked process.
+    """
+    weak, opener = weakref.WeakMethod(method), Opener("")
+
+    def call() -> None:
+        found = weak()
+        if found is not None and opener.is_this:
+            found()
+
+    atexit.register(call)
+    weakref.finalize(method.__self__, atexit.unregister, call).atexit = False  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
@@ -336,21 +336,24 @@ class Executor(ABC):
         """The same with factors of adapters to these matrices on the device; and the weights."""
         plan, budget = self.plan, self.plan.device_memory
         memory = tiled = self._beside(self.memory_of(plan), False, near)
-        memory.left(DEVICE, budget)  # raises what it is that takes so much
         if budget is not None:
             tiled = self._beside(self.memory_of(plan, tiled=True), True, near)
-        residency = plan_residency(
-            layouts.checkpoint,
-            budget,
-            plan.slots,
-            workspace=memory.total(DEVICE),
-            tiled_workspace=tiled.total(DEVICE),
-            packing=layouts.packing,
-            host_staging=staging,
-            layouts=layouts,
-            cpu_experts=plan.cpu_experts,
-            passing_from=plan.passing_from,
-        )
+        try:
+            residency = plan_residency(
+                layouts.checkpoint,
+                budget,
+                plan.slots,
+                workspace=memory.total(DEVICE),
+                tiled_workspace=tiled.total(DEVICE),
+                packing=layouts.packing,
+                host_staging=staging,
+                layouts=layouts,
+                cpu_experts=plan.cpu_experts,
+                passing_from=plan.passing_from,
+            )
+        except BudgetError as error:
+            memory.left(DEVICE, budget, error.least)  # raises what it is that takes so much
+            raise
         return (tiled if residency.in_parts else memory), residency
 
     def _beside(self, memory: Memory, tiled: bool, near: Collection[Place]) -> Memory:

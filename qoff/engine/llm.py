@@ -26,7 +26,7 @@ from qoff.models.modules.decoder import is_modules
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 from qoff.plan.default import default_bounds, default_plan, plan_within_limit
-from qoff.process import only_here
+from qoff.process import before_exit, only_here
 from qoff.quant import QuantConfig
 from qoff.schema import shown
 from qoff.system_memory import left_by_limits, refusals
@@ -165,6 +165,7 @@ class LLM(Watched):
         )
         finish = partial(completion, tokenizer=self.tokenizer)
         self._rounds = Rounds(opened, source.open, finish, adapter_of(opened))
+        before_exit(self._rounds.let_exit)
         self.rounds = self._rounds.history
 
     def generate(

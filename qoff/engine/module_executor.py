@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache.quant import UnpackableError
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory import Transfers
@@ -66,7 +66,12 @@ class OfModules(Executor):
 
         options |= {"trust_remote_code": self._trusted, "reserves": reserves}
         options |= {"device_memory": plan.device_memory, "host_memory": host_memory}
-        runtime = self._runtime(checkpoint, **options)
+        try:
+            runtime = self._runtime(checkpoint, **options)
+        except BudgetError as error:
+            if error.least is not None:
+                self._memories[0].left(DEVICE, plan.device_memory, error.least)
+            raise
         self.memory = self._memories[runtime.residency.in_parts]
         on_host = self.memory.total(HOST)
         if self.device.type == "cpu":
@@ -89,7 +94,6 @@ class OfModules(Executor):
                 "has one that is not, or recurrent states; leave share_prefixes out"
             )
         self._memories = [self.memory_of(self.plan, tiled) for tiled in (False, True)]
-        self._memories[0].left(DEVICE, self.plan.device_memory)  # refuses by purpose
 
 
 class ModuleExecutor(OfModules, CpuExecutor):

@@ -56,6 +56,7 @@ class Rounds:
         self._count = 0
         self.opener = Opener("this LLM", opened.executor.device.type == "cuda")
         self._closed, self._why = False, ""
+        self._exits = False  # the interpreter
         # Held to look at what follows, not during a round. Reentrant: a generator may be
         # collected, and leave, at any time.
         self._changed = threading.Condition(threading.RLock())
@@ -127,6 +128,15 @@ class Rounds:
             self.current.end()
             self._changed.notify_all()
 
+    def let_exit(self) -> None:
+        """Wait for the round that is computed; daemon threads begin no other, and wait for ever.
+
+        What they compute with is closed when the interpreter exits, and they end with it.
+        """
+        with self._changed:
+            self._exits = True
+            self._changed.wait_for(lambda: self._worker is None)
+
     @property
     def _schedule(self) -> Schedule:
         return self.current.opened.schedule
@@ -145,7 +155,7 @@ class Rounds:
         try:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: ready() or self._closed or (self._worker is None and self._places.calls)
+                    lambda: ready() or self._closed or (self._is_free() and self._places.calls)
                 )
                 if ready():
                     return
@@ -160,6 +170,11 @@ class Rounds:
                     finally:
                         self._worker = self.began = None
                         self._changed.notify_all()
+
+    def _is_free(self) -> bool:
+        """Whether this thread may compute a round."""
+        ends = self._exits and threading.current_thread().daemon
+        return self._worker is None and not ends
 
     def leave(self, call: Call) -> None:
         """Drop what is left of a call: now, or when the round that is computed is over."""

@@ -13,7 +13,9 @@ import torch
 
 from qoff.budgets import CPU, device_guard
 from qoff.errors import ArgumentError, ConversionError, FormatError, UnsupportedModelError
-from qoff.models.convert.convert import convert, reading
+from qoff.models.convert.convert import convert, modules_source, reading
+from qoff.models.convert.unconverted import Unconverted
+from qoff.models.modules.configs import check_config
 from qoff.models.sources import open_source
 from qoff.quant import QuantConfig
 from qoff.schema import read_object
@@ -112,7 +114,11 @@ def check_source(
         download_config(str(path_or_hub_id), revision, trust_remote_code)
     elif not is_checkpoint(path := _model(Path(path_or_hub_id))):
         with reading(path):
-            open_source(path)
+            source = open_source(path)
+            if modules_source(source) is None:
+                Unconverted.of(source)
+            else:
+                check_config(source.config(), trust_remote_code)
 
 
 def _model(path: Path) -> Path:

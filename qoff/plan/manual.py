@@ -378,8 +378,11 @@ class Memory:
         """Bytes on a tier."""
         return sum(self.purposes[tier].values())
 
-    def left(self, tier: str, budget: int | None) -> int | None:
-        """What a budget leaves for weights. Raises BudgetError when it is too small."""
+    def left(self, tier: str, budget: int | None, least: int | None = None) -> int | None:
+        """What a budget leaves for weights. Raises BudgetError when it is too small.
+
+        least: bytes of a budget with which the model can be opened, if known.
+        """
         if budget is None:
             return None
         if self.total(tier) > budget:
@@ -388,10 +391,11 @@ class Memory:
                 for name, nbytes in self.purposes[tier].items()
                 if nbytes
             )
+            enough = "" if least is None else f"raise the budget to at least {least:,}, "
             raise BudgetError(
                 f"{tier} memory: {self.total(tier):,} bytes are needed beside the weights "
-                f"({parts}), and the budget is {budget:,}; use fewer or shorter sequences, or move "
-                "the KV cache or the activations to another tier"
+                f"({parts}), and the budget is {budget:,}; {enough}use fewer or shorter sequences, "
+                "or move the KV cache or the activations to another tier"
             )
         return budget - self.total(tier)
 

@@ -7,9 +7,13 @@ import errno
 import re
 import resource
 import socket
+import ssl
 import sys
 import threading
+import time
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # ssl reads only those of peers
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +39,8 @@ _OTHER_FILES = 256  # that the model and its tiers may have open
 class Server:
     """Listens from `__enter__` to `close`. engine: what it answers with; port: where it listens.
 
-    Raises OSError where it cannot listen, QoffError for TLS files that cannot be used.
+    Warns of a certificate that has expired. Raises OSError where it cannot listen, QoffError for
+    TLS files that cannot be used.
     """
 
     def __init__(self, engine: Engine, options: ServeOptions) -> None:
@@ -47,6 +52,7 @@ class Server:
         except (OSError, ValueError) as error:
             said = _locked_key(options) if locked else _unusable(options, error)
             raise QoffError(said) from error
+        _warn_if_expired(options.tls_certificate)
         try:
             family, address = _address(options.host, options.port)
             self._socket = socket.create_server(address, family=family)
@@ -111,6 +117,20 @@ def _is_encrypted(key: str | None) -> bool:
         return _ENCRYPTED.search(Path(key).read_bytes()) is not None
     except OSError:
         return False  # which is said when it is used
+
+
+def _warn_if_expired(certificate: str | None) -> None:
+    """Log the date of a certificate that has expired, which OpenSSL serves all the same."""
+    if certificate is None:
+        return
+    end = ssl.cert_time_to_seconds(_test_decode_cert(certificate)["notAfter"])
+    if end < time.time():
+        day = datetime.fromtimestamp(end, UTC).isoformat()
+        fields = {"file": certificate, "expired": day}
+        logger.warning(
+            "the TLS certificate has expired, so clients refuse it; renew it",
+            extra={"fields": fields},
+        )
 
 
 def _locked_key(options: ServeOptions) -> str:

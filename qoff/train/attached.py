@@ -17,6 +17,7 @@ from torch import Tensor
 from qoff.errors import ArgumentError
 
 from .checkpoints import exists
+from .exports import replacing, save_tokenizer
 from .offload import offload
 from .optimizers import SGD, AdamW, Optimizer, checked
 from .training import Training
@@ -130,9 +131,10 @@ class _Steps:
             self._training.save_adapter(folder)
         else:
             self._training.save_model(folder)
-        if trainer.processing_class is not None:
-            trainer.processing_class.save_pretrained(folder)
-        torch.save(trainer.args, folder / "training_args.bin")
+        with replacing(folder) as beside:
+            if trainer.processing_class is not None:
+                save_tokenizer(trainer.processing_class, beside)
+            torch.save(trainer.args, beside / "training_args.bin")
 
     def save_states(self, output_dir: str) -> None:
         """The schedule's state, and all of the training."""

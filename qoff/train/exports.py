@@ -60,6 +60,16 @@ def replacing(folder: Path, older: Sequence[str] = ()) -> Iterator[Path]:
             shutil.rmtree(beside, ignore_errors=True)
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer, or a processor, as transformers does. Raises OSError."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:  # which tokenizers raises for what fails on disk
+            raise
+        raise OSError(str(error)) from error
+
+
 def save_model(model: Any, parts: Iterable[Mapping[str, Tensor]], count: int, folder: Path) -> None:
     """Save a model of transformers, weights part by part: each is a file, as is in memory alone.
 

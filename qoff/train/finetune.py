@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,10 +26,11 @@ from qoff.errors import (
     raised_as,
 )
 from qoff.hf.checkpoints import is_checkpoint
+from qoff.hf.generation_config import read_generation_config
 
 from . import checkpoints, logs
 from .data import Sequences
-from .exports import MODEL, replacing
+from .exports import MODEL, replacing, save_tokenizer
 from .logs import Told
 from .needs import GRADIENTS
 from .optimizers import Adafactor, AdamW, Lion, Optimizer
@@ -125,16 +126,21 @@ def loaded(path: Path, recipe: Recipe, dtype: str, places: Mapping[str, Any] | N
 
     places: other options of `from_pretrained`, for a qoff checkpoint those of `room`, dtype among
     them. Seeds torch's generator, from which adapters begin and dropout goes on.
-    Raises ArgumentError as `check_model` does, UnsupportedModelError.
+    Raises ArgumentError as `check_model` does, UnsupportedModelError, FormatError for a
+    generation_config.json that cannot be read and would be saved with the model.
     """
     from transformers import AutoModelForCausalLM
 
     lora = recipe.lora
     check_model(path, lora)
+    # transformers goes on without one that it cannot read.
+    generation = read_generation_config(path) if lora is None else None
     options: dict[str, Any] = {"dtype": dtype, **(places or {})}
     with raised_as(UnsupportedModelError, f"{path}: cannot be loaded by transformers"):
         model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
     torch.manual_seed(recipe.seed)
+    if generation is not None:
+        model.generation_config = generation
     if lora is None:
         return model
     return adapted(model, lora)
@@ -297,16 +303,17 @@ class Run:
                     continue
                 tokens = sum(batch["input_ids"].numel() for batch in batches)
                 rate = tokens / (time.perf_counter() - start)
-                held_out = None
-                ends = training.steps % every == 0 or training.steps == last
-                if ends:
-                    self._save(min(most, training.steps * recipe.micro_batches))
-                try:
-                    held_out = self._evaluated() if ends else None
-                finally:  # the checkpoint has this step, so the log has it
-                    lr = recipe.rate(training.steps - 1)
-                    told = Told(training.steps, loss, training.grad_norm, lr, rate, held_out)
-                    log.add(told)
+                lr = recipe.rate(training.steps - 1)
+                told = Told(training.steps, loss, training.grad_norm, lr, rate)
+                if training.steps % every == 0 or training.steps == last:
+                    try:
+                        self._save(min(most, training.steps * recipe.micro_batches))
+                        told = replace(told, held_out_loss=self._evaluated())
+                    except BaseException:  # a checkpoint may have this step, so the log has it
+                        with suppress(DiskWriteError):  # the first error says why
+                            log.add(told)
+                        raise
+                log.add(told)
                 tell(told)
 
     def resumed(self, last: int) -> str:
@@ -338,12 +345,7 @@ class Run:
         else:
             training.save_model(self._out)
         with replacing(self._out) as beside:
-            try:
-                tokenizer.save_pretrained(beside)
-            except Exception as error:
-                if type(error) is not Exception:  # which tokenizers raises for what fails on disk
-                    raise
-                raise OSError(str(error)) from error
+            save_tokenizer(tokenizer, beside)
 
     def _keep(self) -> None:
         """Save the step before one that failed, which has left weights as they were."""

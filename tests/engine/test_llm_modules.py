@@ -144,6 +144,8 @@ def test_weights_stream_within_the_budget(base: Path, name: str) -> None:
     plan = replace(PLAN, device_memory=rest)
     least, everything = refused(lambda: LLM(path, plan, device="cpu"))
     assert rest < least < everything
+    with pytest.raises(BudgetError, match=f"raise the budget to at least {least:,}, use fewer"):
+        LLM(path, replace(PLAN, device_memory=rest - 1), device="cpu")
     plan = replace(PLAN, device_memory=least)
     with LLM(path, plan, device="cpu", _instrumentation=POISON) as llm:
         assert not llm.runtime.store.all_resident

@@ -77,6 +77,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_least_that_is_not(checkp
     assert found is not None
     least = int(found[1].replace(",", ""))
     refused(least - 1)
+    assert f"raise the budget to at least {least:,}, use fewer or shorter" in refused(beside - 1)
     with LLM(checkpoint, replace(plan, device_memory=least)) as llm:
         assert llm.runtime.residency.slots
         assert llm.memory.total("device") == beside

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from qoff import process
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.batch import BatchSlots
 from qoff.engine.calls import Call
@@ -318,6 +319,40 @@ def test_closing_from_another_thread_ends_all_callers(checkpoint: Path) -> None:
         llm.generate([[5]])
     left = {thread.name for thread in threading.enumerate()} - before
     assert not [name for name in left if not name.startswith(("qoff-pool", "qoff-cpu"))]
+
+
+def test_a_daemon_thread_ends_with_the_interpreter_and_says_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(process.atexit, "register", at_exit.append)
+    llm = LLM(checkpoint, PLAN)
+    ended: list[BaseException | None] = []
+    in_a_round = threading.Event()
+    in_round(llm, in_a_round.set, running=1)
+
+    def asks_on() -> None:
+        try:
+            while True:
+                answers(llm, 3)
+        except ArgumentError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=asks_on, daemon=True)
+    thread.start()
+    assert in_a_round.wait(20)
+    for call in at_exit:
+        call()
+    rounds = len(llm.rounds)
+    assert answers(llm, 0)  # of the main thread, which may have something to do at the exit
+    llm._resources.close()  # as finalizers do
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert not ended
+    llm.close()
+    thread.join(20)
+    assert len(ended) == 1
+    assert len(llm.rounds) > rounds
 
 
 def test_a_round_cannot_be_called_or_closed_from_within(llm: LLM) -> None:

@@ -27,7 +27,7 @@ from qoff.errors import (
     QoffError,
     UnsupportedModelError,
 )
-from qoff.hf.checkpoints import find_checkpoint, is_checkpoint
+from qoff.hf.checkpoints import check_source, find_checkpoint, is_checkpoint
 from qoff.hf.hub import download
 from qoff.hf.load import open_runtime
 from qoff.hf.tokenizer import load_tokenizer
@@ -329,9 +329,14 @@ def test_models_that_are_not_supported_are_refused(source: Path, tmp_path: Path)
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with pytest.raises(UnsupportedModelError, match="model_type is 'bert'"):
-        qoff.load(copy, cache_dir=tmp_path / "cache")
+    for changes in ({"hidden_act": "tanhshrink"}, {"model_type": "bert"}):
+        (copy / "config.json").write_text(json.dumps({**config, **changes}))
+        ((name, value),) = changes.items()
+        message = f"{name} is {value!r}"
+        with pytest.raises(UnsupportedModelError, match=message):
+            check_source(copy)  # which `qoff serve` asks before it listens
+        with pytest.raises(UnsupportedModelError, match=message):
+            qoff.load(copy, cache_dir=tmp_path / "cache")
     (copy / "config.json").rename(copy / "adapter_config.json")
     with pytest.raises(UnsupportedModelError, match="is an adapter, without the model"):
         qoff.load(copy, cache_dir=tmp_path / "cache")

@@ -44,7 +44,7 @@ def test_streamed_layers_generate_the_same(
     model, resident = load(path, device_map="disk", offload_folder="unused"), load(path)
     assert torch.equal(generated(model), generated(resident))
     layers = Checkpoint.open(path).layers
-    assert list(model.hf_device_map.values()) == ["cpu", *["disk"] * len(layers)]
+    assert list(model.hf_device_map.values()) == ["cpu:0", *["disk"] * len(layers)]
     (store,) = stores
     assert store.stats.arena_peak == store.arena.capacity
     assert store.residency.resident == frozenset()
@@ -67,10 +67,26 @@ def test_max_memory_bounds_weights(tmp_path: Path, stores: list[WeightStore]) ->
     for budget, streamed in ((least, len(layers)), (least + more, len(layers) - 1)):
         model = load(path, device_map="auto", max_memory={"cpu": budget})
         assert torch.equal(generated(model), wanted)
-        assert list(model.hf_device_map.values()) == ["cpu", *["disk"] * streamed]
+        stay = len(layers) - streamed
+        places = sorted(model.hf_device_map.values())
+        assert places == ["cpu:0", *["cpu:0"] * stay, *["disk"] * streamed]
         held = [x for x in (*model.parameters(), *model.buffers()) if x.device.type != "meta"]
         nbytes = stores[-1].stats.arena_peak + sum(x.nbytes for x in held)
         assert model.get_memory_footprint() == nbytes <= budget
+
+
+def test_a_learned_prefix_is_used(base: Path, tmp_path: Path) -> None:
+    """PEFT looks up where each layer computes, and takes no CPU for that unless it is "cpu:0"."""
+    peft = pytest.importorskip("peft")
+    path = tiny_checkpoint(base, "llama")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = peft.get_peft_model(load(path), config).eval()
+    torch.nn.init.normal_(tuned.prompt_encoder["default"].embedding.weight)
+    tuned.save_pretrained(tmp_path / "prefix")
+    model = load(path, device_map={"": "cpu", "model.layers.1": "disk"})
+    same = peft.PeftModel.from_pretrained(model, tmp_path / "prefix").eval()
+    with torch.no_grad():
+        assert torch.equal(same(IDS).logits, tuned(IDS).logits)
 
 
 def tensor_bytes(file: WeightFile) -> int:
@@ -80,7 +96,8 @@ def tensor_bytes(file: WeightFile) -> int:
 def test_what_cannot_be_done_with_streamed_layers(base: Path, tmp_path: Path) -> None:
     path = tiny_checkpoint(base, "llama")
     model = load(path, device_map={"": "cpu", "model.layers.1": "disk"})
-    assert model.hf_device_map == {"": "cpu", "model.layers.1": "disk"}
+    others = dict.fromkeys((f"model.layers.{i}" for i in range(len(model.model.layers))), "cpu:0")
+    assert model.hf_device_map == {"": "cpu:0", **others, "model.layers.1": "disk"}
     wanted = generated(model)
     with pytest.raises(ArgumentError, match="no backward pass"):
         model(inputs_embeds=torch.zeros(1, 2, model.config.hidden_size, requires_grad=True))

@@ -145,6 +145,7 @@ def test_only_the_failing_request_fails(path: Path, content: bytes) -> None:
             failing.result(timeout=20)
         passing.result(timeout=20)
         assert bytes(good.numpy()) == content[40_960:81_920]
+        assert reader.stats.bytes == 81_920 - 4096  # what failed is not delivered
 
 
 def test_reads_of_one_request_overlap(path: Path) -> None:

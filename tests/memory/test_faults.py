@@ -200,6 +200,27 @@ def test_a_file_that_is_touched_but_is_the_same_streams_on(checkpoint: Checkpoin
         assert 1 <= len(Hashed.files) - hashed <= 2  # not once a pass
 
 
+def test_jobs_do_not_read_a_file_that_is_to_be_compared(checkpoint: Checkpoint) -> None:
+    """Without Python nothing is compared, so a round over a file that was touched has Python."""
+
+    def sweeps() -> bool:
+        sweep = store.sweep()
+        if sweep is None:
+            return False
+        store._ring.swept(done=False)
+        return True
+
+    packing = checkpoint.config["quantization_config"]["packing"]
+    with WeightStore(checkpoint, residency_of(checkpoint, [], packing=packing)) as store:
+        consume(store, UNITS)
+        assert sweeps()
+        consume(store, UNITS)
+        checkpoint.layers[2].path.touch()  # which is in no slot
+        assert not sweeps()
+        consume(store, UNITS)
+        assert sweeps()
+
+
 def test_rows_of_a_file_that_changes_are_not_served(checkpoint: Checkpoint) -> None:
     outer = checkpoint.outer
     with WeightStore(checkpoint, residency_of(checkpoint, [])) as store:

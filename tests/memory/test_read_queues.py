@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qoff.errors import DiskReadError
 from qoff.kernels.cpu.jit.read_queue import ReadQueue
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
@@ -126,6 +127,8 @@ def test_closing_the_reader_ends_its_queues(file: Path) -> None:
     reader.close()
     assert asked.queue.stopped
     assert not reader.alive
+    with pytest.raises(DiskReadError, match="the disk reader is closed"):
+        reader.queue(SLOTS, EACH)
 
 
 @pytest.mark.parametrize(

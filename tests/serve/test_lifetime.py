@@ -47,6 +47,17 @@ Z6ebJt0Z2QTh1jTQfiUeYiiXgbNx+l/ooau+aI7eD4jtTveJRoYXAHSb
 -----END PRIVATE KEY-----
 """
 
+EXPIRED = """\
+-----BEGIN CERTIFICATE-----
+MIIBDjCBtgIBATAKBggqhkjOPQQDAjAUMRIwEAYDVQQDDAkxMjcuMC4wLjEwHhcN
+MjAwMTAxMDAwMDAwWhcNMjEwMTAxMDAwMDAwWjAUMRIwEAYDVQQDDAkxMjcuMC4w
+LjEwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAATlcNy9C0uUaK6h+i/5pejxz32H
+DOLhDt9/IDPGto9W3LgTO+TBw9sMiAXCEkeoazcWVaWexTG6d7OB818DbxCgMAoG
+CCqGSM49BAMCA0cAMEQCIHRaL0HYjyBgiGNoacObnPgOuzi35Rw1hgfudvRZ5N4V
+AiA8s5Pqh4Ow0/VRkImtR4IJANegUYtjNtnxdUQU/PqYFA==
+-----END CERTIFICATE-----
+"""  # of the key of localhost.pem
+
 
 def names() -> set[str]:
     """Threads of a server."""
@@ -318,6 +329,21 @@ def test_the_tls_file_at_fault_is_named(
         Server(Engine(MODEL, 4, 10), options)
     assert str(tmp_path / named) in str(raised.value)
     assert "_ssl.c" not in str(raised.value)
+
+
+def test_a_certificate_that_has_expired_is_said_with_its_date(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, expired = Path(__file__).with_name("localhost.pem"), tmp_path / "expired.pem"
+    expired.write_text(EXPIRED)
+    for certificate in (good, expired):
+        options = replace(OPTIONS, tls_certificate=str(certificate), tls_key=str(good))
+        with Server(Engine(MODEL, 4, 10), options):
+            pass
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert "certificate has expired" in said.getMessage()
+    assert vars(said)["fields"] == {"file": str(expired), "expired": "2021-01-01T00:00:00+00:00"}
 
 
 def test_a_model_is_converted_behind_an_open_port(

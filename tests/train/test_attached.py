@@ -78,6 +78,23 @@ def test_adapters_are_saved_as_pefts(tmp_path: Path) -> None:
         assert torch.equal(theirs[name], x)
 
 
+def test_a_tokenizer_that_is_cut_off_takes_no_place(tmp_path: Path) -> None:
+    class Cut:
+        def save_pretrained(self, folder: str | Path) -> None:
+            (Path(folder) / "tokenizer.json").write_text("{")
+            raise KeyboardInterrupt
+
+    trainer, _ = attached(model_of("llama"), tmp_path / "disk")
+    trainer.processing_class = Cut()  # type: ignore[assignment]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save_model(str(out))
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert not [*out.glob(".*")]
+
+
 def test_it_trains_in_the_mode_of_training_after_an_evaluation(tmp_path: Path) -> None:
     model = model_of("llama")
     trainer, training = attached(model, tmp_path, max_steps=3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ from typer.testing import CliRunner
 
 from qoff.cli.main import app
 from qoff.errors import DiskWriteError
+from qoff.hf.generation_config import GENERATION_CONFIG
+from qoff.train import checkpoints
 from qoff.train.logs import Log, Told, begin
 from tests.tiny_models import tiny_model
 
@@ -54,6 +59,29 @@ def test_a_log_on_a_full_disk_is_named_and_keeps_what_it_has(tmp_path: Path) -> 
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_step_that_a_checkpoint_has_is_logged(
+    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header has its name when the folder cannot be synced: the run goes on behind it."""
+
+    def fails(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def logged() -> list[str]:
+        rows = (tmp_path / "out" / "log.csv").read_text().splitlines()
+        return [row.partition(",")[0] for row in rows[1:]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "sync_directory", fails)
+        result = run(*options, "--steps", 1)
+    assert result.exit_code == 1
+    assert "the checkpoint of step 1 is there" in result.output
+    assert logged() == ["1"]
+    result = run(*options, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert logged() == ["1", "2"]
+
+
 def test_a_row_that_a_full_disk_cut_is_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     begin(path, 0)
@@ -79,6 +107,24 @@ def test_a_tokenizer_that_cannot_be_written_is_one_line(
     said = result.stderr.splitlines()[-1]
     assert said == f"qoff: {tmp_path / 'out'}: No space left on device (os error 28)"
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_how_a_model_generates_is_read_or_named(options: list[object], tmp_path: Path) -> None:
+    """transformers takes a file that cannot be read for one that is not there."""
+    model, given = tmp_path / "model", GENERATION_CONFIG
+    shutil.copytree(str(options[1]), model)
+    (model / given).write_text('{"temperature": 0.5, "do_sample": true}')
+    options[1] = model
+    result = run(*options, "--steps", 1)
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "out" / given).read_text())
+    assert (saved["temperature"], saved["do_sample"]) == (0.5, True)
+    (model / given).unlink()
+    (model / given).symlink_to("/proc/self/mem")  # whose first bytes are an input/output error
+    result = run(*options, "--steps", 1, "--overwrite")
+    assert result.exit_code == 1
+    assert f"{model / given}: " in result.stderr.splitlines()[-1]
+    assert "Input/output error" in result.stderr.splitlines()[-1]
 
 
 def test_a_step_that_failed_is_counted_behind_the_last_one(options: list[object]) -> None:

@@ -23,7 +23,7 @@ from qoff.errors import ArgumentError, BudgetError
 from qoff.hf.plugin.install import table_of
 from qoff.hf.plugin.model_methods import StreamedMethods
 from qoff.hf.plugin.offloaded import OffloadedLayer
-from qoff.hf.plugin.streaming import streamed_residency
+from qoff.hf.plugin.streaming import device_map, streamed_residency
 from qoff.memory import WeightStore
 from qoff.memory.plan.placement import spread_evenly
 from qoff.models.runtime import transfers_to
@@ -142,7 +142,9 @@ def placed(
             "or raise device_memory or host_memory"
         )
     values.place(others(model, units), device)
-    model.hf_device_map = _device_map(model, places, device)  # type: ignore[assignment]
+    layers = [path for path, _ in layers_of(model)]
+    streamed = {unit.path: place for unit, place in places.items()}
+    model.hf_device_map = device_map(device, layers, streamed)  # type: ignore[assignment]
     if not units:
         return lambda: None
     back = _Back(model, units)
@@ -159,18 +161,6 @@ def placed(
         if hasattr(module, "save_pretrained"):
             module.save_pretrained = _refuse_saving  # type: ignore[assignment]
     return back
-
-
-def _device_map(
-    model: nn.Module, places: Mapping[ModelUnit, str], device: torch.device
-) -> dict[str, str]:
-    """Where layers are, as Accelerate writes it; PEFT looks for each, and for what computes.
-
-    Only what HOST or DISK is said of streams, so a CPU that computes is "cpu:0".
-    """
-    main = "cpu:0" if device.type == "cpu" else str(device)
-    layers = dict.fromkeys((path for path, _ in layers_of(model)), main)
-    return {"": main, **layers, **{unit.path: place for unit, place in places.items()}}
 
 
 class _Back:

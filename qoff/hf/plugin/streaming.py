@@ -144,7 +144,7 @@ class Streaming:
                     place.module.computes_on(self.device)
             OffloadedLayer(model.get_submodule(self._paths[i]), store, turn, unit, places)
         paths = {self._paths[i]: place for i, place in self._places.items()}
-        model.hf_device_map = {"": str(self.device), **paths}  # type: ignore[assignment]
+        model.hf_device_map = device_map(self.device, self._paths, paths)  # type: ignore[assignment]
         StreamedMethods(model, self.device, plan)
         return store
 
@@ -238,6 +238,17 @@ def _path_of(i: int, unit: Sequence[StoredWeight]) -> str:
     """The module of layer i, from the names of its parameters."""
     found = (re.match(rf"(.+?\.{i})\.", name) for stored in unit for name in stored.targets)
     return next(match[1] for match in found if match is not None)
+
+
+def device_map(
+    device: torch.device, layers: Iterable[str], places: Mapping[str, str]
+) -> dict[str, str]:
+    """Where layers are, as Accelerate writes it; PEFT looks for each, and for what computes.
+
+    Only what "cpu" or "disk" is said of streams, so a CPU that computes is "cpu:0".
+    """
+    main = "cpu:0" if device.type == "cpu" else str(device)
+    return {"": main, **dict.fromkeys(layers, main), **places}
 
 
 def _nbytes(

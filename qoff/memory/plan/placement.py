@@ -86,13 +86,15 @@ def plan_residency(
             if search.passing_bytes:
                 through = f", {search.passing_bytes:,} for experts that pass through the device"
                 fewer += ", or have the CPU compute experts of longer passes (cpu_expert_tokens)"
-            raise BudgetError(
+            refusal = BudgetError(
                 f"device memory: the weights of {checkpoint.path}, {wanted - workspace:,} bytes, "
                 f"and {workspace:,} bytes of KV cache and working space take {wanted:,} bytes, and "
                 f"the budget is {device_memory:,}; streaming the weights takes at least {least:,} "
                 f"({slots} slots, {beside:,} bytes of cache and working space{through}): raise the "
                 f"budget to that{fewer if through or 2 * beside > least else ''}"
             )
+            refusal.least = least
+            raise refusal
         choice = found
     plan = search.residency(choice, device_memory)
     plan = place_in_host(checkpoint, plan, host_memory, host_staging, layouts, cpu_experts)
