@@ -173,8 +173,10 @@ class CheckpointWriter:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise ConversionError(self._no_space()) from error
+            where = "" if error.filename is None else f"{error.filename}: "
+            why = f"{where}{error.strerror or error}"
             raise ConversionError(
-                f"{self.path}: cannot be written ({error}); fix that, or choose another place"
+                f"{self.path}: cannot be written ({why}); fix that, or choose another place"
             ) from error
 
     def _no_space(self) -> str:

@@ -135,6 +135,10 @@ def bench(
         raise ArgumentError("--save keeps the rates of MODEL; leave it out")
     if results is not None and not save and not history:
         raise ArgumentError("--results is for --save and --history; give one of them, too")
+    if compare is None and (threshold is not None or fail_on_slower):
+        raise ArgumentError("--threshold and --fail-on-slower are for --compare; leave them out")
+    if text is not None and not experts:
+        raise ArgumentError("--text is for --experts; leave it out")
     if suite is not None:
         run_suite(suite, given)
     elif compare is not None:

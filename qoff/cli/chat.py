@@ -281,13 +281,14 @@ def _save(messages: list[dict[str, str]], path: Path) -> None:
         raised_as(QoffError, f"{shown(str(path))} cannot be written"),  # what is not UTF-8
         io_errors(path, QoffError, "choose another place"),
     ):
-        path.write_text(text + "\n")
+        data = f"{text}\n".encode()  # before a file that is there is emptied
+        path.write_bytes(data)
 
 
 def _messages(path: Path) -> list[dict[str, str]]:
     try:
         with io_errors(path, QoffError, "name a file that /save has written"):
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text)["messages"]
         return [_message(one) for one in found]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

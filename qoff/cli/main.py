@@ -29,6 +29,7 @@ from .options import (
     RunOptions,
     Trace,
     TrustRemoteCode,
+    check_place,
 )
 from .output import print_json, print_table, progress_bar
 from .plan import plan
@@ -257,6 +258,7 @@ def env(
     """Show versions, processor, memory, disk and GPU."""
     if save is not None and not measure:
         raise ArgumentError("--save keeps what --measure finds; give both")
+    check_place("--save", save)  # before minutes of measuring
     from .env import describe, measured
 
     spill = spill_folder or Path(tempfile.gettempdir())

@@ -44,7 +44,7 @@ class ModelOptions:
     device: str = Option("auto", help="cpu, or a GPU such as cuda; auto: a GPU if there is one.")
     dtype: str = Option("auto", help="On a GPU: float16 or bfloat16; auto: the model's type.")
     host_memory: str | None = Option(None, help="Limit of host memory, like 32GiB.")
-    max_memory: str | None = Option(None, help="Both limits, like 0=12GiB,cpu=32GiB.")
+    max_memory: str | None = Option(None, help="Limits of device and host, like 0=12GiB,cpu=32GiB.")
     slots: int = Option(2, min=2, help="Buffers for streamed layers.")
     cache_dir: Path | None = Option(None, help="Folder for converted models; default: QOFF_CACHE.")
     revision: str | None = Option(None, help="Branch, tag or commit of a model on the hub.")
@@ -409,6 +409,14 @@ def memory_by_place(text: str | None) -> dict[int | str, str] | None:
         parsed("--max-memory", parse_size, size)
         found[place] = size
     return None if text is None else found
+
+
+def check_place(option: str, file: Path | None) -> None:
+    """Raise ArgumentError for a file that is to be written later, where no file can be."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ArgumentError(f"{option} {file}: {file.parent} is no folder; make it first")
+    if file is not None and file.is_dir():
+        raise ArgumentError(f"{option} {file}: is a folder; name a file")
 
 
 def model_name(model: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typer import Option
 from qoff.errors import ArgumentError
 
 from .command import command, named, parsed
-from .options import ACTIVATION_BITS, ATTENTION_TOP, Json, Model, QuantOptions
+from .options import ACTIVATION_BITS, ATTENTION_TOP, Json, Model, QuantOptions, check_place
 from .output import print_json, print_table
 from .plan_machine import MachineOptions, machine_of, rate_of
 from .plan_model import checkpoint_of, config_of, folder_of, sizes_of
@@ -130,7 +130,8 @@ def plan(
     _check_training(context, model, finetuning)
     _check_formulas(context, memory, finetuning.train)
     _check_weights(context, model, finetuning)
-    _check_places({"--save": save, "--plot": plot})
+    check_place("--save", save)
+    check_place("--plot", plot)
     if memory:
         _print_memory(model, weights, training, on.link or "25GB/s", as_json)
         return
@@ -282,8 +283,10 @@ def _check_formulas(context: typer.Context, memory: bool, train: bool) -> None:
                 f"--memory prints formulas for any work and machine; leave out {option}"
             )
         return
-    for option in named(context, _OF_FORMULAS - ({"sequence"} if train else set())).values():
-        raise ArgumentError(f"--memory is missing, and belongs to {option}")
+    both = {"sequence"}  # which --train takes, too
+    for name, option in named(context, _OF_FORMULAS - (both if train else set())).items():
+        missing = "--memory or --train" if name in both else "--memory"
+        raise ArgumentError(f"{missing} is missing, and belongs to {option}")
 
 
 def _check_weights(context: typer.Context, model: str, how: FinetuneOptions) -> None:
@@ -296,13 +299,6 @@ def _check_weights(context: typer.Context, model: str, how: FinetuneOptions) -> 
         return
     for option in named(context, _OF_WEIGHTS).values():
         raise ArgumentError(f"{why}; leave out {option}")
-
-
-def _check_places(places: Mapping[str, Path | None]) -> None:
-    """Raise ArgumentError for a file that is to be written in no folder."""
-    for option, file in places.items():
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ArgumentError(f"{option} {file}: {file.parent} is no folder; make it first")
 
 
 def _check_bits(template: Plan, on_gpu: bool) -> None:

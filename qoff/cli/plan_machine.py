@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _LINK = 12e9  # bytes/s to a GPU that is described, and back: PCIe 3.0 x16, or half of 4.0
+_LEAST = 10**6  # a second: a smaller number without a unit lacks it
 
 
 @dataclass(frozen=True)
@@ -134,4 +135,6 @@ def rate_of(option: str, text: str) -> float:
         raise ArgumentError(f"{option}: {text!r} is not a rate; write it like 25GB/s") from error
     if rate <= 0:
         raise ArgumentError(f"{option}: {text!r} is not a rate above 0")
+    if rate < _LEAST and found.isdecimal():
+        raise ArgumentError(f"{option}: {text!r} has no unit; write it like 25GB/s")
     return float(rate)

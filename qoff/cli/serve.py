@@ -42,7 +42,7 @@ class ServePlanOptions(PlanOptions):
 
     free: ClassVar[frozenset[str]] = PlanOptions.free | {"least_prefill_tokens"}
     least_prefill_tokens: int = Option(
-        256, min=1, help="The same where more would make rounds longer, as forecast."
+        256, min=1, help="--prefill-tokens where more would make rounds longer, as forecast."
     )
 
     def plan(

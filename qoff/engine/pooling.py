@@ -139,7 +139,7 @@ def _own(folder: Path) -> tuple[Pooling, bool]:
 
 def _normalizes(path: Path) -> bool:
     try:
-        found: Any = json.loads(path.read_text())
+        found: Any = json.loads(path.read_bytes())
         return any(str(one["type"]).endswith(".Normalize") for one in found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{path}: is no list of sentence-transformers' modules") from error

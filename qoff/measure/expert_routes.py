@@ -91,9 +91,11 @@ def record(path: Path, ids: Tensor, prompt: int, **options: Any) -> ExpertRoutes
     with opened.runtime as runtime:
         experts = runtime.store.experts
         if experts is None:
+            bound = options.get("device_memory")
+            within = "without a bound" if bound is None else f"in {bound}"
             raise ArgumentError(
-                f"{path}: no expert comes on its own in {options.get('device_memory')}: the model "
-                "has none, or all of them fit; give a mixture of experts and less --device-memory"
+                f"{path}: no expert comes on its own {within}: the model has none, or all of them "
+                "fit; give a mixture of experts and less --device-memory"
             )
         cache = runtime.new_cache(1)
         _read(runtime, ids[:prompt], cache)

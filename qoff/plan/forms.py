@@ -39,9 +39,10 @@ class WeightForm:
     @property
     def options(self) -> str:
         """Those of `qoff convert`."""
-        target = "" if self.target_bits is None else f" --target-bits {self.target_bits:g}"
-        one = f"--bits {self.bits} --group-size {self.group_size} --solver {self.solver}"
-        return one + target
+        bits = f"--bits {self.bits}"
+        if self.target_bits is not None:  # beside which --bits is refused
+            bits = f"--target-bits {self.target_bits:g}"
+        return f"{bits} --group-size {self.group_size} --solver {self.solver}"
 
     def mixed(self, sizes: ModelSizes) -> dict[str, Format]:
         """Matrices that have 8 bits, by patterns; sizes: of a model whose matrices all have fewer.

@@ -146,7 +146,8 @@ def test_experts_that_a_text_takes(tmp_path: Path) -> None:
         hits = [float(row[name]) for name in ("LRU", "LFU, aged", "next use", "Belady")]
         assert max(hits[:3]) <= hits[3] <= 1
     assert "| slots |" in succeed(*asked)
-    assert "no expert comes on its own in" in fail(mixture, "--experts", "-p", 8, "-n", 4)
+    refused = fail(mixture, "--experts", "-p", 8, "-n", 4)
+    assert "no expert comes on its own without a bound" in refused
     assert "--experts takes one -p" in fail(mixture, "--experts", "-n", "2,3")
 
 
@@ -203,6 +204,9 @@ def test_a_bound_in_bytes_is_labelled_as_people_write_it(nbytes: int, text: str)
         (["{checkpoint}", "--results", "{tmp}"], "--results is for --save and --history"),
         (["--suite", "list", "--save"], "--save keeps the rates of MODEL"),
         (["{checkpoint}", "--experts", "--save"], "--save keeps the rates of MODEL"),
+        (["{checkpoint}", "--threshold", "5"], "--fail-on-slower are for --compare"),
+        (["{checkpoint}", "--fail-on-slower"], "--fail-on-slower are for --compare"),
+        (["{checkpoint}", "--text", "{tmp}/a"], "--text is for --experts"),
         ([*SAVED, "{tmp}/gone/results"], "there is no folder {tmp}/gone; make it"),
         ([*SAVED, "{checkpoint}/config.json"], "config.json: is no folder"),
         ([*SAVED, "{checkpoint}/config.json/a"], "there is no folder {checkpoint}/config.json"),

@@ -118,6 +118,15 @@ def test_commands(chat: Conversation, tmp_path: Path) -> None:
     assert "Errno" not in found
 
 
+def test_what_cannot_be_saved_leaves_the_file_as_it_is(chat: Conversation, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    said(chat, "/system Sag ja \N{LATIN SMALL LETTER SHARP S}", f"/save {file}")
+    before = file.read_bytes()
+    assert "\N{LATIN SMALL LETTER SHARP S}".encode() in before  # UTF-8, whatever the locale
+    assert "cannot be written" in said(chat, "/system \udcff", f"/save {file}")
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("pieces", [0, 2])
 def test_a_message_whose_answer_fails_is_forgotten(
     chat: Conversation, monkeypatch: pytest.MonkeyPatch, pieces: int

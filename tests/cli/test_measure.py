@@ -16,7 +16,7 @@ from qoff.measure import links, processor
 from qoff.measure.moves import Move
 from qoff.memory import DiskReader
 from qoff.plan.profile import Link, MachineProfile
-from tests.cli.commands import run
+from tests.cli.commands import fail, run
 from tests.plan.machines import machine
 
 
@@ -80,3 +80,11 @@ def test_measuring_keeps_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "1.00 GB/s" in printed["disk reads"]
     assert "device" in printed["plans may use"]
     assert "give both" in run("env", "--save", out).output
+
+
+def test_a_place_for_what_is_measured_is_checked_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(processor, "of_cpu", Mock(side_effect=AssertionError("measured")))
+    for place, why in ((tmp_path / "gone" / "m.json", "is no folder"), (tmp_path, "is a folder")):
+        assert why in fail("env", "--measure", "--save", place)

@@ -218,6 +218,7 @@ def test_a_place_in_no_folder_is_refused(config: Path, tmp_path: Path) -> None:
         assert refused.exit_code == 1
         assert f"qoff: {option} " in refused.output
         assert "is no folder; make it first" in refused.output
+        assert "is a folder; name a file" in fail("plan", config, option, tmp_path)
 
 
 def test_the_disk_of_a_checkpoint_that_is_there_is_all_free(
@@ -303,6 +304,10 @@ def test_bits_are_what_a_loss_allows(config: Path, here: Path, tmp_path: Path) -
     assert mixed["kl"] <= 0.04
     assert asdict(read_weights(out)) == mixed["weights"]
     assert read_plan(out).kv.k_bits in (4, 8)
+    ask = ("--machine", here, *WORK, "--max-kl", 0.04)
+    (line,) = (x for x in succeed("plan", config, *ask).splitlines() if x.startswith("to have it"))
+    options = line.partition("FOLDER ")[2].split()  # these are taken; the model is no longer there
+    assert "no such file" in fail("convert", tmp_path / "gone", tmp_path / "out", *options)
     cell = {"weights": "4 bits, group 32, hqq", "kv": "8,4, window 64", "mean_kl": 0.004}
     other = {"weights": "4 bits, group 64, rtn", "kv": "4,4, window 64", "mean_kl": 0.5}
     (tmp_path / "results.json").write_text(json.dumps([cell, other]))
@@ -344,6 +349,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
     ("arguments", "what"),
     [
         (["--link", "fast", "--gpu", "1GiB"], "--link"),
+        (["--link", "25", "--gpu", "1GiB"], "--link: '25' has no unit"),
         (["--gpu", "much"], "--gpu"),
         (["--gpu", "1GiB", "--gpu-rates", "1TB/s"], "--gpu-rates"),
         (["--machine", "/no/such/file"], "/no/such/file"),
@@ -368,6 +374,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
         (["--link", "1GB/s"], "there is none"),
         (["--disk-rate", "9999999999999999999TB/s"], "1e+18 at most"),
         (["--peak", "1T"], "--memory is missing"),
+        (["--sequence", "64"], "--memory or --train is missing"),
         (["--memory", "--gpu", "1GiB"], "leave out --gpu"),
         (["--activation-bits", "5"], "8 or 16"),
         (["--max-kl", "1", "--activation-bits", "8"], "leave out --activation-bits"),
