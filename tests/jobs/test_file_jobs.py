@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO, StringIO
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from qoff.errors import ArgumentError, DiskWriteError, FormatError, QoffError
 from qoff.hf.stamps import source_stamps
 from qoff.jobs.file import Asked, FileJob, fingerprint
 from qoff.jobs.journal import BLOCK, Journal, Places
-from qoff.jobs.lines import IdSet, Line, overview, prompt, read_lines
+from qoff.jobs.lines import IdSet, Line, is_openai, overview, prompt, read_lines
 from qoff.jobs.requests import PromptReader, PromptRequest
 from qoff.jobs.runner import Runner
 from qoff.kvcache import KVPlacement, KVQuant
@@ -448,6 +449,23 @@ def test_a_journal_has_whole_requests(samples: int, tmp_path: Path) -> None:
             assert journal.completed == 1
 
 
+def test_a_header_that_this_version_did_not_write_is_refused(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    Journal(places, {"model": "a"}).close()
+    begun = json.loads(places.header.read_text())
+    for change, message in (
+        ({"version": 1}, "begun by an earlier version"),
+        ({"version": 3}, "is not the header of a job"),
+        ({"version": None}, "is not the header of a job"),
+        ({"job": 7}, "is not the header of a job"),
+    ):
+        places.header.write_text(json.dumps(begun | change))
+        with pytest.raises(FormatError, match=message):
+            Journal(places, {"model": "a"})
+    places.header.write_text(json.dumps(begun))
+    Journal(places, {"model": "a"}).close()  # nothing has kept its lock
+
+
 def test_two_processes_do_not_share_a_job(tmp_path: Path) -> None:
     places = Places(tmp_path / "out", tmp_path / "errors")
     first = Journal(places, {})
@@ -514,6 +532,24 @@ def test_any_line_is_a_prompt(tmp_path: Path) -> None:
     assert [(one.number, one.at) for one in found] == [(0, 1), (1, 2), (2, 4), (3, 6)]
     with pytest.raises(QoffError, match="is not UTF-8"):
         prompt(Line(0, 1, b"\xff\xfe"))
+
+
+def test_a_line_that_is_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is kept, all of it is read, and its end may be that of the file."""
+    monkeypatch.setattr("qoff.jobs.lines.MAX_LINE", 8)
+    data = b"12345678\n123456789\n" + b"x" * 30 + b"\n\nab\r\n" + b"y" * 20
+    digest = hashlib.sha256()
+    found = list(read_lines(BytesIO(data), digest))
+    assert [(one.number, one.at, one.data) for one in found] == [
+        (0, 1, b"12345678"), (1, 2, None), (2, 3, None), (3, 5, b"ab"), (4, 6, None)
+    ]  # fmt: skip
+    assert digest.digest() == hashlib.sha256(data).digest()
+    assert not is_openai(found[1])
+    with pytest.raises(QoffError, match="longer than 8 bytes"):
+        prompt(found[1])
+    for end in range(len(data) + 1):
+        there = list(read_lines(BytesIO(data[:end])))
+        assert list(read_lines(BytesIO(data), nbytes=end)) == there
 
 
 def test_json_may_be_indented_and_has_to_be_whole(tmp_path: Path) -> None:
