@@ -146,6 +146,8 @@ HEADERS: dict[str, tuple[Damage, str]] = {
     "offsets missing": (tensor(".codes", data_offsets=None), "wrongly"),
     "shape not numbers": (tensor(".codes", shape=["48", 32]), "whole numbers"),
     "shape of 2**70": (tensor(".codes", shape=[0, 1 << 70], data_offsets=[0, 0]), "whole numbers"),
+    "shape of 2**60": (tensor(".codes", shape=[0, 1 << 60], data_offsets=[0, 0]), "impossible"),
+    "shape of 17": (tensor(".codes", shape=[1536] + [1] * 16), "impossible"),
     "bytes not those of the shape": (tensor(".codes", shape=[48, 33]), "takes 1584 bytes"),
     "unknown dtype": (tensor(".codes", dtype="F4"), "wrongly"),
     "tensor not an object": (lambda f: edit_header(f, lambda h: h.update(x=1)), "wrongly"),
@@ -266,6 +268,7 @@ def forget(index: Any, file: str) -> None:
         (lambda i: i.update(weight_map=[]), "no checksums and weight_map"),
         (lambda i: i["checksums"].update({LAYER: 5}), "checksum of"),
         (lambda i: i["checksums"][LAYER].update(sha256="A" * 64), "checksum of"),
+        (lambda i: i["checksums"][LAYER].update(sha256="a" * 65), "checksum of"),
         (lambda i: i["checksums"][LAYER].update(nbytes="12"), "checksum of"),
     ],
 )
@@ -274,7 +277,7 @@ def test_a_wrong_index_is_refused(folder: Path, edit: Callable[[Any], None], wha
     with pytest.raises(FormatError, match=ADVICE) as caught:
         Checkpoint.open(folder)
     assert str(folder / INDEX_FILE) in str(caught.value)
-    assert what.split()[0] in str(caught.value)
+    assert what in str(caught.value)
 
 
 def test_the_last_layer_cannot_go_unnoticed(folder: Path) -> None:
@@ -290,6 +293,7 @@ def test_the_last_layer_cannot_go_unnoticed(folder: Path) -> None:
         (lambda c: c["quantization_config"].update(quant_method="gptq"), "'gptq'"),
         (lambda c: c["quantization_config"].update(version=2), "version 2"),
         (lambda c: c["quantization_config"].pop("version"), "version None"),
+        (lambda c: c["quantization_config"].update(layout="state_dict"), "'state_dict'; load it"),
     ],
 )
 def test_another_config_is_refused(folder: Path, edit: Callable[[Any], None], what: str) -> None:

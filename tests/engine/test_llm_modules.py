@@ -198,8 +198,10 @@ def test_a_prompt_that_takes_two_passes_fails_alone(base: Path, name: str) -> No
     path = module_checkpoint(base, name)
     with LLM(path, replace(PLAN, prefill_tokens=96), device="cpu") as llm:
         found = llm.generate(prompts(), PARAMS)
+        (other,) = llm.generate(prompts()[:1], replace(PARAMS, prompt_logprobs=0))
     assert [one.finish_reason for one in found] == ["length"] * 4 + ["error"]
     assert "prefill_tokens=97 or more" in found[4].error
+    assert "prompt_logprobs: this model has recurrent states" in other.error
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,12 @@ def test_one_bad_prompt_fails_alone(checkpoint: Path) -> None:
     with LLM(checkpoint, Plan(batch_size=4, context=CONTEXT, kv=QUANT)) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         found = llm.generate(prompts, params)  # type: ignore[arg-type]
+        each = [replace(params, n=5), replace(params, stop_token_ids=[5, 128]), params]
+        others = llm.generate([[5]] * 3, each)
+        with pytest.raises(ArgumentError, match="parameters are SamplingParams, not dict"):
+            llm.generate([[5]], [{"n": 1}])  # type: ignore[list-item]
+        with pytest.raises(ArgumentError, match="2 prompts, but parameters for 3"):
+            llm.generate([[5]] * 2, each)
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(QoffError, match="pickled or copied; give other processes"):
                 copied(llm)
@@ -43,6 +49,11 @@ def test_one_bad_prompt_fails_alone(checkpoint: Path) -> None:
         8: f"a prompt is {forms}, not a dict with the keys 'text'",
         9: f"a prompt is {forms}, not bool",
     }
+    assert [r.error for r in others] == [
+        "5 answers of a prompt are more than a batch of 4; use a plan with a larger batch_size",
+        "the list of stop_token_ids has token 128; there are 0 to 127",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from bench.batch_kills import answers
 from qoff.errors import ArgumentError, DiskWriteError, QoffError
-from qoff.jobs.lines import IdSet, Line, overview, prompt, read_lines
+from qoff.jobs.lines import IdSet, Line, is_openai, overview, prompt, read_lines
 from tests.jobs.file_jobs import file_job, line, write
 
 
@@ -92,6 +93,24 @@ def test_any_line_is_a_prompt(tmp_path: Path) -> None:
     assert [(one.number, one.at) for one in found] == [(0, 1), (1, 2), (2, 4), (3, 6)]
     with pytest.raises(QoffError, match="is not UTF-8"):
         prompt(Line(0, 1, b"\xff\xfe"))
+
+
+def test_a_line_that_is_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is kept, all of it is read, and its end may be that of the file."""
+    monkeypatch.setattr("qoff.jobs.lines.MAX_LINE", 8)
+    data = b"12345678\n123456789\n" + b"x" * 30 + b"\n\nab\r\n" + b"y" * 20
+    digest = hashlib.sha256()
+    found = list(read_lines(BytesIO(data), digest))
+    assert [(one.number, one.at, one.data) for one in found] == [
+        (0, 1, b"12345678"), (1, 2, None), (2, 3, None), (3, 5, b"ab"), (4, 6, None)
+    ]  # fmt: skip
+    assert digest.digest() == hashlib.sha256(data).digest()
+    assert not is_openai(found[1])
+    with pytest.raises(QoffError, match="longer than 8 bytes"):
+        prompt(found[1])
+    for end in range(len(data) + 1):
+        there = list(read_lines(BytesIO(data[:end])))
+        assert list(read_lines(BytesIO(data), nbytes=end)) == there
 
 
 def test_json_may_be_indented_and_has_to_be_whole(tmp_path: Path) -> None:

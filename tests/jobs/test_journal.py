@@ -219,6 +219,23 @@ def test_a_journal_has_whole_requests(samples: int, tmp_path: Path) -> None:
             assert journal.completed == 1
 
 
+def test_a_header_that_this_version_did_not_write_is_refused(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    Journal(places, {"model": "a"}).close()
+    begun = json.loads(places.header.read_text())
+    for change, message in (
+        ({"version": 1}, "begun by an earlier version"),
+        ({"version": 3}, "is not the header of a job"),
+        ({"version": None}, "is not the header of a job"),
+        ({"job": 7}, "is not the header of a job"),
+    ):
+        places.header.write_text(json.dumps(begun | change))
+        with pytest.raises(FormatError, match=message):
+            Journal(places, {"model": "a"})
+    places.header.write_text(json.dumps(begun))
+    Journal(places, {"model": "a"}).close()  # nothing has kept its lock
+
+
 def test_two_processes_do_not_share_a_job(tmp_path: Path) -> None:
     places = Places(tmp_path / "out", tmp_path / "errors")
     first = Journal(places, {})

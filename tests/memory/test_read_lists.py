@@ -18,6 +18,7 @@ from qoff.kernels.cpu.jit.slots import Slots
 from qoff.memory import DiskReader
 from qoff.memory.arena import map_pages
 from qoff.memory.io.runs import Fill
+from qoff.memory.io.spill import SpillFile
 
 UNIT, UNITS = 3 * 4096, 5
 TAIL = 100  # bytes of the last unit
@@ -117,6 +118,20 @@ def test_threads_that_stop_because_a_read_failed_tell_that(
         reader.close()
     assert {str(error) for error in told} == {str(told[0])}
     assert "short read" in str(told[0])
+
+
+def test_a_spill_file_is_closed_while_its_list_waits_for_slots(
+    reader: DiskReader, tmp_path: Path
+) -> None:
+    spill, slots = SpillFile(tmp_path, 4 * UNIT, reader), new_slots()
+    each = fills(tmp_path, slots, [UNIT] * 4)  # nobody gives back the slots of the first two
+    request = spill.read_list([(one.parts, one.words, one.turn) for one in each], slots.fail)
+    closing = threading.Thread(target=spill.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    with pytest.raises(DiskReadError, match="abandoned"):
+        request.result(20)
 
 
 def test_an_abandoned_list_ends_without_its_slots(reader: DiskReader, file: Path) -> None:

@@ -125,7 +125,10 @@ def test_a_file_system_that_refuses_direct_writes(
     tmp_path: Path, reader: DiskReader, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when both threads are refused at once."""
-    monkeypatch.setattr("qoff.memory.io.spill.set_direct", lambda fd, direct: True)
+    asked = list[bool]()
+    monkeypatch.setattr(
+        "qoff.memory.io.spill.set_direct", lambda _, direct: asked.append(direct) or True
+    )
     together = threading.Barrier(failures)
 
     def refuse(fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -143,6 +146,7 @@ def test_a_file_system_that_refuses_direct_writes(
             write.result(TIMEOUT_S)
         for i, source in enumerate(sources):
             assert torch.equal(read(file, 2 * i, 2), source)
+    assert asked == [True] + [False] * failures
 
 
 def test_the_rest_of_an_interrupted_write_need_not_be_aligned(

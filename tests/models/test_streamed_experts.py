@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -274,7 +275,7 @@ def test_a_request_that_ended_early_keeps_no_slot(
         assert torch.equal(logits_of(runtime), expected)
 
 
-def test_a_save_that_ended_early_leaves_no_stale_expert(
+def test_saves_and_copies_that_ended_early_leave_no_stale_expert(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_checkpoint(base, "mixtral")
@@ -282,6 +283,7 @@ def test_a_save_that_ended_early_leaves_no_stale_expert(
     expected = resident_logits(path)
     device = (least + everything) // 2
     save, numbers, kept, ended = ExpertMoves.save, count(), dict[int, int](), 0
+    copy, copies, random = ThreadTransfers.copy_unit, count(), Random(0)
     with Runtime(path, device_memory=device, host_memory=everything // 4) as runtime:
         cache = runtime.store.experts
         assert cache is not None
@@ -292,9 +294,16 @@ def test_a_save_that_ended_early_leaves_no_stale_expert(
             save(moves, slot, host)
             kept[host] = int(cache.now.keys[slot])
 
+        def copied(*args: Any) -> UnitRead:
+            if next(copies) % 2 == 0:
+                raise KeyboardInterrupt
+            return copy(*args)
+
         monkeypatch.setattr(ExpertMoves, "save", interrupted)
-        for request in range(24):
-            chosen = ChosenExperts(request % len(cache.counts), (0, 1, 2, 3))
+        monkeypatch.setattr(ThreadTransfers, "copy_unit", copied)
+        for request in range(48):
+            two = tuple(sorted(random.sample(range(4), 2)))
+            chosen = ChosenExperts(request % len(cache.counts), two)
             try:
                 cache.release(cache.acquire(chosen))
             except KeyboardInterrupt:
@@ -306,7 +315,9 @@ def test_a_save_that_ended_early_leaves_no_stale_expert(
             total = len(there) + moving + len(cache._host._free)
             assert total == runtime.residency.host_expert_slots
         assert ended
+        assert next(copies) > 2
         monkeypatch.setattr(ExpertMoves, "save", save)
+        monkeypatch.setattr(ThreadTransfers, "copy_unit", copy)
         assert torch.equal(logits_of(runtime), expected)
 
 

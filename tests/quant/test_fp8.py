@@ -35,6 +35,14 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     return {**config, "config_groups": {"group_0": group}}
 
 
+def groups(*each: dict[str, Any]) -> dict[str, Any]:
+    """Groups of modules for a config."""
+    return {"config_groups": dict(zip("ab", each, strict=False))}
+
+
+SIZES = [compressed("block", block_structure=[n, n])["config_groups"]["group_0"] for n in (32, 64)]
+
+
 def scheme(config: dict[str, Any]) -> Scheme:
     return read_scheme(config, "config: ")
 
@@ -134,6 +142,9 @@ def test_scales_that_do_not_fit_are_named(
         (compressed("block"), r"block_structure is None; supported: two whole numbers"),
         ({**compressed("tensor"), "config_groups": {}}, r"config_groups is {}"),
         ({**compressed("tensor"), "config_groups": {"a": 7}}, r"config_groups.a is 7"),
+        ({**compressed("tensor"), "transform_config": {"x": {}}}, r"transform_config is {'x': {}}"),
+        (compressed("tensor") | groups({"format": "pack-quantized"}), r"a.format is 'pack-quantiz"),
+        (compressed("tensor") | groups(*SIZES), r"config_groups is .*; supported: blocks of one"),
     ],
 )
 def test_configs_without_an_implementation_are_named(config: Any, message: str) -> None:

@@ -74,6 +74,10 @@ def _bnb() -> dict[str, Tensor]:
     return bnb4(N, K)[0]
 
 
+def _nested() -> dict[str, Tensor]:
+    return bnb4(N, K, nested=True)[0]
+
+
 @pytest.mark.parametrize(
     ("scheme", "make", "damage", "message"),
     [
@@ -98,6 +102,12 @@ def _bnb() -> dict[str, Tensor]:
             r"m.g_idx is int32 \[384\]; expected int32 or int64 \[376\]",
         ),
         (gptq_scheme, _gptq, _set("qweight", torch.ones(48, N)), r"m.qweight is float32"),
+        (
+            gptq_scheme,
+            _gptq,
+            _set("qweight", _int(48, 0)),
+            r"qweight is int32 \[48, 0\]; .* \[any, any",
+        ),
         (
             gptq_scheme,
             _gptq,
@@ -160,6 +170,18 @@ def _bnb() -> dict[str, Tensor]:
         (
             compressed_scheme,
             _compressed,
+            _set("weight_shape", torch.tensor([N])),
+            r"m.weight_shape is int64 \[1\]; expected int32 or int64 \[2\]",
+        ),
+        (
+            compressed_scheme,
+            _compressed,
+            _set("weight_scale", torch.ones(N + 1, 12)),
+            r"m.weight_scale is float32 \[81, 12\]; expected .* \[80, any\]",
+        ),
+        (
+            compressed_scheme,
+            _compressed,
             _set("weight_scale", torch.ones(N, 11)),
             r"m.weight_scale has 11 groups, which do not divide 384",
         ),
@@ -183,6 +205,42 @@ def _bnb() -> dict[str, Tensor]:
             _bnb,
             _set("weight", torch.zeros(7, 1, dtype=torch.uint8)),
             r"m.weight is 7 bytes of shape \[7, 1\]; expected 15360",
+        ),
+        (
+            bnb_scheme,
+            _bnb,
+            _set("weight", torch.zeros(1, N * K // 2, dtype=torch.uint8)),
+            r"m.weight is 15360 bytes of shape \[1, 15360\]; expected 15360 of shape \[any, 1\]",
+        ),
+        (
+            bnb_scheme,
+            _bnb,
+            _state('{"shape": [2048, 15], "blocksize": 64}'),  # whose rows end within a byte
+            r"expected 15360 of shape \[any, 1\] for a 4-bit matrix \[2048, 15\]",
+        ),
+        (
+            bnb_scheme,
+            _bnb,
+            _set("weight.absmax", torch.zeros(_BLOCKS, dtype=torch.uint8)),
+            rf"m.weight.absmax is uint8 \[{_BLOCKS}\]; expected float16",
+        ),
+        (
+            bnb_scheme,
+            _nested,
+            _set("weight.nested_absmax", torch.ones(1)),
+            r"m.weight.nested_absmax is float32 \[1\]; expected .*\[2\]",
+        ),
+        (
+            bnb_scheme,
+            _nested,
+            _set("weight.nested_quant_map", torch.ones(255)),
+            r"m.weight.nested_quant_map is float32 \[255\]; expected .*\[256\]",
+        ),
+        (
+            bnb_scheme,
+            _nested,
+            _state('{"shape": [80, 384], "blocksize": 64, "nested_blocksize": 0}'),
+            r"does not describe a matrix: ValueError 0 where a whole number",
         ),
         (bnb_scheme, _bnb, _state("{"), r"bitsandbytes__nf4 does not describe a matrix: JSON"),
         (bnb_scheme, _bnb, _state("[]"), r"does not describe a matrix: TypeError"),
@@ -244,7 +302,8 @@ def test_scales_that_are_not_numbers_are_named(
 def _inner(key: str, value: Any) -> dict[str, Any]:
     config = compressed_config()
     group = config["config_groups"]["group_0"]
-    where = group if key in ("input_activations", "format") else group["weights"]
+    of_group = ("input_activations", "output_activations", "format")
+    where = group if key in of_group else group["weights"]
     where[key] = value
     return config
 
@@ -261,6 +320,7 @@ def _inner(key: str, value: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": True}, r"bits is True"),
         ({"quant_method": "gptq", "bits": 4}, r"group_size is None; supported: -1 or a whole"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size is 0"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -2}, r"group_size is -2"),
         (
             {"quant_method": "gptq", "checkpoint_format": "marlin"},
             r"checkpoint_format is 'marlin'; supported: 'gptq', 'gptq_v2'",
@@ -280,6 +340,11 @@ def _inner(key: str, value: Any) -> dict[str, Any]:
         (compressed_config(sparsity_config={"format": "2:4"}), r"sparsity_config.format is '2:4'"),
         (_inner("type", "float"), r"weights.type is 'float'; supported: 'int'"),
         (_inner("input_activations", {"num_bits": 8}), r"input_activations is .*null"),
+        (_inner("output_activations", {"num_bits": 8}), r"output_activations is .*null"),
+        (
+            _inner("format", "float-quantized"),
+            r"group_0.format is 'float-quantized'; supported: 'p",
+        ),
     ],
 )
 def test_configs_without_an_implementation_are_named(config: Any, message: str) -> None:

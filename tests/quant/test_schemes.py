@@ -148,6 +148,18 @@ def test_compressed_tensors_are_exact(bits: int, group: int, dtype: torch.dtype)
             check_exact(scheme, tensors, matrix, target)
 
 
+def test_compressed_tensors_of_several_widths_are_told_apart_by_their_words() -> None:
+    groups = {
+        name: {**compressed_config(bits)["config_groups"]["group_0"], "format": "pack-quantized"}
+        for name, bits in (("a", 8), ("b", 2))
+    }
+    config = compressed_config(format="mixed-precision", config_groups=groups)
+    for bits in (2, 8):
+        matrix = random_matrix(N, K, bits, 32)
+        tensors = compressed(matrix, sym=False)
+        check_exact(read_scheme(config, "config: "), tensors, matrix, (bits, 32))
+
+
 def test_compressed_tensors_with_actorder_come_as_floats() -> None:
     matrix = random_matrix(N, K, 4, 128, shuffled=True)
     tensors = compressed(matrix, sym=False, shuffled=True)
