@@ -284,6 +284,7 @@ def test_saves_and_copies_that_ended_early_leave_no_stale_expert(
     device = (least + everything) // 2
     save, numbers, kept, ended = ExpertMoves.save, count(), dict[int, int](), 0
     copy, copies, random = ThreadTransfers.copy_unit, count(), Random(0)
+    wait, waits = UnitRead.wait, count(1)
     with Runtime(path, device_memory=device, host_memory=everything // 4) as runtime:
         cache = runtime.store.experts
         assert cache is not None
@@ -299,7 +300,13 @@ def test_saves_and_copies_that_ended_early_leave_no_stale_expert(
                 raise KeyboardInterrupt
             return copy(*args)
 
+        def waited(read: UnitRead) -> None:
+            if next(waits) % 3 == 1:
+                raise KeyboardInterrupt
+            wait(read)
+
         monkeypatch.setattr(ExpertMoves, "save", interrupted)
+        monkeypatch.setattr(UnitRead, "wait", waited)
         monkeypatch.setattr(ThreadTransfers, "copy_unit", copied)
         for request in range(48):
             two = tuple(sorted(random.sample(range(4), 2)))
@@ -315,8 +322,9 @@ def test_saves_and_copies_that_ended_early_leave_no_stale_expert(
             total = len(there) + moving + len(cache._host._free)
             assert total == runtime.residency.host_expert_slots
         assert ended
-        assert next(copies) > 2
+        assert next(copies) > 2 < next(waits)
         monkeypatch.setattr(ExpertMoves, "save", save)
+        monkeypatch.setattr(UnitRead, "wait", wait)
         monkeypatch.setattr(ThreadTransfers, "copy_unit", copy)
         assert torch.equal(logits_of(runtime), expected)
 
