@@ -37,8 +37,11 @@ weights, within float32 rounding (`tests/models/test_decoder.py`).
 """
 _REST = """
 Multimodal families run without images, as their text models. If only their processor has a chat
-template, that becomes the tokenizer's. Templates that read a message as a list of parts are given
-text as one part.
+template, that becomes the tokenizer's. If a template reads messages as lists of parts, `qoff.LLM`
+and commands give it text as one part; the tokenizer's own `apply_chat_template` does not.
+
+transformers' `AutoModelForCausalLM` does not find Mistral Small 4, so `from_pretrained` and
+`qoff finetune` do not take its checkpoints. `qoff.load` and `qoff.LLM` do.
 
 ### FP8 weights and experts
 

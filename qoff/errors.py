@@ -65,7 +65,7 @@ class ConversionError(QoffError):
 class BudgetError(QoffError, MemoryError):
     """A plan does not fit: names the tier, the bytes wanted and the bytes there."""
 
-    least: int | None = None  # bytes of the device that a plan takes whose weights stream, if known
+    least: int | None = None  # bytes of the device with which it fits if weights stream, if known
 
 
 class DiskReadError(QoffError, OSError):

@@ -20,9 +20,13 @@ NEARLY = 0.025  # relative, of logits after rounding weights to 8 bits
 
 @torch.no_grad()
 def random_weights(model: Any) -> None:
+    """Give parameters, and corrections of routers, random values."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.normal_(std=0.1)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.normal_(std=0.1)
 
 
 def logits(checkpoint: Path, tokens: Tensor) -> Tensor:

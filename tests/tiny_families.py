@@ -422,7 +422,7 @@ FAMILIES |= {
 FAMILIES |= {
     "mistral4": {
         "model_type": "mistral4",
-        **{k: v for k, v in _LATENT.items() if k != "num_hidden_layers"},
+        **_LATENT,
         "q_lora_rank": 32,
         "rope_parameters": {
             **_YARN,
@@ -600,5 +600,5 @@ EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (
     *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
-    *("gemma4-moe", "qwen3.5-moe"),
+    *("gemma4-moe", "qwen3.5-moe", "afmoe"),
 )

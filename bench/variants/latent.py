@@ -38,6 +38,7 @@ def variants(capability: int) -> Iterator[Variant]:
     if capability >= 80:
         yield _attention("fp16", _FORM, 16, 1)
         yield _attention("fp16", KVFormat(576, 8, 8, latent=512), 128, 1)
+        yield _attention(types[-1], KVFormat(320, latent=256), 32, 1)  # of Mistral Small 4
         for rows in (1, 4096):
             yield _attention(types[-1], _FORM, 128, rows)
         for form in (KVFormat(512, 8, 8), KVFormat(512)):

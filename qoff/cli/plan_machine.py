@@ -135,6 +135,6 @@ def rate_of(option: str, text: str) -> float:
         raise ArgumentError(f"{option}: {text!r} is not a rate; write it like 25GB/s") from error
     if rate <= 0:
         raise ArgumentError(f"{option}: {text!r} is not a rate above 0")
-    if rate < _LEAST and found.isdecimal():
+    if rate < _LEAST and not found[-1:].isalpha():
         raise ArgumentError(f"{option}: {text!r} has no unit; write it like 25GB/s")
     return float(rate)

@@ -33,6 +33,7 @@ from .round_stats import RoundStats
 from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
+_EXIT_S = 60.0  # that the interpreter's exit waits for a round at most
 _KEPT = 4096  # rounds whose numbers are kept, at least
 
 
@@ -122,14 +123,14 @@ class Rounds:
             if self._worker == threading.get_ident():
                 raise ArgumentError("an LLM cannot be closed in the middle of its round")
             self._closed = True
-            self._changed.wait_for(lambda: self._worker is None)
+            self._changed.wait_for(lambda: self._worker is None, _EXIT_S)
             self._places.batches.clear()  # with their caches
             self._adapter = None
             self.current.end()
             self._changed.notify_all()
 
     def let_exit(self) -> None:
-        """Wait for the round that is computed; daemon threads begin no other, and wait for ever.
+        """Wait for the round that is computed, a while; daemon threads begin no other, and wait.
 
         What they compute with is closed when the interpreter exits, and they end with it.
         """

@@ -25,7 +25,7 @@ from .chat_worker import encoded, read, write
 
 _SECONDS = 1.0  # of CPU time for a conversation; the largest take some hundredths
 _WAIT = 30.0  # seconds that an answer may take on a machine that is busy with other things
-_TEMPLATES = 64  # of which it is known at a time what they read
+_TEMPLATES = 64  # at most, of which `ChatRenderer` remembers what they read
 _CHARACTERS = 1 << 24  # of a conversation, beside those of its messages
 # What transformers makes of messages and options before it applies a template, as JSON.
 _VARIABLES = (
@@ -34,6 +34,8 @@ _VARIABLES = (
 )
 _END = "\ue000qoff-end-of-message\ue000"  # where a message that is continued stops
 _PROBE = "\ue000qoff-content\ue000"  # what a message says that shows what a template reads
+_ROLES = ("user", "assistant", "system")
+_LIMITS = [_SECONDS, _CHARACTERS]
 _WRONG = "the chat template does not take this"
 # Names that transformers does not pass on to templates.
 _OPTIONS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
@@ -48,7 +50,7 @@ class ChatRenderer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
-        self._by_parts: dict[str, bool] = {}  # of templates: see `_reads_parts`
+        self._by_parts: dict[str, frozenset[str]] = {}  # by template: see `_parts_of`
 
     def render(
         self,
@@ -97,9 +99,12 @@ class ChatRenderer:
                 "variables": json.loads(variables),
                 "limits": [_SECONDS, _CHARACTERS + 4 * len(variables)],
             }
-        given = request["variables"]["messages"]
-        if _is_text(given) and self._reads_parts(request):
-            request["variables"]["messages"] = [_as_part(message) for message in given]
+        by_parts = self._parts_of(template, tokenizer.special_tokens_map)
+        variables = request["variables"]
+        variables["messages"] = [
+            _as_part(m) if isinstance(m, dict) and m.get("role") in by_parts else m
+            for m in variables["messages"]
+        ]
         text = self._text(request)
         if continue_final_message:
             text, found, _ = text.rpartition(_END)
@@ -120,22 +125,38 @@ class ChatRenderer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _reads_parts(self, request: dict[str, Any]) -> bool:
-        """Whether its template leaves out what a message says as text, but not as a part."""
-        template: str = request["template"]
+    def _parts_of(self, template: str, tokens: Mapping[str, Any]) -> frozenset[str]:
+        """The roles whose messages a template leaves out as text, but not as a part.
+
+        Found out with messages of its own, and remembered if the template took one of a user.
+        """
         if "text" not in template or "type" not in template:
-            return False
-        if template not in self._by_parts:
-            plain = {"role": "user", "content": _PROBE}
+            return frozenset()
+        known = self._by_parts.get(template)
+        if known is not None:
+            return known
+        found, user = set[str](), {"role": "user", "content": "a"}
+        works = False
+        for role in _ROLES:
+            said = {"role": role, "content": _PROBE}
             shown_as = []
-            for message in (plain, _as_part(plain)):
-                variables = {**request["variables"], "messages": [message]}
-                found = self._ask({**request, "variables": variables})
-                shown_as.append(_PROBE in found.get("text", ""))
+            for message in (said, _as_part(said)):
+                other = _as_part(user) if "user" in found else user
+                around = {"user": [message], "assistant": [other, message]}
+                messages = around.get(role, [message, other])
+                variables = {**tokens, "messages": messages, "add_generation_prompt": False}
+                answer = self._ask(
+                    {"template": template, "variables": variables, "limits": _LIMITS}
+                )
+                shown_as.append(_PROBE in answer.get("text", ""))
+                works |= role == "user" and "text" in answer
+            if shown_as == [False, True]:
+                found.add(role)
+        if works:
             if len(self._by_parts) >= _TEMPLATES:
                 self._by_parts.clear()
-            self._by_parts[template] = shown_as == [False, True]
-        return self._by_parts[template]
+            self._by_parts[template] = frozenset(found)
+        return frozenset(found)
 
     def _text(self, request: dict[str, Any]) -> str:
         found = self._ask(request)
@@ -212,17 +233,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _is_text(messages: object) -> bool:
-    """Whether some message says something as text."""
-    return isinstance(messages, list) and any(
-        isinstance(message, dict) and isinstance(message.get("content"), str)
-        for message in messages
-    )
-
-
-def _as_part(message: Any) -> Any:
+def _as_part(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its text as a part."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+    if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 

@@ -298,7 +298,7 @@ class DecoderSpec:
 
     @property
     def sums_experts(self) -> bool:
-        """Whether outputs of experts are added up by themselves, as a norm follows."""
+        """Whether outputs of experts are added up by themselves, as the MLP's norm is of them."""
         return self.experts is not None and (self.experts.beside or self.post_norm)
 
     def has_experts(self, layer: int) -> bool:

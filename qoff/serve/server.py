@@ -11,7 +11,6 @@ import ssl
 import sys
 import threading
 import time
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # ssl reads only those of peers
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -123,7 +122,12 @@ def _warn_if_expired(certificate: str | None) -> None:
     """Log the date of a certificate that has expired, which OpenSSL serves all the same."""
     if certificate is None:
         return
-    end = ssl.cert_time_to_seconds(_test_decode_cert(certificate)["notAfter"])
+    try:  # ssl itself reads only the certificates of peers
+        from _ssl import _test_decode_cert  # type: ignore[attr-defined]
+
+        end = ssl.cert_time_to_seconds(_test_decode_cert(certificate)["notAfter"])
+    except (ImportError, OSError, KeyError, ValueError):  # a form that only OpenSSL knows
+        return
     if end < time.time():
         day = datetime.fromtimestamp(end, UTC).isoformat()
         fields = {"file": certificate, "expired": day}

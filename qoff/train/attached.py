@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,9 @@ class _Steps:
         with replacing(folder) as beside:
             if trainer.processing_class is not None:
                 save_tokenizer(trainer.processing_class, beside)
-            torch.save(trainer.args, beside / "training_args.bin")
+            written = BytesIO()  # torch's own writing of files has other errors
+            torch.save(trainer.args, written)
+            (beside / "training_args.bin").write_bytes(written.getvalue())
 
     def save_states(self, output_dir: str) -> None:
         """The schedule's state, and all of the training."""

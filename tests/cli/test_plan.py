@@ -350,6 +350,7 @@ def test_memory_by_the_formulas(config: Path) -> None:
     [
         (["--link", "fast", "--gpu", "1GiB"], "--link"),
         (["--link", "25", "--gpu", "1GiB"], "--link: '25' has no unit"),
+        (["--link", "2.5", "--gpu", "1GiB"], "--link: '2.5' has no unit"),
         (["--gpu", "much"], "--gpu"),
         (["--gpu", "1GiB", "--gpu-rates", "1TB/s"], "--gpu-rates"),
         (["--machine", "/no/such/file"], "/no/such/file"),

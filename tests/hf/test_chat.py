@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qoff.errors import ArgumentError
-from qoff.hf import chat_worker
+from qoff.hf import chat, chat_worker
 from qoff.hf.chat import ChatRenderer
 from qoff.hf.tokenizer import load_tokenizer
 from tests.tiny_models import save_tokenizer
@@ -105,12 +105,45 @@ def test_text_is_a_part_where_a_template_reads_only_these(
     tokenizer: Any, renderer: ChatRenderer, template: str
 ) -> None:
     """As in LLaVA, SmolVLM and Pixtral: text alone would be left out, or fail."""
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    assert renderer.render(tokenizer, chat, chat_template=template) == "user: Hi;assistant: Yes;"
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    assert renderer.render(tokenizer, said, chat_template=template) == "user: Hi;assistant: Yes;"
     continued = renderer.render(
-        tokenizer, chat, chat_template=template, continue_final_message=True
+        tokenizer, said, chat_template=template, continue_final_message=True
     )
     assert continued == "user: Hi;assistant: Yes"
+
+
+BY_PARTS = (
+    "{% set n = namespace(a=1) %}{% for m in messages %}{{ m.role }}:{% if m.role == 'user' %}"
+    "{% for part in m.content %}{% if part.type == 'text' %} {{ part.text }}{% endif %}{% endfor %}"
+    "{% else %} {{ m.content | trim }}{% endif %};{% endfor %}"
+)
+
+
+def test_each_role_is_read_as_the_template_reads_it(tokenizer: Any, renderer: ChatRenderer) -> None:
+    said = [{"role": r, "content": x} for r, x in (("user", "Hi"), ("assistant", " Yes "))]
+    found = renderer.render(tokenizer, said, chat_template=BY_PARTS)
+    assert found == "user: Hi;assistant: Yes;"
+
+
+def test_a_request_that_fails_changes_nothing_for_the_next(tokenizer: Any) -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    with ChatRenderer() as fresh:
+        with pytest.raises(ArgumentError):
+            fresh.render(tokenizer, said, chat_template=BY_PARTS, namespace=0)
+        assert fresh.render(tokenizer, said, chat_template=BY_PARTS) == "user: Hi;"
+
+
+def test_what_templates_read_is_remembered_of_so_many(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_TEMPLATES", 2)
+    said = [{"role": "user", "content": "Hi"}]
+    with ChatRenderer() as fresh:
+        for end in "abca":
+            found = fresh.render(tokenizer, said, chat_template=BY_PARTS + end)
+            assert found == f"user: Hi;{end}"
+            assert len(fresh._by_parts) <= 2
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -15,7 +15,7 @@ from qoff.errors import ArgumentError, QuantizationError
 from qoff.kernels.ops import ops_for
 from qoff.models.convert import solving
 from qoff.models.convert.builder import Builder
-from qoff.models.convert.calibration import Calibration, rounded_products
+from qoff.models.convert.calibration import Calibration
 from qoff.models.convert.convert import convert, modules_source
 from qoff.models.convert.layerwise import Layerwise
 from qoff.models.convert.module_run import _Multiply
@@ -102,31 +102,12 @@ def solved_stream(path: Path, ids: Tensor) -> tuple[Tensor, Tensor]:
     return mine, others
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_products_are_rounded_where_that_is_faster_and_no_longer(
-    fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend: Any = torch.backends.mkldnn
-    before = backend.matmul.fp32_precision
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
-
-    @rounded_products()
-    def fails() -> None:
-        assert backend.matmul.fp32_precision == ("bf16" if fast else before)
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fails()
-    assert backend.matmul.fp32_precision == before
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_second_half_of_all_rows_is_the_source_s(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path, ids = tiny_model(tmp_path_factory.getbasetemp(), family), texts(2, 140)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # nothing is rounded
     monkeypatch.setattr(solving, "aimed", lambda w, *_: w)
     monkeypatch.setattr(
         solving,

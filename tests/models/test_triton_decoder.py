@@ -56,6 +56,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 40,
     },
     "deepseek-v3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
+    "mistral4": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": None},
+    "afmoe": {  # norms after experts, gates of attention
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 40,
+    },
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
     "qwen3-next-head64": {  # linear attention, and gates of the other
         "num_hidden_layers": 2,

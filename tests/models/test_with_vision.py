@@ -10,9 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qoff.checkpoint import Checkpoint
 from qoff.models.convert.convert import convert
+from qoff.models.families import SOURCES, converted
+from qoff.models.families.family import class_of, full_config
+from qoff.models.spec import DecoderSpec
 from tests.converted_models import EIGHT, NEARLY, expected, logits, random_weights
 from tests.tiny_families import FAMILIES, TINY
 from tests.tiny_models import save_model, save_tokenizer
@@ -279,3 +283,50 @@ def test_the_chat_template_of_its_processor_comes_along(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "own"}))
     out = convert(source, tmp_path / "own", quant=EIGHT)
     assert AutoTokenizer.from_pretrained(out).chat_template == "own"
+
+
+@pytest.mark.parametrize("name", [k for k in SOURCES if k in MODELS or k == "internvl_chat"])
+def test_fields_that_a_class_of_text_lacks_have_no_defaults_of_another(name: str) -> None:
+    """What only the class of what it becomes has is given, or changes nothing."""
+    seeing = getattr(SOURCES[name].converted, "__self__", None)
+    assert seeing is not None
+    harmless = {"bos_token_id", "eos_token_id", "tie_word_embeddings", "num_nextn_predict_layers"}
+    harmless |= {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"}
+    harmless |= {"num_experts", "top_k_experts", "moe_intermediate_size"}  # without experts
+    harmless |= {"vocab_size_per_layer_input"}  # without such embeddings
+    harmless |= {"attention_bias", "use_qk_norm"}  # GLM's defaults are what all of these have
+    for kind, becomes in seeing.kinds.items():
+        if kind != becomes and kind in CONFIG_MAPPING:
+            known, said = (full_config({"model_type": x}).to_dict() for x in (becomes, kind))
+            assert known.keys() - said.keys() <= harmless | {"head_dim"} | seeing.fields.keys()
+
+
+def _spec(name: str, **text: Any) -> DecoderSpec:
+    config = {"model_type": name, "text_config": {"model_type": f"{name}_text", **text}}
+    return DecoderSpec.from_config(converted(config, lambda name: False)[0])
+
+
+def test_defaults_are_those_of_the_text() -> None:
+    """Shares of experts, and how much of a head rotates."""
+    experts = _spec("qwen3_vl_moe", num_experts_per_tok=2).experts
+    assert experts is not None
+    assert experts.normalized
+    for part, dim in ((None, 128), (0.5, 64)):
+        rope = _spec("glm4v", **({} if part is None else {"partial_rotary_factor": part})).rope
+        assert rope is not None
+        assert rope.dim == dim
+
+
+def test_how_weights_were_quantized_is_no_part_of_the_text() -> None:
+    config = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    for key in ("quantization_config", "compression_config"):
+        config["text_config"] |= {key: {}}  # type: ignore[operator]
+    found, _ = converted(config, lambda name: False)
+    assert not {"quantization_config", "compression_config"} & found.keys()
+
+
+def test_transformers_does_not_say_which_class_mistral_4_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "mistral4", raising=False)
+    assert class_of("mistral4") == "Mistral4ForCausalLM"

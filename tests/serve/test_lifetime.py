@@ -344,6 +344,11 @@ def test_a_certificate_that_has_expired_is_said_with_its_date(
     assert said.levelname == "WARNING"
     assert "certificate has expired" in said.getMessage()
     assert vars(said)["fields"] == {"file": str(expired), "expired": "2021-01-01T00:00:00+00:00"}
+    trusted = tmp_path / "trusted.pem"  # a form that OpenSSL takes, and Python does not read
+    trusted.write_text(good.read_text().replace(" CERTIFICATE", " TRUSTED CERTIFICATE"))
+    options = replace(OPTIONS, tls_certificate=str(trusted), tls_key=str(good))
+    with Server(Engine(MODEL, 4, 10), options):
+        pass
 
 
 def test_a_model_is_converted_behind_an_open_port(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +14,6 @@ from .builder import Builder, with_uniform_experts
 from .layerwise import Layerwise, check_ids
 from .solving import Moments, Unsolved, results
 from .unconverted import Unconverted
-
-
-@contextmanager
-def rounded_products() -> Iterator[None]:
-    """Have a CPU round factors of float32 products to bfloat16, where it multiplies these faster.
-
-    Sums stay in float32. docs/decisions.md says what that takes and saves.
-    """
-    backend: Any = torch.backends.mkldnn
-    matmul = backend.matmul
-    before = matmul.fp32_precision
-    if torch.cpu._is_avx512_bf16_supported():
-        matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 class Calibration:
@@ -54,7 +34,6 @@ class Calibration:
         self._hidden = self._run.embedded(lambda name, ids: builder.rows(tables[name], ids))
 
     @torch.no_grad()
-    @rounded_products()
     def layer(self, index: int) -> dict[str, QTensor | Tensor]:
         """Return a layer's weights by their full names, as they are written. Layers go in order."""
         prefix, weights = self._units[index]

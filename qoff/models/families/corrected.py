@@ -78,6 +78,8 @@ def _hy_v3(config: Any) -> Fields:
 
 def _afmoe(config: Any) -> Fields:
     """Norms after attention and MLP, too; gates after attention; RoPE in windows only."""
+    if config.attention_bias:  # of gates there would be none
+        raise unsupported("attention_bias", True, "false")
     experts = mixture(
         config,
         after(config, config.num_dense_layers),
@@ -87,7 +89,6 @@ def _afmoe(config: Any) -> Fields:
         shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
     )
     return {
-        **biases(config.attention_bias),
         "qk_norm": "head",
         "post_norm": True,
         "gated_attention": True,

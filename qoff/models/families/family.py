@@ -36,8 +36,8 @@ class TensorNames:
     modules: from Llama's name of a module inside a layer, or the beginning of it, to the family's.
     leaves: the same for the last part of a module's name.
     fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
-    after the other ("heads"). split_gates: gates of attention are a tensor of their own, or else
-    with the queries of each head. fused_gate_up: one has the rows of gate above those of up.
+    after the other ("heads"). split_gates: gates of attention have a tensor; otherwise each
+    head's follow its queries. fused_gate_up: one has the rows of gate above those of up.
     stacked_experts: one tensor has all experts. "columns": [experts, columns, rows], its rows of
     gate and up in turn; "column-halves": the same, gate before up; "rows": [experts, rows,
     columns], gate and up apart; "halves": the same, gate above up; "bare-halves": the same, called

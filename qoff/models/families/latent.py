@@ -116,7 +116,7 @@ FAMILIES = {
     "deepseek_v3": Family("DeepSeek V3, V3.1 and R1", _deepseek_v3, _V3),
     "glm4_moe_lite": Family("GLM 4.7 Flash", _glm4_moe_lite, _V3),
     "mistral4": Family(
-        "Mistral Small 4 119B-A6B",
+        "Mistral Small 4 119B-A6B, Large 3 as GGUF",
         _mistral4,
         TensorNames(modules=SHARED, rope_pairs=True, stacked_experts="bare-halves"),
     ),

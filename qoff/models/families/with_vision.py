@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from qoff.dynamo import import_configurations
 from qoff.models.spec_parts import unsupported
+from qoff.quant import CONFIG_KEYS
 
 from . import corrected, experts, gemma, latent, linear, llama
 from .family import Config, Family, Has, TensorNames, class_of, full_config, head_dim_of
@@ -23,55 +23,62 @@ _OF = {
 }
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _ROPE = ("rope_parameters", "rope_scaling")
-# How names of tensors begin, and the head: in transformers 5, in 4, in Idefics 3, in Qwen 2 VL.
-_NAMES = (
-    ("model.language_model.", "lm_head.weight"),
-    ("language_model.model.", "language_model.lm_head.weight"),
-    ("model.text_model.", "lm_head.weight"),
-    ("model.", "lm_head.weight"),
+_NAMES = (  # how names of tensors begin, and the head
+    ("model.language_model.", "lm_head.weight"),  # in transformers 5
+    ("language_model.model.", "language_model.lm_head.weight"),  # in transformers 4
+    ("model.text_model.", "lm_head.weight"),  # in Idefics 3
+    ("model.", "lm_head.weight"),  # in Qwen 2 VL
 )
 
 
-def _text_alone(
-    config: Config,
-    has: Has,
-    kinds: Mapping[str, str],
-    part: str,
-    stacked: Literal["", "column-halves"],
-    flat: bool,
-    fields: Mapping[str, Any],
-) -> tuple[dict[str, Any], TensorNames]:
-    """The language model. See `_family`."""
-    whole = config.get(part)
-    if flat and part not in config:
-        whole = {k: v for k, v in config.items() if k not in ("model_type", "vision_config")}
-    if not isinstance(whole, dict):
-        raise unsupported(part, whole, "an object")
-    kind = whole.get("model_type", next(iter(kinds)))
-    if kind not in kinds:
-        raise unsupported(f"{part}.model_type", kind, ", ".join(kinds))
-    becomes = kinds[kind]
-    text = whole if kind == becomes else _as(becomes, kind, whole)
-    begin, head = next((x for x in _NAMES if has(f"{x[0]}embed_tokens.weight")), _NAMES[0])
-    if has(f"{begin}embed_tokens.weight"):
-        default = not has(head)
-    else:  # no tensor is known
-        default = full_config({"model_type": becomes}).tie_word_embeddings
-    tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", default))
-    found = {
-        **text,
-        **fields,
-        "model_type": becomes,
-        "architectures": [class_of(becomes)],
-        "tie_word_embeddings": tied,
-    }
-    for key in _ROPE:
-        if isinstance(rope := found.get(key), dict):
-            found[key] = _of_text(rope)
-    for key in _TOKENS:
-        if config.get(key) is not None:
-            found.setdefault(key, config[key])
-    return found, _inside(_OF[becomes].names, begin, head, stacked)
+@dataclass(frozen=True)
+class _Seeing:
+    """A model that sees.
+
+    kinds: what its language model becomes, by `model_type`, the default first.
+    part: the field of the config that describes the language model; flat: where there is none, the
+    others do. stacked: `TensorNames.stacked_experts`, where it is not that of what it becomes.
+    fields: of the config of what it becomes, which its own does not have.
+    """
+
+    kinds: Mapping[str, str]
+    part: str = "text_config"
+    flat: bool = False
+    stacked: Literal["", "column-halves"] = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self, config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
+        """The config of the language model alone, and what its tensors are called."""
+        whole = config.get(self.part)
+        if self.flat and self.part not in config:
+            whole = {k: v for k, v in config.items() if k not in ("model_type", "vision_config")}
+        if not isinstance(whole, dict):
+            raise unsupported(self.part, whole, "an object")
+        kind = whole.get("model_type", next(iter(self.kinds)))
+        if kind not in self.kinds:
+            raise unsupported(f"{self.part}.model_type", kind, ", ".join(self.kinds))
+        becomes = self.kinds[kind]
+        text = whole if kind == becomes else _as(becomes, kind, whole)
+        begin, head = next((x for x in _NAMES if has(f"{x[0]}embed_tokens.weight")), _NAMES[0])
+        if has(f"{begin}embed_tokens.weight"):
+            default = not has(head)
+        else:  # no tensor is known
+            default = full_config({"model_type": becomes}).tie_word_embeddings
+        tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", default))
+        found = {
+            **{key: value for key, value in text.items() if key not in CONFIG_KEYS},
+            **self.fields,
+            "model_type": becomes,
+            "architectures": [class_of(becomes)],
+            "tie_word_embeddings": tied,
+        }
+        for key in _ROPE:
+            if isinstance(rope := found.get(key), dict):
+                found[key] = _of_text(rope)
+        for key in _TOKENS:
+            if config.get(key) is not None:
+                found.setdefault(key, config[key])
+        return found, _inside(_OF[becomes].names, begin, head, self.stacked)
 
 
 def _as(becomes: str, kind: str, text: Config) -> Config:
@@ -88,7 +95,9 @@ def _as(becomes: str, kind: str, text: Config) -> Config:
     stated = full_config({**text, "model_type": kind})
     found = {key: value for key, value in stated.to_dict().items() if key in known}
     found["head_dim"] = head_dim_of(stated)
-    if isinstance(found.get(_ROPE[0]), dict):  # which has what the others say
+    if isinstance(rope := found.get(_ROPE[0]), dict):  # which has what the others say
+        if "rope_type" in rope:  # one for all layers
+            found[_ROPE[0]] = {"partial_rotary_factor": 1.0, **rope}
         text = {k: v for k, v in text.items() if k not in (_ROPE[1], "rope_theta")}
     return {**text, **found}
 
@@ -121,26 +130,11 @@ def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _family(
-    models: str,
-    kinds: Mapping[str, str],
-    *,
-    part: str = "text_config",
-    stacked: Literal["", "column-halves"] = "",
-    flat: bool = False,
-    fields: Mapping[str, Any] | None = None,
-) -> Family:
-    """kinds: what the language model becomes, by its `model_type`, the default first.
-
-    part: the field of the config that describes it; flat: where there is none, the others do.
-    stacked: `TensorNames.stacked_experts`, where it is not that of the model that it becomes.
-    fields: of the config of what it becomes, which its own does not have.
-    """
+def _family(models: str, kinds: Mapping[str, str], **more: Any) -> Family:
+    """kinds, more: of `_Seeing`."""
     first = _OF[next(iter(kinds.values()))]
-    alone = partial(
-        _text_alone, kinds=kinds, part=part, stacked=stacked, flat=flat, fields=fields or {}
-    )
-    return Family(f"{models}, without images", first.fields, first.names, alone)
+    seeing = _Seeing(kinds, **more)
+    return Family(f"{models}, without images", first.fields, first.names, seeing.text)
 
 
 def _same(*kinds: str) -> dict[str, str]:
@@ -169,7 +163,10 @@ SOURCES: Mapping[str, Family] = {
     "qwen3_5_moe": _family("Qwen 3.5 35B-A3B and larger", _same("qwen3_5_moe_text")),
     "qwen3_vl": _family("Qwen 3 VL", {"qwen3_vl_text": "qwen3"}),
     "qwen3_vl_moe": _family(
-        "Qwen 3 VL 30B-A3B, 235B-A22B", {"qwen3_vl_moe_text": "qwen3_moe"}, stacked="column-halves"
+        "Qwen 3 VL 30B-A3B, 235B-A22B",
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        stacked="column-halves",
+        fields={"norm_topk_prob": True},
     ),
     "glm4v": _family("GLM 4.1V 9B", {"glm4v_text": "glm4"}, flat=True),
     "glm46v": _family("GLM 4.6V Flash", {"glm4v_text": "glm4"}),

@@ -228,7 +228,7 @@ class Layer:
     def _mixture(
         self, layer: int, weights: Weights, run: ForwardPass, chosen: Chosen | None = None
     ) -> Steps:
-        """hidden += the chosen experts' outputs, and the shared one's.
+        """hidden += the chosen experts' outputs, and the shared one's, or the norm of their sum.
 
         chosen: of experts that come one by one.
         """

@@ -121,9 +121,10 @@ def layer_bytes(
         waves = pairs * (4 * hidden + 32) + min(pairs, WAVE_PAIRS) * hidden * (item + 4)
         waves *= tiled
         weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
-        beside = (rest + 4 * aside + 2 * normed) * experts.beside
-        beside = beside or aside * spec.sums_experts
-        rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves + beside)
+        summed = aside * spec.sums_experts
+        if experts.beside:
+            summed = rest + 4 * aside + 2 * normed
+        rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves + summed)
     own = 0  # of embeddings of layers: before the first one, and at the end of each
     if spec.per_layer is not None:
         width, all_layers = spec.per_layer.width, spec.per_layer_width

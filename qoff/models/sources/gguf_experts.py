@@ -36,7 +36,7 @@ def granite_moe(metadata: Metadata, config: Config) -> Config:
 
 
 def granite_moe_shared(metadata: Metadata, config: Config) -> Config:
-    """Another family, by one key."""
+    """A family of its own in transformers; in a file one key more says so."""
     shared = metadata.need("expert_shared_feed_forward_length")
     return {**granite_moe(metadata, config), "shared_intermediate_size": shared}
 

@@ -93,14 +93,15 @@ def deepseek_v3(metadata: Metadata, config: Config) -> Config:
 
 
 def mistral4(metadata: Metadata, config: Config) -> Config:
-    """Mistral Small 4; queries are scaled by position where a file says so, as in llama.cpp."""
-    rope = _latent(metadata, config)["rope_parameters"]
+    """Queries are scaled by position where a file says so, as in llama.cpp."""
+    found = _latent(metadata, config)
     return {
         **deepseek(metadata, SOFTMAX),
-        **_latent(metadata, config),
+        **found,
         **groups(metadata),
         "attention_bias": False,
-        "rope_parameters": rope | scaled_queries(metadata, config["max_position_embeddings"]),
+        "rope_parameters": found["rope_parameters"]
+        | scaled_queries(metadata, config["max_position_embeddings"]),
     }
 
 
