@@ -194,6 +194,19 @@ def test_what_is_not_there_is_refused(
     assert "\n" not in str(refusal.value)
 
 
+def test_what_was_a_target_and_has_no_factors_is_nothing(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """PEFT names parameters of experts for `all-linear`, also where a model has none."""
+    checkpoint, folder = saved
+    spec = PlainRun(checkpoint, cpu).decoder.spec
+    config = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+    assert any(AdapterFile(changed(folder, tmp_path / "without", config), spec).layers)
+    factor = f"{LORA}layers.0.mlp.experts.lora_A.weight"
+    with pytest.raises(UnsupportedModelError, match="experts, which is no linear layer"):
+        AdapterFile(changed(folder, tmp_path / "with", config, add=factor), spec)
+
+
 def test_adapters_of_matrices_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     config = {**TINY, **FAMILY["qwen3-next"]}  # four value heads: eight rows of b and a
     spec = DecoderSpec.from_config(AutoConfig.for_model(**config).to_dict())

@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 40,
     },
     "deepseek-v3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
-    "mistral4": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": None},
+    "mistral4": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 48},
     "afmoe": {  # norms after experts, gates of attention
         "num_attention_heads": 2,
         "num_hidden_layers": 2,
