@@ -102,7 +102,7 @@ class ChatRenderer:
         by_parts = self._parts_of(template, tokenizer.special_tokens_map)
         variables = request["variables"]
         variables["messages"] = [
-            _as_part(m) if isinstance(m, dict) and m.get("role") in by_parts else m
+            _as_part(m) if isinstance(m, dict) and str(m.get("role")) in by_parts else m
             for m in variables["messages"]
         ]
         text = self._text(request)

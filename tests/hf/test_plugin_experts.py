@@ -87,7 +87,7 @@ def test_dequantize(base: Path, tmp_path: Path, family: str) -> None:
         assert torch.equal(again.get_parameter(name), weight)
 
 
-ROUTERS = ["gate", "router", "gate.wg", "router.proj"]  # as families call them
+ROUTERS = ["gate", "router", "gate.wg", "router.proj", "router.gate"]  # as families call them
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,10 @@ def test_modules_that_stay_as_they_are(
         name
         for name, m in model.named_modules()
         if isinstance(m, QoffRouter)
-        or (isinstance(m, QoffLinear) and name.endswith((".gate.wg", ".router.proj")))
+        or (
+            isinstance(m, QoffLinear)
+            and name.endswith((".gate.wg", ".router.proj", ".router.gate"))
+        )
     ]
     assert bool(routers) == (kept == ["lm_head"])
     model.save_pretrained(tmp_path)  # no qoff checkpoint can hold these

@@ -20,7 +20,7 @@ _EXACT = (
 )
 _STREAMS = ("altup_projections", "altup_unembed_projections")  # lists of matrices
 _OF_STREAMS = (".altup.modality_router", ".altup.prediction_coefs", ".altup.correction_coefs")
-_IN_ROUTERS = (".gate.wg", ".router.proj")  # linears, of Hunyuan and Gemma 4
+_IN_ROUTERS = (".gate.wg", ".router.proj", ".router.gate")  # linears, of Hunyuan, Gemma 4, AFMoE
 
 
 def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
@@ -42,9 +42,11 @@ def quantizable(model: PreTrainedModel, config: QoffConfig) -> dict[str, int]:
         of_streams = name.rpartition(".")[0].endswith(_STREAMS)
         if isinstance(module, nn.Embedding) or ((module is head or of_streams) and plain):
             found[f"{name}.weight"] = config.head_bits
+        elif plain and name.endswith(_IN_ROUTERS):
+            routers.append(f"{name}.weight")
         elif plain and (name.endswith(_EXACT) or name.split(".")[-1] in ROUTERS):
             found[f"{name}.weight"] = ROUTER_BITS
-        elif is_router(module) or (plain and name.endswith(_IN_ROUTERS)):
+        elif is_router(module):
             routers.append(f"{name}.weight")
         elif plain:
             found[f"{name}.weight"] = config.bits
