@@ -9,33 +9,11 @@ from typing import Any
 from qoff.errors import UnsupportedModelError, raised_as
 from qoff.models.spec_parts import unsupported
 
-from . import (
-    corrected,
-    experts,
-    gemma,
-    hunyuan,
-    latent,
-    layer_norm,
-    linear,
-    llama,
-    renamed,
-    with_vision,
-)
+from . import experts, renamed, with_vision
 from .config_fields import as_transformers_5, check_fields
 from .family import Family, Fields, Has, TensorNames, common_fields, full_config
+from .known import FAMILIES
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        **llama.FAMILIES,
-        **gemma.FAMILIES,
-        **layer_norm.FAMILIES,
-        **experts.FAMILIES,
-        **hunyuan.FAMILIES,
-        **corrected.FAMILIES,
-        **latent.FAMILIES,
-        **linear.FAMILIES,
-    }
-)
 # What becomes one of these when it is converted.
 SOURCES: Mapping[str, Family] = MappingProxyType({**with_vision.SOURCES, **renamed.SOURCES})
 

@@ -61,18 +61,11 @@ def _hy_v3(config: Any) -> Fields:
     """Llama with norms of query and key heads, and experts in most layers."""
     if config.mlp_bias:  # the shared expert would have them, too
         raise unsupported("mlp_bias", True, "false")
-    experts = mixture(
-        config,
-        (kind == "sparse" for kind in config.mlp_layer_types),
-        shares="sigmoid",
-        scale=positive(config, "router_scaling_factor"),
-        correction=True,
-        shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
-    )
+    layers = (kind == "sparse" for kind in config.mlp_layer_types)
     return {
         **biases(config.attention_bias),
         "qk_norm": "head",
-        "experts": experts,
+        "experts": _by_sigmoids(config, layers, "router_scaling_factor"),
     }
 
 
@@ -80,14 +73,6 @@ def _afmoe(config: Any) -> Fields:
     """Norms after attention and MLP, too; gates after attention; RoPE in windows only."""
     if config.attention_bias:  # of gates there would be none
         raise unsupported("attention_bias", True, "false")
-    experts = mixture(
-        config,
-        after(config, config.num_dense_layers),
-        shares="sigmoid",
-        scale=positive(config, "route_scale"),
-        correction=True,
-        shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
-    )
     return {
         "qk_norm": "head",
         "post_norm": True,
@@ -95,7 +80,7 @@ def _afmoe(config: Any) -> Fields:
         "sliding_window": windows(config),
         "rope_layers": tuple(kind == "sliding_attention" for kind in config.layer_types),
         "embedding_scale": config.hidden_size**0.5 if config.mup_enabled else 1.0,
-        "experts": experts,
+        "experts": _by_sigmoids(config, after(config, config.num_dense_layers), "route_scale"),
     }
 
 
@@ -119,6 +104,18 @@ def _ernie4_5_moe(config: Any) -> Fields:
         shared_size=config.moe_intermediate_size * (config.moe_num_shared_experts or 0),
     )
     return {"experts": experts}
+
+
+def _by_sigmoids(config: Any, layers: Iterable[bool], factor: str) -> ExpertsSpec:
+    """Experts in one group, with shared ones beside them. factor: the field of their weights'."""
+    return mixture(
+        config,
+        layers,
+        shares="sigmoid",
+        scale=positive(config, factor),
+        correction=True,
+        shared_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
+    )
 
 
 def deepseek_experts(config: Any, layers: Iterable[bool], shared: int | None = None) -> ExpertsSpec:

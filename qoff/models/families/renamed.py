@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import corrected, latent, llama
+from . import corrected
 from .family import Config, Family, Has, TensorNames, class_of
+from .known import FAMILIES
 
 
 def _family(
     models: str,
-    of: Mapping[str, Family],
     becomes: str,
     *,
     fields: Mapping[str, str] | None = None,
@@ -20,12 +20,12 @@ def _family(
     defaults: Mapping[str, Any] | None = None,
     own: TensorNames | None = None,
 ) -> Family:
-    """becomes: a `model_type` of `of`.
+    """becomes: a `model_type` of FAMILIES.
 
     fields: from the model's names to the family's; without: those that say nothing; defaults: those
     that the family has others for. own: what its files call tensors, unless as the family does.
     """
-    family, called = of[becomes], fields or {}
+    family, called = FAMILIES[becomes], fields or {}
 
     def converted(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
         found = {called.get(k, k): v for k, v in config.items() if k not in without}
@@ -76,7 +76,6 @@ _SARVAM = replace(
 SOURCES = {
     "exaone": _family(
         "EXAONE 3.0, 3.5 and Deep",
-        llama.FAMILIES,
         "llama",
         fields={
             "num_layers": "num_hidden_layers",
@@ -88,7 +87,6 @@ SOURCES = {
     ),
     "sarvam_moe": _family(
         "Sarvam 30B",
-        corrected.FAMILIES,
         "glm4_moe",
         fields={**_EXPERTS, "use_qkv_bias": "attention_bias"},
         defaults={
@@ -106,7 +104,6 @@ SOURCES = {
     ),
     "sarvam_mla": _family(
         "Sarvam 105B",
-        latent.FAMILIES,
         "deepseek_v3",
         fields=_EXPERTS,
         without=("head_dim", "q_head_dim"),  # of the cache, of queries
@@ -119,5 +116,5 @@ SOURCES = {
             "first_k_dense_replace": 1,
         },
     ),
-    "kimi_k2": _family("Kimi K2", latent.FAMILIES, "deepseek_v3"),
+    "kimi_k2": _family("Kimi K2", "deepseek_v3"),
 }

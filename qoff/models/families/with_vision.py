@@ -10,17 +10,9 @@ from qoff.dynamo import import_configurations
 from qoff.models.spec_parts import unsupported
 from qoff.quant import CONFIG_KEYS
 
-from . import corrected, experts, gemma, latent, linear, llama
 from .family import Config, Family, Has, TensorNames, class_of, full_config, head_dim_of
+from .known import FAMILIES
 
-_OF = {
-    **llama.FAMILIES,
-    **gemma.FAMILIES,
-    **experts.FAMILIES,
-    **corrected.FAMILIES,
-    **latent.FAMILIES,
-    **linear.FAMILIES,
-}
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _ROPE = ("rope_parameters", "rope_scaling")
 _NAMES = (  # how names of tensors begin, and the head
@@ -78,7 +70,7 @@ class _Seeing:
         for key in _TOKENS:
             if config.get(key) is not None:
                 found.setdefault(key, config[key])
-        return found, _inside(_OF[becomes].names, begin, head, self.stacked)
+        return found, _inside(FAMILIES[becomes].names, begin, head, self.stacked)
 
 
 def _as(becomes: str, kind: str, text: Config) -> Config:
@@ -132,7 +124,7 @@ def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _family(models: str, kinds: Mapping[str, str], **more: Any) -> Family:
     """kinds, more: of `_Seeing`."""
-    first = _OF[next(iter(kinds.values()))]
+    first = FAMILIES[next(iter(kinds.values()))]
     seeing = _Seeing(kinds, **more)
     return Family(f"{models}, without images", first.fields, first.names, seeing.text)
 

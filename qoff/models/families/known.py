@@ -1,0 +1,22 @@
+"""The families whose checkpoints the native decoder runs, by `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from . import corrected, experts, gemma, hunyuan, latent, layer_norm, linear, llama
+from .family import Family
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        **llama.FAMILIES,
+        **gemma.FAMILIES,
+        **layer_norm.FAMILIES,
+        **experts.FAMILIES,
+        **hunyuan.FAMILIES,
+        **corrected.FAMILIES,
+        **latent.FAMILIES,
+        **linear.FAMILIES,
+    }
+)
