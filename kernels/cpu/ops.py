@@ -8,6 +8,7 @@ from .attention.attention import attention
 from .attention.gate import gate
 from .attention.latent import absorb, expand
 from .delta.delta import delta
+from .indexed.choose import choose
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
@@ -32,6 +33,7 @@ __all__ = [
     "absorb",
     "add_experts",
     "attention",
+    "choose",
     "correct",
     "default_pool",
     "delta",

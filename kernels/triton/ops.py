@@ -170,6 +170,7 @@ def attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.

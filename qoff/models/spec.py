@@ -17,6 +17,7 @@ from .families import read_spec
 from .spec_parts import (
     ExpertsSpec,
     HeadsSpec,
+    IndexSpec,
     LatentSpec,
     LinearSpec,
     PerLayerSpec,
@@ -83,6 +84,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
+    index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
     linear: LinearSpec | None = None
     # The last layers that attend to K and V of an earlier one: the last before them of their kind,
@@ -117,6 +119,7 @@ class DecoderSpec:
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
             ("layer_types", self.linear.layers if self.linear else self.rope_layers),
             ("activation_sparsity_pattern", self.sparsity or self.rope_layers),
+            ("indexer_types", self.index.layers if self.index else self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
                 raise unsupported(
@@ -175,7 +178,8 @@ class DecoderSpec:
         if self.latent is None:
             return 0
         queries = self.q_rows if self.latent.query_latent else 0
-        return max(self.qkv_rows + queries, self.o_columns)
+        index = 0 if self.index is None else self.index.columns
+        return max(self.qkv_rows + queries + index, self.o_columns)
 
     @property
     def o_columns(self) -> int:
@@ -256,6 +260,27 @@ class DecoderSpec:
         return (*range(own), *shared)
 
     @cached_property
+    def cache_places(self) -> tuple[tuple[int, ...], ...]:
+        """What each layer opens of a KV cache, one after the other; the last is its K and V.
+
+        An index, which comes before them, is a layer of the cache of its own.
+        """
+        if self.index is None:
+            return tuple((layer,) for layer in self.kv_layers)
+        found, count = [], 0
+        for own in self.index.layers:
+            found.append(tuple(range(count, count + 1 + own)))
+            count += 1 + own
+        return tuple(found)
+
+    @cached_property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers of a KV cache that K and V, or keys of an index, are in."""
+        if self.index is None:
+            return self.attention_layers
+        return tuple(place for places in self.cache_places for place in places)
+
+    @cached_property
     def lent_layers(self) -> frozenset[int]:
         """Layers whose K and V later ones attend to, too."""
         return frozenset(self.kv_layers[self.num_layers - self.shared_kv :])
@@ -289,6 +314,11 @@ class DecoderSpec:
     def per_layer_width(self) -> int:
         """Numbers of a token that layers are given beside hidden states, of all layers together."""
         return 0 if self.per_layer is None else self.num_layers * self.per_layer.width
+
+    @property
+    def chosen_width(self) -> int:
+        """Numbers of a token, int32, that an index leaves for attention."""
+        return 0 if self.index is None else self.index.top
 
     @property
     def delta_shapes(self) -> tuple[DeltaShape, ...]:

@@ -96,9 +96,9 @@ class ModelSizes:
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """How many layers attend to the keys and values of each of `shapes`."""
-        counts = Counter(self.spec.kv_layers)
-        return tuple(counts[layer] for layer in self.spec.attention_layers)
+        """How many layers read what each of `shapes` keeps."""
+        counts = Counter(place for places in self.spec.cache_places for place in places)
+        return tuple(counts[place] for place in self.spec.cached_layers)
 
     @cached_property
     def layouts(self) -> Callable[[str], Layouts]:
@@ -171,6 +171,9 @@ class ModelSizes:
         if spec.latent is not None:
             columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
             columns += spec.latent.query_latent * spec.q_rows
+            if spec.index is not None and spec.index.layers[layer]:
+                columns += spec.latent.query_latent * spec.index.heads * spec.index.dim
+                columns += spec.hidden_size * (spec.index.heads + spec.index.dim)
             return columns + spec.latent.shape(spec.num_heads).rows * spec.latent.latent
         kv_heads, dim = spec.heads(layer)
         matrices = 2 + spec.gated_attention  # of queries, outputs and gates
