@@ -16,6 +16,7 @@ from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerState
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
@@ -43,6 +44,7 @@ CACHE = "device"
 USES_OUT = False
 RECORDER = None  # CUDA graphs are
 ACTIVATION_BITS: tuple[int, ...] = (16,)
+_NO_INDEX = "no kernel for a GPU chooses tokens by an index of keys; use device='cpu'"
 
 __all__ = [
     "ACTIVATION_BITS",
@@ -54,6 +56,7 @@ __all__ = [
     "add_experts",
     "attention",
     "attention_bytes",
+    "choose",
     "correct",
     "delta",
     "expand",
@@ -180,8 +183,10 @@ def attention(
     and sin, float32 [positions, R / 2], on the device. q_norm, k_norm: [head_dim], any float dtype,
     or of all heads (see the reference). sinks: float32 [heads], scores of a key without a value.
     out: contiguous. Returns [M, heads * value_dim] in the dtype of qkv; with blocks in host memory,
-    it returns when the CPU has attended to them. Raises OpError.
+    it returns when the CPU has attended to them. chosen: None. Raises OpError.
     """
+    if chosen is not None:
+        raise OpError(_NO_INDEX)
     dtypes, device = (cache.recent_k.dtype,), cache.recent_k.device
     width = ("M", shape.qkv_width)
     require("qkv", qkv, dtypes, width, device, rows_apart=not shape.latent)
@@ -204,6 +209,20 @@ def attention(
             out[step.order] = attended
             return out
         return attended if out is None else out.copy_(attended)
+
+
+def choose(
+    qk: Tensor,
+    weights: Tensor,
+    shape: IndexShape,
+    cache: DeviceLayerCache,
+    ragged: Ragged,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `reference.index.choose`. Raises OpError: `DecoderSpec.for_gpu` does without."""
+    raise OpError(_NO_INDEX)
 
 
 def attention_bytes(
