@@ -49,8 +49,8 @@ def choose(
         return out
     with pool.lock:
         tokens, kept = tokens_of(cache, ragged)
-        rows = tokens.group_count * tokens.each
-        together = sizes.rows_together(rows, longest) // tokens.each or 1
+        rows = ragged.tokens
+        together = sizes.groups_together(rows, longest, tokens.group_count, tokens.each)
         base = pool.workspace(
             sizes.choose_bytes(pool.threads, shape.heads, shape.dim, rows, longest)
         )

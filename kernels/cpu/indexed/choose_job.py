@@ -30,7 +30,7 @@ _thread_bytes = inner(sizes.choose_thread_bytes)
 
 
 class ChooseArguments(ctypes.Structure):
-    """Addresses, strides in bytes, sizes in elements. first: group of the first scores.
+    """Addresses, strides in bytes, sizes in elements. first: the first of `count` groups.
 
     longest: scores of a row. scores: int32 [rows, longest]. chosen: int32 [M, top].
     """
@@ -46,10 +46,10 @@ class ChooseArguments(ctypes.Structure):
 
 
 @inner
-def _scores_of(args, group, row):
-    """Where the scores of a row of a group are; row: from the group's first one on."""
-    each = simd.peek_i64(simd.peek_i64(args + TOKENS) + r.EACH)
-    place = (group - simd.peek_i64(args + FIRST)) * each + row
+def _scores_of(args, row):
+    """Where the scores of a row are."""
+    tokens = simd.peek_i64(args + TOKENS)
+    place = row - r.group_rows(tokens, simd.peek_i64(args + FIRST))[0]
     return simd.peek_i64(args + SCORES) + 4 * place * simd.peek_i64(args + LONGEST)
 
 
@@ -107,7 +107,8 @@ def _score_item(args, group, run, scratch):
     keys = memory + 4 * lanes * (dim + TILE)
     _read_keys(tokens, group, slot, begin, end, scratch, keys)
     for row in range(skipped, rows):
-        _score_row(args, first + row, begin, end, keys, lanes, memory, _scores_of(args, group, row))
+        scores = _scores_of(args, first + row)
+        _score_row(args, first + row, begin, end, keys, lanes, memory, scores)
 
 
 @inner
@@ -117,7 +118,7 @@ def _choose_item(args, group, row):
     first, rows = r.group_rows(tokens, group)
     if row >= rows or r.position_of(tokens, first + row) < keep:
         return
-    count, scores = r.position_of(tokens, first + row) + 1, _scores_of(args, group, row)
+    count, scores = r.position_of(tokens, first + row) + 1, _scores_of(args, first + row)
     least, equal = threshold(scores, pad_scores(scores, count), keep)
     to = simd.peek_i64(args + CHOSEN) + 4 * (first + row) * keep
     for position in range(count):

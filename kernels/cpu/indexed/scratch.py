@@ -26,23 +26,17 @@ def choose_thread_bytes(heads: int, dim: int) -> int:
     return 8 * dim + 4 * lanes * (dim + TILE) + 4 * RUN_KEYS * dim
 
 
-def rows_together(rows: int, longest: int) -> int:
-    """Rows whose scores are there at once, a multiple of ITEM_TOKENS where there are more."""
-    fitting = max(1, _SCORES // (4 * padded(longest)))
-    return rows if rows <= fitting else max(1, fitting // ITEM_TOKENS) * ITEM_TOKENS
+def groups_together(rows: int, longest: int, groups: int, each: int) -> int:
+    """Groups of up to `each` rows, of so many rows in all, whose scores are there at once."""
+    fitting = _SCORES // (4 * padded(longest))
+    return groups if rows <= fitting else max(1, fitting // each)
 
 
 def choose_bytes(threads: int, heads: int, dim: int, rows: int, longest: int) -> int:
-    """`choose` for so many rows of passes whose sequences have up to `longest` tokens."""
-    together = min(rows_together(rows, longest), rows)
-    return threads * choose_thread_bytes(heads, dim) + 4 * together * padded(longest)
-
-
-def most_choose_bytes(threads: int, heads: int, dim: int, rows: int, longest: int) -> int:
-    """The most that `choose_bytes` is for up to so many rows, and up to so many tokens."""
+    """The most of `choose` for up to so many rows, and sequences of up to so many tokens."""
     scores = 4 * rows * padded(longest)
     if scores > _SCORES:
-        scores = max(_SCORES, 4 * ITEM_TOKENS * padded(longest))
+        scores = max(_SCORES, 4 * min(rows, ITEM_TOKENS) * padded(longest))
     return threads * choose_thread_bytes(heads, dim) + scores
 
 

@@ -19,7 +19,7 @@ from qoff.kernels.cpu.packed_attention import scratch as packed
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.layout.layer_cache import ITEM_TOKENS, RUN_TOKENS
+from qoff.kernels.layout.layer_cache import RUN_TOKENS
 from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.processor import pool_threads
 from qoff.models import names
@@ -84,8 +84,8 @@ def attention_bytes(
         if form is not None:
             yield packed.pack_bytes(threads, form)
         longest = passes.blocks * BLOCK_TOKENS + (passes.place // RUN_TOKENS + 1) * RUN_TOKENS
-        rows = max(passes.tokens * ITEM_TOKENS, sequences)  # an item may have one row
-        yield indexed.most_choose_bytes(threads, heads, shape.head_dim, rows, longest)
+        rows = max(passes.tokens, sequences)
+        yield indexed.choose_bytes(threads, heads, shape.head_dim, rows, longest)
         return
     yield attention.prefill_bytes(threads, shape, 2 if passes.pairs else 4)
     each = attention.token_bytes(shape, attention.decode_runs(passes.place))
