@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ContextLengthError
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
@@ -71,16 +70,15 @@ def test_the_answers_do_not_depend_on_where_blocks_are(
 
 
 def test_up_to_what_an_index_chooses_all_is_attended(tmp_path: Path, where: dict[str, Any]) -> None:
-    """A GPU has no index yet: longer sequences are refused before anything is computed."""
+    """A GPU has no index yet: longer sequences are refused."""
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "index_topk": 40}
     save_model(tmp_path / "model", "glm-5", vocab_size=32, **sizes)
     convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
     plan = replace(PLAN, prefill_tokens=40, context=64)
     with LLM(tmp_path / "checkpoint", plan, **where) as llm:
-        (found,) = llm.generate([PROMPTS[0][:30]], PARAMS)
-        with pytest.raises(ContextLengthError, match="40 tokens a sequence on a GPU"):
-            llm.generate([PROMPTS[0][:41]], PARAMS)
+        found, refused = llm.generate([PROMPTS[0][:30], PROMPTS[0][:41]], PARAMS)
+        assert "up to 40 tokens a sequence on a GPU" in refused.error
     with LLM(tmp_path / "checkpoint", plan, device="cpu") as llm:
-        (expected,) = llm.generate([PROMPTS[0][:30]], PARAMS)
-        llm.generate([PROMPTS[0][:41]], PARAMS)
+        expected, longer = llm.generate([PROMPTS[0][:30], PROMPTS[0][:41]], PARAMS)
+        assert not longer.error
     assert found.token_ids == expected.token_ids
