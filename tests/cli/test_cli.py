@@ -167,6 +167,12 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
     assert "the budget is 1,024" in line
 
 
+def test_a_path_that_is_not_utf8_is_refused_by_its_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "\udcff").symlink_to(checkpoint)
+    for command in (["generate", other, "Hello"], ["batch", other, checkpoint / "config.json"]):
+        assert r"/\xff': the path is not UTF-8, and libraries" in fail(*command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
