@@ -259,6 +259,7 @@ def batch(
                 _run_on_ray(job, ray, ray_workers, str(path), opening, noticed)
         else:
             with LLM(path, plan, trace=trace, **opening) as llm:
+                _make_room(sampling.n, llm.plan, opening)  # the planner may have chosen less
                 with job_progress(job.total, quiet=output is None) as noticed:
                     job.run(llm, noticed)
                 if stats:

@@ -165,6 +165,11 @@ def test_a_batch_has_room_for_all_answers_of_a_prompt(
     options = ["--context", 128, "--n", 9, "--temperature", 1]
     succeed("batch", packable, prompts, *options)
     assert plans[0].batch_size == 9
+    free = {"device": 24 << 20, "host": 0, "disk": 1 << 30}
+    monkeypatch.setattr(default, "usable_memory", lambda *_: free)
+    many = fail("batch", packable, prompts, *options[:2], "--n", 1000, *options[4:])
+    assert "--n 1000: the answers of a prompt are in one batch" in many
+    assert len(plans) == 1
 
 
 def test_batch_refuses_options_that_it_would_not_use(
