@@ -67,7 +67,7 @@ def adapter_config(path: str | PathLike[str]) -> dict[str, Any]:
     if not all(isinstance(one, dict) for one in patterns):
         raise FormatError(f"{file}: rank_pattern and alpha_pattern are objects, by module")
     if not (Path(path) / WEIGHTS).is_file():
-        raise FormatError(f"{path}: has no {WEIGHTS}; PEFT's save_pretrained writes it")
+        raise FormatError(f"{path}: has no {WEIGHTS}; save the adapter as safetensors, with PEFT")
     return config
 
 
