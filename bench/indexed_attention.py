@@ -51,6 +51,8 @@ def begun(context: int, rows: int) -> tuple[KVCache, CachePass, Ragged]:
 def calls(run: CachePass, ragged: Ragged) -> dict[str, Callable[[], object]]:
     """What is timed: choosing, attention to what was chosen, attention to all."""
     index, latents = run.open(0), run.open(1)
+    assert isinstance(index, LayerCache)
+    assert isinstance(latents, LayerCache)
     qk = torch.randn(ragged.tokens, INDEX.width)
     weights, qkv = (
         torch.randn(ragged.tokens, INDEX.heads),

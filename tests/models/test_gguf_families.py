@@ -423,6 +423,6 @@ def test_which_layers_of_glm_5_have_an_index(base: Path, tmp_path: Path) -> None
         model.metadata |= changes
         model.metadata = {key: value for key, value in model.metadata.items() if value is not None}
         source = open_source(model.write(tmp_path / "m.gguf"))
-        spec = DecoderSpec.from_config(source.config)
+        spec = DecoderSpec.from_config(source.config())
         assert spec.index is not None
         assert list(spec.index.layers) == wanted
