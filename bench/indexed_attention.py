@@ -14,7 +14,7 @@ import torch
 from bench.harness import Report, arguments
 from bench.sampling import interleaved, timed, torch_threads
 from qoff.kernels.cpu import ops
-from qoff.kernels.cpu.attention.attention import append
+from qoff.kernels.cpu.attention.appending import append
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.layer_cache import LayerCache

@@ -60,11 +60,11 @@ are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are re
 
 In DeepSeek V3.2 and GLM 5 an index chooses 2,048 tokens for each new one to attend to (DeepSeek
 Sparse Attention). Its keys are cached beside the latents, 8 bits each whatever K and V have, on the
-same tier: 136 bytes a token and layer. Shorter sequences attend to all their tokens. In GLM 5.2 most
-layers attend to what an earlier one chose. `attention_top` below 1 is refused.
+same tiers: 136 bytes a token and layer. Shorter sequences attend to all their tokens. In GLM 5.2
+most layers attend to what an earlier one chose. `attention_top` below 1 is refused.
 
 GPUs have no kernel for the choice. They run these models up to the number of tokens that would be
-chosen, `index_topk`, and refuse longer sequences.
+chosen, `index_topk`, and refuse longer sequences. Weights of the index are loaded all the same.
 
 ### Linear attention
 

@@ -58,9 +58,9 @@ class Architecture:
 
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
-    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. index_pairs, split_gates, linear
-    (that of most layers): as `TensorNames` has them. modules: its own names of modules. base: what is in
-    place of the fields that all have alike.
+    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. index_pairs, split_gates,
+    linear (that of most layers): as `TensorNames` has them. modules: its own names of modules.
+    base: what is in place of the fields that all have alike.
     """
 
     model_type: str
