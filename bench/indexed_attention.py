@@ -15,6 +15,7 @@ from bench.harness import Report, arguments
 from bench.sampling import interleaved, timed, torch_threads
 from qoff.kernels.cpu import ops
 from qoff.kernels.cpu.attention.appending import append
+from qoff.kernels.cpu.jit.pool import default_pool
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -25,7 +26,7 @@ from qoff.kvcache.host.mixed import host_cache
 INDEX = IndexShape(heads=64, dim=128, rope_dim=64, top=2048)
 LATENTS = HeadShape(128, 1, 576, 192**-0.5, latent=512)
 CONTEXTS = (4096, 8192, 16384, 32768)
-ROWS = (1, 16)  # new tokens
+ROWS = (1, 32)  # new tokens
 WAYS = ("choose", "chosen", "all")
 
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__, argv)
     result = Report(
         "indexed_attention",
-        {"threads": torch.get_num_threads(), "quick": args.quick},
+        {"threads": default_pool().threads, "quick": args.quick},
         "random queries, one layer, ms",
         ("tokens", "new", *WAYS, "all / (choose + chosen)"),
         unit="seconds",

@@ -361,16 +361,17 @@ def packed_job(pool, thread, threads, args):
     own = _thread_bytes(chunk_count(simd.peek_i64(args + HALF)))
     scratch = simd.peek_i64(args + SCRATCH_AT) + thread * own
     work = simd.peek_i64(args + ITEM_COUNT) * parts
+    early = work >= 4 * threads  # of fewer items a thread that has two would leave others without
     item = take(pool, 0)
     while item < work:
-        following = take(pool, 0)
+        following = take(pool, 0) if early else work
         after = simd.peek_i64(args + POOL)
         if following < work:
             after = _first_record(args, following, together, after)
         at, kv_head, run = _item(args, item, together)
         _attend_item(args, at, kv_head, together, run, after, scratch)
         finish(pool, 0)
-        item = following
+        item = following if early else take(pool, 0)
     if simd.peek_i64(args + RUNS) == 1:  # each was merged as it was found
         return
     wait(pool, 0, work)
