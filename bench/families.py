@@ -8,6 +8,7 @@ sizes, or others of about as many bytes where a family has no gates or has exper
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -129,9 +130,9 @@ def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
         if isinstance(entry, QuantEntry):
             macs += part * entry.shape[0] * entry.shape[1]
     macs -= spec.vocab_size * spec.hidden_size * (1 - 1 / lengths.prompt)
-    for shape in spec.delta_shapes:
+    for shape in spec.state_shapes:
         read_bytes += 2 * shape.state_bytes
-        macs += 4 * shape.value_heads * shape.key_dim * shape.value_dim
+        macs += 4 * math.prod(shape.memory_shape)
     for window in (spec.sliding_window[layer] for layer in spec.attention_layers):
         longest = spec.max_position_embeddings if window is None else window
         read_bytes += 2 * 4 * spec.kv_rows * min(START + lengths.decode / 2, longest)

@@ -42,7 +42,7 @@ def tolerance(run: PlainRun, ops: ModuleType) -> float:
     """How far logits may be off: CPU ops round the inputs of matrices."""
     if ops is reference_ops:
         return RELATIVE_RMS[torch.float32]
-    return LINEAR_LOGITS if run.decoder.spec.linear else DECODER_LOGITS
+    return LINEAR_LOGITS if run.decoder.spec.recurrent else DECODER_LOGITS
 
 
 def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:
