@@ -58,7 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # have it.
 WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "hy-v3")
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
-WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder")
+WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "lfm2", "lfm2-moe")
 
 
 def source_of(base: Path, family: str) -> Path:
