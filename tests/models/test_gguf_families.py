@@ -58,7 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # have it.
 WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "hy-v3")
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
-WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "lfm2", "lfm2-moe")
+WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder")
 
 
 def source_of(base: Path, family: str) -> Path:
@@ -381,6 +381,11 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("granite", {"logit_scale": 0.0}, FormatError, "granite.logit_scale is 0.0"),
         ("qwen3.5", {"ssm.inner_size": 250}, FormatError, "inner_size is 250; expected a multiple"),
         ("qwen3.5", {"attention.recurrent_layers": [True]}, FormatError, "entry for 3 layers"),
+        ("lfm2", {"attention.head_count_kv": [0, 1, 0]}, FormatError, "for each of 4 layers 0, or"),
+        ("lfm2", {"attention.head_count_kv": [0, 1, 2, 0]}, FormatError, r"is \[0, 1, 2, 0\]; exp"),
+        ("lfm2", {"attention.head_count_kv": [0.0, 1.0] * 2}, FormatError, r"is \[0.0, 1.0"),
+        ("lfm2", {"attention.sliding_window": 64}, UnsupportedModelError, "sliding_window is 64"),
+        ("lfm2-moe", {"expert_gating_func": 1}, UnsupportedModelError, "func is 1; supported: 2"),
         ("glm4", {"rope.dimension_sections": [8, 4, 4]}, UnsupportedModelError, "dimensions"),
         ("glm4", {"rope.dimension_count": 64}, UnsupportedModelError, "count is 64; supported: 32"),
         ("glm4", {"nextn_predict_layers": 2}, UnsupportedModelError, "predict_layers is 2"),
