@@ -202,6 +202,7 @@ def test_layers_that_do_not_fit_are_refused(
         ("lfm2", {"layer_types": ["conv", "linear_attention"] * 2}, "is 'linear_attention'"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1"),
         ("lfm2", {"block_ffn_dim_multiplier": -1.0}, "intermediate_size is -96"),
+        ("lfm2-moe", {"layer_types": None}, "layer_types is None; supported: conv, full_att"),
         ("lfm2-moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
     ],
 )

@@ -16,7 +16,7 @@ def _layers(config: Any) -> Fields:
     """Convolutions, or attention with norms of query and key heads."""
     if config.conv_bias:  # of the projections, too
         raise unsupported("conv_bias", config.conv_bias, "false")
-    for kind in config.layer_types:
+    for kind in config.layer_types or [None]:
         if kind not in _KINDS:
             raise unsupported("layer_types", kind, ", ".join(_KINDS))
     layers = tuple(kind == "conv" for kind in config.layer_types)
