@@ -84,11 +84,13 @@ class EveryTokenOps:
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         sinks: Tensor | None = None,
+        chosen: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """As `Ops.attention`. Raises ArgumentError for a sequence that was started earlier."""
         if any(span.past for span in ragged.spans):
             raise ArgumentError("where every token is packed, a window has to be read at once")
+        assert chosen is None
         layer = self._calls % self._layers
         self._calls += 1
         heads = qkv.unflatten(1, (-1, shape.head_dim))
@@ -117,6 +119,10 @@ class EveryTokenOps:
             return found if out is None else out.copy_(found)
         changed = torch.cat((q, k, v), dim=1).flatten(1)
         return self._ops.attention(changed, shape, cache, ragged, sinks=sinks, out=out)
+
+    def choose(self, *_: Any, **__: Any) -> Tensor:
+        """Raises ArgumentError: every token is to be attended to."""
+        raise ArgumentError("attention to the tokens that an index chooses is not measured here")
 
     def _in_use(self, q: Tensor, exact: Pair, packed: Pair, scale: float, ragged: Ragged) -> Tensor:
         """Attention whose newest tokens are exact, [rows, heads * D]."""

@@ -19,6 +19,7 @@ from qoff.system_memory import left_by_limits, refused_tier
 from .layout.delta import DeltaShape, DeltaWeights
 from .layout.ending import PLAIN, Ending, Norm
 from .layout.heads import HeadShape
+from .layout.index import IndexShape
 from .layout.latent import LatentShape
 from .layout.low_rank import LowRanks
 from .layout.qexperts import ExpertsMlp
@@ -235,6 +236,19 @@ class Ops(Protocol):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         sinks: Tensor | None = None,
+        chosen: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def choose(
+        self,
+        qk: Tensor,
+        weights: Tensor,
+        shape: IndexShape,
+        cache: Any,  # as in `attention`
+        ragged: Ragged,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...
 

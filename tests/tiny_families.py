@@ -336,6 +336,7 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 del _LATENT["head_dim"]
+_INDEX = {"q_lora_rank": 32, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 11}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -360,6 +361,20 @@ FAMILIES |= {
         **_LATENT,
         "q_lora_rank": 32,
         "rope_scaling": _YARN,
+    },
+    "deepseek-v3.2": {
+        "model_type": "deepseek_v32",
+        **_LATENT,
+        **_INDEX,
+        "rope_scaling": _YARN,
+    },
+    "glm-5": {
+        "model_type": "glm_moe_dsa",
+        **_LATENT,
+        **_INDEX,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_topk_freq": 2,  # layers 0 and 1 choose, and layer 2 goes by layer 1
     },
     "youtu": {
         "model_type": "youtu",

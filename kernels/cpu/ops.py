@@ -9,6 +9,7 @@ from .attention.gate import gate
 from .attention.latent import absorb, expand
 from .delta.delta import delta
 from .delta.short_conv import short_conv
+from .indexed.choose import choose
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
 from .linear.linear import w4_linear
@@ -33,6 +34,7 @@ __all__ = [
     "absorb",
     "add_experts",
     "attention",
+    "choose",
     "correct",
     "default_pool",
     "delta",

@@ -45,7 +45,8 @@ class HeadShape:
     have no columns of their own; RoPE rotates the key's other channels, i of those in its lower
     half with i of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that
     with one KV head. norm_last: norms of query and key heads come after RoPE. value_norm: each
-    value head has an RMSNorm without weights. appends: without it there are queries alone, and the
+    value head has an RMSNorm without weights. indexes: keys by which tokens are chosen for other
+    attention (`layout.index`). appends: without it there are queries alone, and the
     cache is another layer's, which appended keys and values of these tokens before.
     """
 
@@ -62,6 +63,7 @@ class HeadShape:
     norm_last: bool = False
     value_norm: bool = False
     appends: bool = True
+    indexes: bool = False
 
     @property
     def reach(self) -> int:

@@ -30,7 +30,7 @@ def attend(
 
     q: [T, Hq, D], at positions `first` on, in whose dtype all is computed. k, v: [kv_heads, n, D],
     at positions `first_key` on. A key p counts for a query at i when `first_seen` of it <= p
-    <= i, and where chosen, bool [kv_heads, n], is true. A score is scale * q.k,
+    <= i, and where chosen, bool [kv_heads, n] or [kv_heads, T, n], is true. A score is scale * q.k,
     then soft_cap * tanh(score / soft_cap) where that is not 0. sinks: [Hq], further scores without
     values. Without any score the output is 0. The log-sum-exp is of natural base.
     """
@@ -43,7 +43,8 @@ def attend(
     query = torch.arange(first, first + len(q), device=q.device)[:, None]
     seen = (key <= query) & (key >= first_seen(query, shape.reach))
     if chosen is not None:
-        seen = seen & chosen.repeat_interleave(repeat, 0)[:, None]
+        by_row = chosen if chosen.dim() == 3 else chosen[:, None]
+        seen = seen & by_row.repeat_interleave(repeat, 0)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         sunk = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)

@@ -7,25 +7,24 @@ from torch import Tensor
 
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import (
-    KEYS_PER_VECTOR,
     HeadShape,
     latent_values,
-    read_keys,
 )
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kernels.layout.rotation import rotate_values
 
 from .attention import attend
 from .delta import delta, gate
 from .elementwise import rms_norm
 from .experts import add_experts, experts, route
-from .kv_blocks import dequantize_blocks, rope_keys
+from .index import choose
+from .kv_blocks import rope_keys
 from .latent import absorb, expand
 from .linear import ended, normalized
 from .low_rank import low_rank
+from .remembered import append_heads, packed_tokens, remembered
 from .select_blocks import select_blocks
 from .short_conv import short_conv
 from .streams import correct, matched, predict, sparse_gate
@@ -43,6 +42,7 @@ __all__ = [
     "absorb",
     "add_experts",
     "attention",
+    "choose",
     "correct",
     "delta",
     "expand",
@@ -102,6 +102,7 @@ def attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
@@ -110,7 +111,8 @@ def attention(
     queries alone where it does not append; cache: the layer's keys and values, and which part of
     its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores of a
     key without a value. q_norm, k_norm: [head_dim], RMSNorm over each head, or [heads * head_dim]
-    and [kv_heads * head_dim], over all. Returns [M, heads * value_dim].
+    and [kv_heads * head_dim], over all. chosen: int32 [M, top], the tokens that rows at position
+    `top` or behind it attend to: see `index.choose`. Returns [M, heads * value_dim].
     """
     if shape.norms_all(q_norm, k_norm):
         qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
@@ -132,13 +134,14 @@ def attention(
     for span in ragged.spans:
         rows = slice(span.start, span.start + span.count)
         if shape.appends:
-            _append(cache, span, key[rows], value[rows])
-        chosen = None
+            append_heads(cache, span, key[rows], value[rows])
+        keys, values = remembered(cache, span)
+        seen = None
         if cache.packed and cache.top < 1 and ragged.is_decode:
-            chosen = _chosen(cache, span, query[span.start], shape.reach)
-        found, _ = attend(
-            query[rows], *_remembered(cache, span), span.past, 0, shape, sinks, chosen
-        )
+            seen = _selected(cache, span, query[span.start], shape.reach)
+        elif chosen is not None:
+            seen = _among(chosen[rows], span, keys.shape[1])
+        found, _ = attend(query[rows], keys, values, span.past, 0, shape, sinks, seen)
         out[rows] = found.flatten(1)
     return out
 
@@ -168,44 +171,9 @@ def norm_all_heads(
     return torch.cat((*normed, value), dim=1)
 
 
-def _packed_tokens(cache: LayerCache, span: Span) -> int:
-    return sum(part.table.counts[span.slot] for part in cache.packed)
-
-
-def _append(cache: LayerCache, span: Span, key: Tensor, value: Tensor) -> None:
-    keys, values = cache.keys, cache.values
-    place = torch.arange(span.past, span.past + span.count) - _packed_tokens(cache, span)
-    block, lane = place // KEYS_PER_VECTOR, place % KEYS_PER_VECTOR
-    keys[span.slot, :, block, :, lane] = key.to(keys.dtype)
-    values[span.slot, :, place] = value.transpose(0, 1).to(values.dtype)
-
-
-def _remembered(cache: LayerCache, span: Span) -> tuple[Tensor, Tensor]:
-    """All keys and values of a sequence, [kv_heads, tokens, channels] each."""
-    packed = _packed_tokens(cache, span)
-    recent = span.past + span.count - packed
-    key = read_keys(cache.keys, span.slot, recent)
-    value = cache.values[span.slot, :, :recent]
-    for part in cache.packed:
-        table = part.table
-        blocks = table.blocks[span.slot, : table.counts[span.slot] // BLOCK_TOKENS].long()
-        first = table.first[span.slot] if table.first else 0
-        # [blocks, kv_heads, 64, D] -> [kv_heads, tokens, D], between the older and the newer ones
-        old_key, old_value = (
-            x.transpose(0, 1).flatten(1, 2) for x in dequantize_blocks(part.pool[blocks], part.form)
-        )
-        if cache.values_rotated and not part.form.latent:
-            old_value = rotate_values(old_value, back=True)
-        key, value = (
-            torch.cat((x[:, :first], old, x[:, first:]), 1)
-            for x, old in ((key, old_key), (value, old_value))
-        )
-    return key, value
-
-
-def _chosen(cache: LayerCache, span: Span, query: Tensor, reach: int) -> Tensor:
+def _selected(cache: LayerCache, span: Span, query: Tensor, reach: int) -> Tensor:
     """Which tokens each KV head attends to, bool [kv_heads, tokens]: all that are not packed."""
-    recent = span.past + 1 - _packed_tokens(cache, span)
+    recent = span.past + 1 - packed_tokens(cache, span)
     seen = torch.ones(cache.values.shape[1], recent, dtype=torch.bool)
     chosen = select_blocks(query, cache.packed, span, cache.top, reach)
     for part, blocks in zip(cache.packed, chosen, strict=True):
@@ -213,3 +181,13 @@ def _chosen(cache: LayerCache, span: Span, query: Tensor, reach: int) -> Tensor:
         tokens = blocks.repeat_interleave(BLOCK_TOKENS, 1)
         seen = torch.cat((seen[:, :first], tokens, seen[:, first:]), 1)
     return seen
+
+
+def _among(chosen: Tensor, span: Span, tokens: int) -> Tensor:
+    """Which tokens the rows of a sequence attend to, bool [1, T, tokens]."""
+    positions = torch.arange(span.past, span.past + span.count)
+    seen = torch.zeros(len(chosen), tokens, dtype=torch.bool)
+    late = positions >= chosen.shape[1]
+    seen[late] = seen[late].scatter(1, chosen[late].long(), True)
+    seen[~late] = True
+    return seen[None]

@@ -16,6 +16,7 @@ from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
@@ -46,6 +47,7 @@ CACHE = "device"
 USES_OUT = False
 RECORDER = None  # CUDA graphs are
 ACTIVATION_BITS: tuple[int, ...] = (16,)
+_NO_INDEX = "no kernel for a GPU chooses tokens by an index of keys; use device='cpu'"
 
 __all__ = [
     "ACTIVATION_BITS",
@@ -57,6 +59,7 @@ __all__ = [
     "add_experts",
     "attention",
     "attention_bytes",
+    "choose",
     "correct",
     "delta",
     "expand",
@@ -197,6 +200,7 @@ def attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, append keys and values to the cache, attend causally.
@@ -206,8 +210,10 @@ def attention(
     and sin, float32 [positions, R / 2], on the device. q_norm, k_norm: [head_dim], any float dtype,
     or of all heads (see the reference). sinks: float32 [heads], scores of a key without a value.
     out: contiguous. Returns [M, heads * value_dim] in the dtype of qkv; with blocks in host memory,
-    it returns when the CPU has attended to them. Raises OpError.
+    it returns when the CPU has attended to them. chosen: None. Raises OpError.
     """
+    if chosen is not None:
+        raise OpError(_NO_INDEX)
     dtypes, device = (cache.recent_k.dtype,), cache.recent_k.device
     width = ("M", shape.qkv_width)
     require("qkv", qkv, dtypes, width, device, rows_apart=not shape.latent)
@@ -230,6 +236,20 @@ def attention(
             out[step.order] = attended
             return out
         return attended if out is None else out.copy_(attended)
+
+
+def choose(
+    qk: Tensor,
+    weights: Tensor,
+    shape: IndexShape,
+    cache: DeviceLayerCache,
+    ragged: Ragged,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `reference.index.choose`. Raises OpError: `DecoderSpec.for_gpu` does without."""
+    raise OpError(_NO_INDEX)
 
 
 def attention_bytes(

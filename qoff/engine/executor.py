@@ -161,7 +161,7 @@ class Executor(ABC):
     def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         """The model on what the plan leaves for weights; says what the rest is for."""
         plan = self.plan
-        self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
+        self.limits = self.spec = spec = self._spec_of(checkpoint)
         check_states(plan, spec)
         self.shapes, self.state_shapes = head_shapes(spec), spec.state_shapes
         self.forms = plan.kv.packed_forms(self.shapes)
@@ -179,6 +179,9 @@ class Executor(ABC):
         if self.adapters is not None:
             self.adapters.load(self._near, self.device, self._moves_adapters)
         return runtime
+
+    def _spec_of(self, checkpoint: Checkpoint) -> DecoderSpec:
+        return DecoderSpec.from_config(checkpoint.config)
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         return Runtime(checkpoint, **options)
@@ -218,8 +221,11 @@ class Executor(ABC):
 
     @property
     def _layer_numbers(self) -> Sequence[int]:
-        """The model's numbers of the layers that attend."""
-        return self.spec.attention_layers
+        """The model's numbers of the layers whose keys the cache keeps."""
+        spec = self.spec
+        cached = frozenset(spec.cached_layers)
+        layers = enumerate(spec.cache_places[: spec.num_layers - spec.shared_kv])
+        return [layer for layer, places in layers for place in places if place in cached]
 
     def adapter_bytes(self, plan: Plan) -> int:
         """What adapters take on the device with a plan, at most: layers may stream in tiles."""

@@ -18,6 +18,7 @@ from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.native.caches import new_states
+from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 from qoff.plan.cost import CostModel
 from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
@@ -50,12 +51,16 @@ class GpuExecutor(Executor):
     def _decided(self, plan: Plan, checkpoint: Checkpoint) -> Plan:
         if not plan.cpu_experts or plan.cpu_expert_tokens is not None:
             return plan
-        sizes, machine = ModelSizes.of_checkpoint(checkpoint), self._machine(plan, checkpoint)
+        sizes = ModelSizes.of_checkpoint(checkpoint, on_gpu=True)
+        machine = self._machine(plan, checkpoint)
         cost = CostModel(sizes, machine, Workload(), plan.kv, self.dtype.itemsize)
         if cost.mixture is None:  # which `Runtime` refuses
             return plan
         together = plan.batches if plan.schedule == "block" else 1
         return replace(plan, cpu_expert_tokens=cost.cpu_expert_tokens(together))
+
+    def _spec_of(self, checkpoint: Checkpoint) -> DecoderSpec:
+        return super()._spec_of(checkpoint).for_gpu()
 
     def _machine(self, plan: Plan, checkpoint: Checkpoint) -> MachineProfile:
         """What was measured of this one; without that, rates that most machines reach."""

@@ -22,5 +22,6 @@ def running_plan(executor: Executor, machine: MachineProfile | None = None) -> R
     if machine is None:
         folder = plan.spill_folder or Path(tempfile.gettempdir())
         machine = known_profile(executor.device, checkpoint.path, folder)
-    sizes, residency = ModelSizes.of_checkpoint(checkpoint), executor.runtime.residency
+    residency, on_gpu = executor.runtime.residency, executor.memory.on_gpu is not None
+    sizes = ModelSizes.of_checkpoint(checkpoint, on_gpu)
     return RunningPlan(sizes, plan, executor.memory, residency, machine, executor.dtype)

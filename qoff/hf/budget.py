@@ -359,7 +359,8 @@ def working_bytes(
     work = LayerWorkspace.nbytes(spec, tokens) + (
         LayerWorkspace.nbytes(spec, tokens, True) if tiled else 0
     )
-    work += 8 * tokens * (spec.hidden_width + spec.per_layer_width) + table_bytes(spec, longest)
+    of_tokens = spec.hidden_width + spec.per_layer_width + spec.chosen_width
+    work += 8 * tokens * of_tokens + table_bytes(spec, longest)
     if decoder.replays is not None:
         steps = max(sequences, largest)
         work += LayerWorkspace.nbytes(spec, steps) + recorded_bytes(spec, steps)

@@ -13,6 +13,7 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KV_BITS, KVFormat
 
 KVBits = int | tuple[int, int] | str  # of K and V together, of each, or text as `KVQuant.of` reads
+INDEX_BITS = 8  # of the keys of an index, whatever K and V have: they decide, and are few
 SPARSE_TOP = 0.6  # of `attention_top`: loses less than 0.02 nats, see docs/accuracy.md
 UNPACKED = 16  # "bits" of K and V in a layer that stays as it is
 
@@ -106,9 +107,12 @@ class KVQuant:
     def form(self, shape: HeadShape, layer: int) -> KVFormat | None:
         """The form of a layer's blocks; None for a layer that is not packed.
 
-        Raises OpError for heads that cannot be packed.
+        Keys of an index have INDEX_BITS. Raises OpError for heads that cannot be packed.
         """
-        return _form(shape.head_dim, shape.latent, *self.bits(layer))
+        bits = self.bits(layer)
+        if shape.indexes and bits != (UNPACKED, UNPACKED):
+            return _form(shape.head_dim, shape.latent, INDEX_BITS, INDEX_BITS)
+        return _form(shape.head_dim, shape.latent, *bits)
 
     def forms(self, shapes: Sequence[HeadShape]) -> list[KVFormat | None]:
         """The forms of a model's layers, whose attention this is; None: not packed.
@@ -116,12 +120,17 @@ class KVQuant:
         Raises ArgumentError for bits of a layer there is not, OpError for heads that cannot be
         packed.
         """
-        if self.layers and max(self.layers) >= len(shapes):
+        count = sum(not shape.indexes for shape in shapes)
+        if self.layers and max(self.layers) >= count:
             raise ArgumentError(
-                f"KV bits for layer {max(self.layers)}, but the model's {len(shapes)} layers with "
+                f"KV bits for layer {max(self.layers)}, but the model's {count} layers with "
                 "a KV cache count from 0"
             )
-        return [self.form(shape, layer) for layer, shape in enumerate(shapes)]
+        found, layer = list[KVFormat | None](), 0
+        for shape in shapes:
+            found.append(self.form(shape, layer))
+            layer += not shape.indexes
+        return found
 
     def packed_forms(self, shapes: Sequence[HeadShape]) -> list[KVFormat]:
         """The same where every layer has to be packed; ArgumentError too for one that is not."""

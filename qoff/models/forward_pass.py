@@ -194,7 +194,8 @@ class ForwardPass:
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them
     per_layer: Tensor | None = None  # like hidden, [M, spec.per_layer_width]: `native.per_layer`
-    kv_layers: Sequence[int] = ()  # whose K and V each layer attends to; empty: its own
+    cache_places: Sequence[Sequence[int]] = ()  # what each layer opens of caches; empty: its own
+    chosen: Tensor | None = None  # int32 [M, spec.index.top], tokens that an index chose last
     hidden: Tensor | None = None  # [M, spec.hidden_width] of the layer at work
     active: Tensor | None = None  # [M, hidden_size], of several streams the one that it computes
     base: Tensor | None = None  # like active: what attention's output is added to in its place
@@ -247,7 +248,8 @@ class ForwardPass:
     def prefetch_cache(self, unit: Unit) -> None:
         """Of what `prefetch` brings the part that is brought further ahead."""
         if isinstance(unit, int) and self.cached is not None:
-            self.cached.prefetch(self.kv_layers[unit] if self.kv_layers else unit)
+            for place in self.cache_places[unit] if self.cache_places else (unit,):
+                self.cached.prefetch(place)
 
     def abandon(self) -> None:
         """Give back what was taken in the cache, if the pass has not ended."""

@@ -25,6 +25,9 @@ from .names import (
     DENSE_NORM,
     DT_BIAS,
     GAINS,
+    INDEX_KEYS,
+    INDEX_NORM,
+    INDEX_Q,
     JOINED,
     KV_B,
     KV_NORM,
@@ -68,11 +71,12 @@ from .row_order import (
     from_pairs,
     in_order,
     in_turn,
+    indexed,
     unpaired,
     with_gates,
 )
 from .spec import DecoderSpec
-from .spec_parts import ExpertsSpec, LatentSpec, PerLayerSpec, StreamsSpec
+from .spec_parts import ExpertsSpec, IndexSpec, LatentSpec, PerLayerSpec, StreamsSpec
 
 
 def layer_weights(
@@ -196,6 +200,8 @@ class _Layer:
         yield from _linear(QKV, parts, spec.hidden_size, spec.qkv_bias)
         if spec.latent is not None:
             yield from self._expanding(spec.latent)
+        if spec.index is not None and spec.index.layers[self._layer]:
+            yield from self._index(spec.index)
         columns = self._q if spec.latent is None else spec.o_columns
         yield from _linear(o, (self._part(o, spec.hidden_size),), columns, spec.o_bias)
         if spec.sinks:
@@ -310,6 +316,19 @@ class _Layer:
             yield Weight(Q_B, (self._part(Q_B, spec.q_rows, *order),), latent.query_latent)
         rows = latent.shape(spec.num_heads).rows
         yield Weight(KV_B, (self._part(KV_B, rows),), latent.latent)
+
+    def _index(self, index: IndexSpec) -> Iterator[Weight]:
+        """What chooses tokens."""
+        assert self._spec.latent is not None
+        order = indexed(index.dim, index.rope_dim, self._names.index_pairs)
+        for tensor in ("weight", "bias"):
+            part = Part(self._source(INDEX_NORM, tensor), index.dim, order)
+            yield Weight(f"{INDEX_NORM}.{tensor}", (part,))
+        queries = self._part(INDEX_Q, index.heads * index.dim, order, index.dim)
+        yield Weight(INDEX_Q, (queries,), self._spec.latent.query_latent)
+        keys = self._part("self_attn.indexer.wk", index.dim, order, index.dim)
+        heads = self._part("self_attn.indexer.weights_proj", index.heads, after(index.dim))
+        yield Weight(INDEX_KEYS, (keys, heads), self._spec.hidden_size)
 
     def _rotated(self, first: int, start: int, turned: int) -> tuple[Order, int]:
         """Where rows go of heads that rotate from channel `start` on, and how many a head has."""

@@ -13,6 +13,11 @@ Latent attention (`kernels.layout.latent`) has
     self_attn.qkv_proj   the rows of q_a_proj, or of q_proj, and of kv_a_proj_with_mqa
     self_attn.q_b_proj, self_attn.kv_b_proj     as they are
 
+Layers with an index (`kernels.layout.index`) have, channels that rotate as that has them,
+
+    self_attn.indexer.keys      the rows of wk, and of weights_proj
+    self_attn.indexer.wq_b, self_attn.indexer.k_norm
+
 Layers with linear attention (`kernels.layout.delta`) have in place of attention
 
     linear_attn.qkvz_proj   the rows of queries, keys, values and z, each head after head
@@ -72,6 +77,8 @@ from .row_order import ROW_BLOCK, Order, in_order
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
 Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
+INDEX_KEYS, INDEX_Q = "self_attn.indexer.keys", "self_attn.indexer.wq_b"
+INDEX_NORM = "self_attn.indexer.k_norm"
 POSITIONS = "embed_positions"  # of layer 0
 QKVZ, BA, OUT = (f"linear_attn.{x}_proj" for x in ("qkvz", "ba", "out"))
 CONV, DELTA_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
@@ -135,8 +142,8 @@ class Weight:
 
     @property
     def exact(self) -> bool:
-        """Whether it is small and decides: routers, what linear attention forgets by, LAuReL."""
-        return self.routes or self.name in (BA, LAUREL_LEFT, LAUREL_RIGHT)
+        """Whether it is small and decides: routers, keys of an index, what forgets, LAuReL."""
+        return self.routes or self.name in (BA, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
 
     @property
     def routes(self) -> bool:

@@ -72,6 +72,26 @@ def from_groups(sizes: tuple[int, ...], groups: int) -> Order:
     return order
 
 
+def indexed(dim: int, turned: int, pairs: bool) -> Order:
+    """From heads whose first `turned` channels rotate to halves of the others and of these.
+
+    pairs: neighbouring channels rotate together; otherwise they are in halves themselves.
+    """
+
+    def order(rows: Tensor) -> Tensor:
+        channel, others = rows % dim, dim - turned
+        if pairs:
+            upper, inside = channel % 2, channel // 2
+        else:
+            upper, inside = channel // (turned // 2), channel % (turned // 2)
+        rotates = upper * (dim // 2) + others // 2 + inside
+        still = channel - turned
+        stays = still // (others // 2) * (dim // 2) + still % (others // 2)
+        return rows - channel + torch.where(channel < turned, rotates, stays)
+
+    return order
+
+
 def unpaired(first: int, dim: int, turned: int, until: int, start: int = 0) -> Order:
     """From heads of which `turned` channels rotate in neighbouring pairs to halves that do.
 

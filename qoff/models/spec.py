@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any, Literal, Self
@@ -17,6 +17,7 @@ from .families import read_spec
 from .spec_parts import (
     ExpertsSpec,
     HeadsSpec,
+    IndexSpec,
     LatentSpec,
     LinearSpec,
     PerLayerSpec,
@@ -84,6 +85,8 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
+    index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
+    all_attended: int = 0  # tokens of a sequence that are all attended to, and no more; 0: any
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
     recurrent: LinearSpec | ShortConvSpec | None = None  # what some layers have for attention
     # The last layers that attend to K and V of an earlier one: the last before them of their kind,
@@ -118,6 +121,7 @@ class DecoderSpec:
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
             ("layer_types", self.recurrent.layers if self.recurrent else self.rope_layers),
             ("activation_sparsity_pattern", self.sparsity or self.rope_layers),
+            ("indexer_types", self.index.layers if self.index else self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
                 raise unsupported(
@@ -176,7 +180,8 @@ class DecoderSpec:
         if self.latent is None:
             return 0
         queries = self.q_rows if self.latent.query_latent else 0
-        return max(self.qkv_rows + queries, self.o_columns)
+        index = 0 if self.index is None else self.index.columns
+        return max(self.qkv_rows + queries + index, self.o_columns)
 
     @property
     def o_columns(self) -> int:
@@ -215,9 +220,12 @@ class DecoderSpec:
     def position_limit(self) -> int | None:
         """Tokens that a sequence may have; None: as many as there is memory for.
 
-        Beyond it a learned table ends, or the frequencies of a kind of RoPE would change.
+        Beyond it a learned table ends, the frequencies of a kind of RoPE would change, or tokens
+        would have to be chosen on a GPU.
         """
         limits = [self.learned_positions - self.position_offset] if self.learned_positions else []
+        if self.all_attended:
+            limits.append(self.all_attended)
         for rope in (self.rope, self.local_rope):
             if rope is not None and rope.kind == "dynamic":
                 limits.append(self.max_position_embeddings)
@@ -227,7 +235,20 @@ class DecoderSpec:
 
     def check_positions(self, tokens: int) -> None:
         """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
-        check_length(tokens, self.position_limit, self.model_type)
+        limit = self.position_limit
+        if limit is not None and limit == self.all_attended < tokens:
+            raise ContextLengthError(
+                f"this {self.model_type} model is run up to {limit} tokens a sequence on a GPU, "
+                f"prompt and answer, not {tokens}: beyond these an index chooses tokens, which no "
+                "kernel for a GPU does yet; use a shorter one, or device='cpu' (--device cpu)"
+            )
+        check_length(tokens, limit, self.model_type)
+
+    def for_gpu(self) -> Self:
+        """As a GPU runs it: without an index, up to as many tokens as that would choose."""
+        if self.index is None:
+            return self
+        return replace(self, index=None, all_attended=self.index.top)
 
     def query_scale_of(self, layer: int) -> QueryScale | None:
         """How a layer scales its queries by position."""
@@ -255,6 +276,27 @@ class DecoderSpec:
         last = {self.sliding_window[i] is None: i for i in range(own)}
         shared = (last[self.sliding_window[i] is None] for i in range(own, self.num_layers))
         return (*range(own), *shared)
+
+    @cached_property
+    def cache_places(self) -> tuple[tuple[int, ...], ...]:
+        """What each layer opens of a KV cache, one after the other; the last is its K and V.
+
+        An index, which comes before them, is a layer of the cache of its own.
+        """
+        if self.index is None:
+            return tuple((layer,) for layer in self.kv_layers)
+        found, count = [], 0
+        for own in self.index.layers:
+            found.append(tuple(range(count, count + 1 + own)))
+            count += 1 + own
+        return tuple(found)
+
+    @cached_property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers of a KV cache that K and V, or keys of an index, are in."""
+        if self.index is None:
+            return self.attention_layers
+        return tuple(place for places in self.cache_places for place in places)
 
     @cached_property
     def lent_layers(self) -> frozenset[int]:
@@ -290,6 +332,11 @@ class DecoderSpec:
     def per_layer_width(self) -> int:
         """Numbers of a token that layers are given beside hidden states, of all layers together."""
         return 0 if self.per_layer is None else self.num_layers * self.per_layer.width
+
+    @property
+    def chosen_width(self) -> int:
+        """Numbers of a token, int32, that an index leaves for attention."""
+        return 0 if self.index is None else self.index.top
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:

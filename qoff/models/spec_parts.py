@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from qoff.errors import OpError, UnsupportedModelError
 from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.routing import Routing
 from qoff.kernels.layout.short_conv import ShortConvShape
@@ -160,6 +161,40 @@ class LatentSpec:
     def shape(self, heads: int) -> LatentShape:
         """The same of so many heads."""
         return LatentShape(heads, self.latent, self.nope_dim, self.rope_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """An index of keys that chooses the tokens latent attention goes to: `layout.index`.
+
+    layers: per layer, whether it has one; the others attend to what the last one before them chose.
+    Raises UnsupportedModelError for sizes without a kernel.
+    """
+
+    heads: int
+    dim: int
+    rope_dim: int
+    top: int
+    layers: tuple[bool, ...]
+    norm_eps: float = 1e-6  # of the LayerNorm of its keys
+
+    def __post_init__(self) -> None:
+        if not self.layers or not self.layers[0]:
+            raise unsupported("indexer_types", "shared in layer 0", "full there")
+        try:
+            self.shape.keys  # noqa: B018 - raises, too
+        except OpError as error:
+            raise UnsupportedModelError(f"config.json: {error}") from error
+
+    @property
+    def shape(self) -> IndexShape:
+        """The same of one layer."""
+        return IndexShape(self.heads, self.dim, self.rope_dim, self.top)
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a token that it computes: queries, key, the key before its norm, weights."""
+        return self.shape.width + self.dim + self.heads
 
 
 @dataclass(frozen=True)

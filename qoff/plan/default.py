@@ -53,8 +53,8 @@ def default_plan(
     plain = plain or Plan()
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
-    sizes, spill = ModelSizes.of_checkpoint(checkpoint), _spill_folder()
-
+    sizes = ModelSizes.of_checkpoint(checkpoint, on_gpu=device.type == "cuda")
+    spill = _spill_folder()
     usable = _usable(device, spill, share)
     try:
         if device.type == "cuda":

@@ -350,7 +350,8 @@ class Memory:
         lent = sum(RecentWorkspace.floats_for(shapes[i], 1, unpacked) for i in spec.lent_layers)
         work += 4 * plan.batches * (1 + (plan.draft_tokens > 0)) * lent
         held = plan.batches * (plan.prefill_tokens + plan.decode_tokens)
-        work += 2 * 4 * held * spec.per_layer_width  # perhaps gathered, and in a recording
+        of_tokens = spec.per_layer_width + spec.chosen_width  # perhaps twice, for a recording
+        work += 2 * 4 * held * of_tokens
         vocab, head = spec.vocab_size, logits_bytes(spec, plan.decode_tokens, torch.float32)
         hidden = plan.hidden_bytes(spec.hidden_width, torch.float32)
         # Tokens are chosen when hidden states on the device are free again.

@@ -48,8 +48,12 @@ class ModelSizes:
     stored: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], quant: QuantConfig | None = None) -> Self:
+    def of(
+        cls, config: Mapping[str, Any], quant: QuantConfig | None = None, on_gpu: bool = False
+    ) -> Self:
         """The checkpoint that a model of floats is converted to; config: that of Hugging Face.
+
+        on_gpu: as it is run there, see `DecoderSpec.for_gpu`.
 
         Raises UnsupportedModelError for an architecture that `qoff.LLM` does not run, and for
         weights whose codes are taken over, whose formats only their files tell.
@@ -80,14 +84,16 @@ class ModelSizes:
             if like not in made:
                 made[like] = prefix, planned_file(folder / layer_file(i), prefix, weights, quant)
             layers.append(_renamed(made[like][1], folder / layer_file(i), made[like][0], prefix))
+        spec = spec.for_gpu() if on_gpu else spec
         return cls(Checkpoint(folder, dict(own), tuple(layers), outer), spec)
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint) -> Self:
+    def of_checkpoint(cls, checkpoint: Checkpoint, on_gpu: bool = False) -> Self:
         """The same of a checkpoint that is there. Raises UnsupportedModelError as `of` does."""
         if not is_native(checkpoint.config):
             return cls.of(checkpoint.config)  # refuses it
-        return cls(checkpoint, DecoderSpec.from_config(checkpoint.config), stored=True)
+        spec = DecoderSpec.from_config(checkpoint.config)
+        return cls(checkpoint, spec.for_gpu() if on_gpu else spec, stored=True)
 
     @cached_property
     def shapes(self) -> tuple[HeadShape, ...]:
@@ -96,9 +102,9 @@ class ModelSizes:
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """How many layers attend to the keys and values of each of `shapes`."""
-        counts = Counter(self.spec.kv_layers)
-        return tuple(counts[layer] for layer in self.spec.attention_layers)
+        """How many layers read what each of `shapes` keeps."""
+        counts = Counter(place for places in self.spec.cache_places for place in places)
+        return tuple(counts[place] for place in self.spec.cached_layers)
 
     @cached_property
     def layouts(self) -> Callable[[str], Layouts]:
@@ -170,6 +176,9 @@ class ModelSizes:
         if spec.latent is not None:
             columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
             columns += spec.latent.query_latent * spec.q_rows
+            if spec.index is not None and spec.index.layers[layer]:
+                columns += spec.latent.query_latent * spec.index.heads * spec.index.dim
+                columns += spec.hidden_size * (spec.index.heads + spec.index.dim)
             return columns + spec.latent.shape(spec.num_heads).rows * spec.latent.latent
         kv_heads, dim = spec.heads(layer)
         matrices = 2 + spec.gated_attention  # of queries, outputs and gates

@@ -67,3 +67,18 @@ def test_the_answers_do_not_depend_on_where_blocks_are(
         with LLM(checkpoint, plan, **where) as llm:
             assert [answer.token_ids for answer in llm.generate(PROMPTS, PARAMS)] == expected
             assert_nothing_held(llm)
+
+
+def test_up_to_what_an_index_chooses_all_is_attended(tmp_path: Path, where: dict[str, Any]) -> None:
+    """A GPU has no index yet: longer sequences are refused."""
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "index_topk": 40}
+    save_model(tmp_path / "model", "glm-5", vocab_size=32, **sizes)
+    convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
+    plan = replace(PLAN, prefill_tokens=40, context=64)
+    with LLM(tmp_path / "checkpoint", plan, **where) as llm:
+        found, refused = llm.generate([PROMPTS[0][:30], PROMPTS[0][:41]], PARAMS)
+        assert "up to 40 tokens a sequence on a GPU" in refused.error
+    with LLM(tmp_path / "checkpoint", plan, device="cpu") as llm:
+        expected, longer = llm.generate([PROMPTS[0][:30], PROMPTS[0][:41]], PARAMS)
+        assert not longer.error
+    assert found.token_ids == expected.token_ids

@@ -22,6 +22,7 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.caches import check_kv
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
+from qoff.models.spec_parts import IndexSpec
 from tests.engine.test_llm_plans import BATCHES, PLAN, PROMPTS, QUANT, answers
 from tests.tiny_models import PlainRun, tiny_checkpoint
 from tests.tolerances import PACKED_ATTENTION, assert_close
@@ -68,6 +69,9 @@ def test_what_there_is_not_is_refused_in_a_line(checkpoint: Path) -> None:
     spec = DecoderSpec.from_config(Checkpoint.open(checkpoint).config)
     with pytest.raises(ArgumentError, match="on a GPU no token is a sink; use sinks=0"):
         check_kv(spec, replace(QUANT, sinks=2), on_device=True)
+    indexed = replace(spec, index=IndexSpec(16, 64, 32, 40, (True,) * spec.num_layers))
+    with pytest.raises(ArgumentError, match="an index of this model chooses"):
+        check_kv(indexed, replace(QUANT, attention_top=0.4), on_device=False)
     refused = pytest.raises(UnsupportedModelError, match="values of this model are channels")
     with Runtime(checkpoint, kv=QUANT) as runtime, refused:
         measured(runtime, torch.tensor(PROMPTS[0]))

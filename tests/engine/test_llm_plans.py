@@ -36,6 +36,11 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
         ON_DISK,
         IN_HOST | {"cpu_attention": "never", "prefill_tokens": 170},
     ],
+    "glm-5": [
+        HALF | {"draft_tokens": 3},
+        ON_DISK,
+        IN_HOST | {"cpu_attention": "never", "prefill_tokens": 170},
+    ],
 }
 
 Answers = list[tuple[int, ...]]

@@ -68,7 +68,17 @@ def test_a_pass_without_wanted_rows_makes_one() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral-window", "gemma2", "opt", "mixtral", "deepseek-v3", "qwen3-next", "gemma4"],
+    [
+        "llama",
+        "mistral-window",
+        "gemma2",
+        "opt",
+        "mixtral",
+        "deepseek-v3",
+        "glm-5",
+        "qwen3-next",
+        "gemma4",
+    ],
 )
 def test_scores_are_those_of_sequences_apart(
     family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

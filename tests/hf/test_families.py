@@ -9,7 +9,7 @@ import qoff
 from tests.tiny_models import reference_model, tiny_checkpoint
 
 FAMILIES = ["gemma3", "opt", "gpt-neox", "phi3-longrope", "qwen2-moe"]
-FAMILIES += ["gemma3n", "gemma4", "gemma4-small", "deepseek-v3"]
+FAMILIES += ["gemma3n", "gemma4", "gemma4-small", "deepseek-v3", "deepseek-v3.2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -132,7 +132,7 @@ def test_the_second_half_of_all_rows_is_the_source_s(
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family", ["granite", "mixtral", "llama4", "deepseek-v3", "gemma4-small", "gemma3n"]
+    "family", ["granite", "mixtral", "llama4", "deepseek-v3", "glm-5", "gemma4-small", "gemma3n"]
 )
 def test_matrices_are_aimed_at_outputs_of_the_source(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

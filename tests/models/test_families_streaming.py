@@ -16,7 +16,15 @@ from tests.tiny_models import budgets, tiny_checkpoint
 
 LENGTHS = [1, 19, 6]
 FAMILIES = ["gemma2", "glm4", "gpt-neox", "opt", "qwen3-moe", "qwen2-moe", "gpt-oss"]
-FAMILIES += ["deepseek-v3", "glm4-moe-lite", "youtu", "llama4", "gemma4-moe", "gemma4-small"]
+FAMILIES += [
+    "deepseek-v3",
+    "glm-5",
+    "glm4-moe-lite",
+    "youtu",
+    "llama4",
+    "gemma4-moe",
+    "gemma4-small",
+]
 FAMILIES += ["gemma3n", "lfm2-moe"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner
+from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 
 from . import fields as f
@@ -128,3 +128,16 @@ def append_all(pool, args, together):
         finish(pool, 0)
         item = take(pool, 0)
     wait(pool, 0, items)
+
+
+@inner
+def attends(args, token):
+    """Whether a token attends to all tokens before it; chosen ones come to others later."""
+    below = simd.peek_i64(args + f.BELOW)
+    return below == 0 or simd.peek_i64(simd.peek_i64(args + f.POSITIONS) + 8 * token) < below
+
+
+@job
+def append_job(pool, thread, threads, args):
+    """Append every token's keys and values, and nothing else."""
+    append_all(pool, args, 16 if simd.peek_i64(args + f.M) >= 16 * threads else 1)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qoff.kernels.cpu.indexed.attend import attend_chosen
 from qoff.kernels.cpu.jit.emit import HAS_BF16
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
@@ -17,6 +18,7 @@ from qoff.kernels.layout.heads import HeadShape, cache_shapes
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
+from .append import append_job
 from .decode import append_attend_job
 from .fields import AttentionArguments
 from .prefill import append_prefill_job
@@ -25,10 +27,9 @@ from .scratch import decode_bytes, decode_runs, partials_together, prefill_bytes
 _OP = "attention"
 
 
-def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged, out: Tensor) -> None:
+def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
     keys, values, places = cache.keys, cache.values, cache.places
     check_rows(_OP, "qkv", qkv, ragged.tokens, shape.qkv_width)
-    check_rows(_OP, "out", out, ragged.tokens, shape.out_width)
     if shape.head_dim % 16 or shape.heads % shape.kv_heads:
         fail(_OP, f"head_dim must be a multiple of 16 and heads one of kv_heads: {shape}")
     if shape.latent % 32 or not 0 <= shape.latent < shape.head_dim:
@@ -87,6 +88,7 @@ def attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
     activation_bits: int = 16,
     out: Tensor | None = None,
     pool: Pool | None = None,
@@ -99,15 +101,18 @@ def attention(
     place. rotary: cos and sin, float32 [positions, R / 2]: of the first R of head_dim channels, or
     of those that turn in a latent shape. q_norm, k_norm: float32 [head_dim],
     RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all. sinks:
-    float32 [heads], scores of a key without a value. activation_bits: 16; or 8, with which a
-    prompt's queries, keys, values and weights are rounded to bfloat16 where the processor
-    multiplies these faster (AVX512-BF16): about 3 digits each.
+    float32 [heads], scores of a key without a value. chosen: what `choose` has, of a latent shape;
+    rows at its `top` or behind it attend to these tokens alone, with float32 numbers.
+    activation_bits: 16; or 8, with which a prompt's other queries, keys, values and weights are
+    rounded to bfloat16 where the processor multiplies these faster (AVX512-BF16): about 3 digits
+    each.
     Attention is causal within each sequence, and to what `cache.top` leaves of the packed blocks.
     Returns float32 [M, heads * value_dim]. Raises OpError for operands of the wrong form.
     """
     if out is None:
         out = torch.empty(ragged.tokens, shape.out_width)
-    _check(qkv, shape, cache, ragged, out)
+    _check(qkv, shape, cache, ragged)
+    check_rows(_OP, "out", out, ragged.tokens, shape.out_width)
     heads = (shape.heads, shape.kv_heads) if shape.norms_all(q_norm, k_norm) else (1, 1)
     norms = [(by, n * shape.head_dim) for by, n in zip((q_norm, k_norm), heads, strict=True)]
     _check_small(rotary, norms, shape.head_dim - shape.latent, ragged.longest)
@@ -115,9 +120,9 @@ def attention(
         fail(_OP, "latent queries and keys have no norms here")
     if sinks is not None:
         check_dense(_OP, "sinks", sinks, (shape.heads,))
-    cos, sin = rotary or (None, None)
+    if chosen is not None and (sinks is not None or cache.top < 1):
+        fail(_OP, "attention to chosen tokens has no sinks, and no other choice of blocks")
     pool = pool or default_pool()
-    pairs = 0 if cos is None else cos.shape[1]
     lse = None if not cache.packed else torch.empty(ragged.tokens, shape.heads)
     tokens, runs = ragged.tokens, decode_runs(cache.longest)
     width = 2 if activation_bits == 8 and HAS_BF16 else 4
@@ -129,36 +134,74 @@ def attention(
     else:
         job, together = append_prefill_job, max(1, tokens)
         scratch = prefill_bytes(pool.threads, shape, width)
-    by = shape.query_scale
     with pool.lock:
-        args = AttentionArguments(
-            qkv.data_ptr(), 4 * qkv.stride(0), ragged.tokens, shape.heads, shape.kv_heads,
-            shape.head_dim, address(q_norm), address(k_norm), heads != (1, 1), address(sinks),
-            address(cos), address(sin), pairs, ragged.positions.data_ptr(),
-            cache.places.data_ptr(), ragged.slots.data_ptr(), cache.keys.data_ptr(),
-            cache.values.data_ptr(), cache.values.shape[2],
-            shape.reach, out.data_ptr(), 4 * out.stride(0), address(lse), runs,
-            pool.workspace(scratch), width, shape.value_dim, shape.latent,
-            0 if by is None else by.every, 0 if by is None else by.ahead,
-            shape.norm_last, shape.value_norm, shape.appends,
-            0.0 if by is None else by.beta, shape.norm_eps, shape.scale, shape.soft_cap,
-        )  # fmt: skip
+        args = _arguments(qkv, shape, cache, ragged, rotary)
+        args.q_norm, args.k_norm = address(q_norm), address(k_norm)
+        args.whole_norms, args.sinks = heads != (1, 1), address(sinks)
+        args.out, args.out_stride, args.lse = out.data_ptr(), 4 * out.stride(0), address(lse)
+        args.runs, args.width, args.scratch = runs, width, pool.workspace(scratch)
+        args.below = 0 if chosen is None else chosen.shape[1]
         for first in range(0, tokens, together):
             if first:
                 _move_on(args, together)
             args.tokens = min(together, tokens - first)
             pool.run(job.address, args)
-    chosen: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)
+    selected: Sequence[SelectedBlocks | None] = [None] * len(cache.packed)
     if cache.packed and cache.top < 1 and ragged.is_decode:
-        chosen = select_blocks(
+        selected = select_blocks(
             qkv, shape.heads, cache.packed, cache.top, window=shape.reach, threads=pool
         )
-    for packed, blocks in zip(cache.packed, chosen, strict=True):
+    for packed, blocks in zip(cache.packed, selected, strict=True):
         if packed.bounds is not None and blocks is not None:
             packed.bounds.bring(blocks.blocks, blocks.counts)
         packed_attention(
             qkv, shape.heads, packed, scale=shape.scale, soft_cap=shape.soft_cap,
-            window=shape.reach, chosen=blocks, out=out, lse=lse, rotated=cache.values_rotated,
-            threads=pool,
+            window=shape.reach, chosen=blocks, below=args.below, out=out, lse=lse,
+            rotated=cache.values_rotated, threads=pool,
         )  # fmt: skip
+    if chosen is not None:
+        attend_chosen(qkv, shape, cache, ragged, chosen, out=out, pool=pool)
     return out
+
+
+def append(
+    qkv: Tensor,
+    shape: HeadShape,
+    cache: LayerCache,
+    ragged: Ragged,
+    *,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    pool: Pool | None = None,
+) -> None:
+    """Rotate queries and keys in place, and append keys to the cache: nothing is attended.
+
+    Operands are those of `attention`. Raises OpError for operands of the wrong form.
+    """
+    _check(qkv, shape, cache, ragged)
+    _check_small(rotary, (), shape.head_dim - shape.latent, ragged.longest)
+    pool = pool or default_pool()
+    pool.run(append_job.address, _arguments(qkv, shape, cache, ragged, rotary))
+
+
+def _arguments(
+    qkv: Tensor,
+    shape: HeadShape,
+    cache: LayerCache,
+    ragged: Ragged,
+    rotary: tuple[Tensor, Tensor] | None,
+) -> AttentionArguments:
+    """What is appended, and the sizes of what is attended."""
+    cos, sin = rotary or (None, None)
+    by = shape.query_scale
+    return AttentionArguments(
+        qkv=qkv.data_ptr(), qkv_stride=4 * qkv.stride(0), tokens=ragged.tokens, heads=shape.heads,
+        kv_heads=shape.kv_heads, head_dim=shape.head_dim, cos=address(cos), sin=address(sin),
+        pairs=0 if cos is None else cos.shape[1], positions=ragged.positions.data_ptr(),
+        places=cache.places.data_ptr(), slots=ragged.slots.data_ptr(), keys=cache.keys.data_ptr(),
+        values=cache.values.data_ptr(), capacity=cache.values.shape[2], window=shape.reach,
+        value_dim=shape.value_dim, latent=shape.latent, query_every=0 if by is None else by.every,
+        query_ahead=0 if by is None else by.ahead, norm_last=shape.norm_last,
+        value_norm=shape.value_norm, appends=shape.appends,
+        query_beta=0.0 if by is None else by.beta, norm_eps=shape.norm_eps, scale=shape.scale,
+        soft_cap=shape.soft_cap,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.layout.layer_cache import RUN_TOKENS
 
 from . import fields as f
-from .append import append_all
+from .append import append_all, attends
 from .product import ROWS, product, tile_rows
 from .scratch import SCORES, STATE_BYTES
 from .soft_cap import cap_scores
@@ -150,9 +150,10 @@ def append_attend_job(pool, thread, threads, args):
     pairs = simd.peek_i64(args + f.M) * kv_heads
     item = take(pool, 1)
     while item < pairs * runs:
-        _attend_item(args, thread, threads, item)
-        if runs == 1:  # which is all there is
-            _merge_group(args, threads, item // kv_heads, item % kv_heads)
+        if attends(args, item // (kv_heads * runs)):
+            _attend_item(args, thread, threads, item)
+            if runs == 1:  # which is all there is
+                _merge_group(args, threads, item // kv_heads, item % kv_heads)
         finish(pool, 1)
         item = take(pool, 1)
     if runs == 1:
@@ -160,5 +161,6 @@ def append_attend_job(pool, thread, threads, args):
     wait(pool, 1, pairs * runs)
     item = take(pool, 2)
     while item < pairs:
-        _merge_group(args, threads, item // kv_heads, item % kv_heads)
+        if attends(args, item // kv_heads):
+            _merge_group(args, threads, item // kv_heads, item % kv_heads)
         item = take(pool, 2)

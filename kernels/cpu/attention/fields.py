@@ -6,7 +6,10 @@ from qoff.kernels.cpu.operands import int64s, offsets
 
 
 class AttentionArguments(ctypes.Structure):
-    """Addresses and strides in bytes, sizes, flags."""
+    """Addresses and strides in bytes, sizes, flags. below: rows from this position on only append.
+
+    0: there are none.
+    """
 
     _fields_ = (
         *int64s(
@@ -14,7 +17,7 @@ class AttentionArguments(ctypes.Structure):
             "whole_norms", "sinks", "cos", "sin", "pairs", "positions", "places", "slots", "keys",
             "values", "capacity", "window", "out", "out_stride", "lse", "runs", "scratch",
             "width", "value_dim", "latent", "query_every", "query_ahead", "norm_last", "value_norm",
-            "appends",
+            "appends", "below",
         ),
         ("query_beta", ctypes.c_float),
         ("norm_eps", ctypes.c_float),
@@ -26,7 +29,7 @@ class AttentionArguments(ctypes.Structure):
 
 (QKV, QKV_STRIDE, M, HEADS, KV_HEADS, DIM, Q_NORM, K_NORM, WHOLE_NORMS, SINKS, COS, SIN, PAIRS,
  POSITIONS, PLACES, SLOTS, KEYS, VALUES, CAPACITY, WINDOW, OUT, OUT_STRIDE, LSE, RUNS, PARTIALS,
- WIDTH, VALUE_DIM, LATENT, QUERY_EVERY, QUERY_AHEAD, NORM_LAST, VALUE_NORM, APPENDS, QUERY_BETA,
- NORM_EPS, SCALE, SOFT_CAP) = (
+ WIDTH, VALUE_DIM, LATENT, QUERY_EVERY, QUERY_AHEAD, NORM_LAST, VALUE_NORM, APPENDS, BELOW,
+ QUERY_BETA, NORM_EPS, SCALE, SOFT_CAP) = (
     offsets(AttentionArguments)
 )  # fmt: skip

@@ -14,7 +14,7 @@ from qoff.kernels.cpu.jit.pool_threads import take
 
 from . import fields as f
 from . import scratch as sizes
-from .append import append_all
+from .append import append_all, attends
 from .decode import RUN, first_key
 from .pairs import pair_keys, pair_values, round_query
 from .product import ROWS, product, tile_rows
@@ -218,7 +218,11 @@ def _attend_item(args, first, last, kv_head, scratch):
         tokens = 1
         while token + tokens < last and _slot(args, token + tokens) == _slot(args, token):
             tokens += 1
-        _attend_tokens(args, token, tokens, kv_head, scratch)
+        attending = tokens
+        while attending > 0 and not attends(args, token + attending - 1):
+            attending -= 1
+        if attending > 0:
+            _attend_tokens(args, token, attending, kv_head, scratch)
         token += tokens
 
 

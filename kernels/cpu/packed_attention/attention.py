@@ -27,6 +27,7 @@ def packed_attention(
     soft_cap: float = 0.0,
     window: int = 0,
     chosen: SelectedBlocks | None = None,
+    below: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     rotated: bool = False,
@@ -37,7 +38,8 @@ def packed_attention(
     queries: float32 [M, at least heads * D], rotated, rows as the pass of the block table says.
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap), 0 for as they are.
     window: `HeadShape.reach`, of the positions of sequences. chosen: the blocks that
-    are attended, for one new token a sequence; None: all.
+    are attended, for one new token a sequence; None: all. below: if not 0, rows from this position
+    on attend to nothing here, and theirs of `out` and `lse` stay as they are.
     Returns float32 [M, heads * value_dim] and the natural log-sum-exp [M, heads] (0 and -inf for a
     query that sees no packed token). If `out` and `lse` are given, they hold attention to other
     tokens, and what is found here is merged into them. rotated: V is as `rotation.rotate_values`
@@ -75,8 +77,8 @@ def packed_attention(
             4 * out.stride(0), lse.data_ptr(), merge,
             address(None if chosen is None else chosen.blocks),
             address(None if chosen is None else chosen.counts), longest,
-            value_run(form.head_dim) if rotated and not form.latent else 0, form.latent, 0, scale,
-            soft_cap,
+            value_run(form.head_dim) if rotated and not form.latent else 0, form.latent, 0, below,
+            scale, soft_cap,
         )  # fmt: skip
         for first in range(0, tokens, together):
             if runs > 1:  # a decode pass, each of whose items is a token

@@ -42,14 +42,17 @@ _BEFORE = 8 * ITEM_FIELDS.index("tokens before")
 
 
 class PackedArguments(ctypes.Structure):
-    """Addresses, strides in bytes, sizes in elements; first: row of the first partial results."""
+    """Addresses, strides in bytes, sizes in elements; first: row of the first partial results.
+
+    below: rows from this position on attend to nothing here; 0: there are none.
+    """
 
     _fields_ = (
         *int64s(
             "queries", "stride", "tokens", "heads", "kv_heads", "half", "k_bits", "v_bits",
             "pool", "record", "block_bytes", "table", "table_width", "items", "item_count",
             "window", "runs", "run_blocks", "partials", "scratch", "out", "out_stride", "lse",
-            "merge", "chosen", "counts", "width", "rotated", "latent", "first",
+            "merge", "chosen", "counts", "width", "rotated", "latent", "first", "below",
         ),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
@@ -59,7 +62,7 @@ class PackedArguments(ctypes.Structure):
 
 (QUERIES, STRIDE, M, HEADS, KV_HEADS, HALF, K_BITS, V_BITS, POOL, RECORD, BLOCK_BYTES, TABLE,
  TABLE_WIDTH, ITEMS, ITEM_COUNT, WINDOW, RUNS, RUN_BLOCKS, PARTIALS, SCRATCH_AT, OUT, OUT_STRIDE,
- LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, LATENT, FIRST, SCALE, SOFT_CAP) = (
+ LSE, MERGE, CHOSEN, COUNTS, WIDTH, ROTATED, LATENT, FIRST, BELOW, SCALE, SOFT_CAP) = (
     offsets(PackedArguments)
 )  # fmt: skip
 
@@ -327,10 +330,19 @@ def _attend_rows(args, item, kv_head, kv_count, run, head, heads, token, tokens,
 
 
 @inner
+def _attending(args, item):
+    """How many tokens of an item, the first ones, attend."""
+    tokens, below = simd.peek_i64(item + 8), simd.peek_i64(args + BELOW)
+    if below == 0:
+        return tokens
+    return max(0, min(tokens, below - simd.peek_i64(item + 24) - simd.peek_i64(item + _BEFORE)))
+
+
+@inner
 def _attend_item(args, item, kv_head, kv_count, run, after, scratch):
     """One run of blocks for all query heads of some KV heads and some tokens of a sequence."""
     group = simd.peek_i64(args + HEADS) // simd.peek_i64(args + KV_HEADS)
-    tokens = simd.peek_i64(item + 8)
+    tokens = _attending(args, item)
     heads = min(group, ROWS)
     together = ROWS // heads
     for token in range(0, tokens, together):
@@ -366,5 +378,6 @@ def packed_job(pool, thread, threads, args):
     heads, first = simd.peek_i64(args + HEADS), simd.peek_i64(args + FIRST)
     item = take(pool, 1)
     while item < queries:
-        _merge(args, first + item // heads, item % heads, scratch)
+        if _attending(args, simd.peek_i64(args + ITEMS) + ITEM_BYTES * (item // heads)) > 0:
+            _merge(args, first + item // heads, item % heads, scratch)
         item = take(pool, 1)

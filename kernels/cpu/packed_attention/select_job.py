@@ -1,7 +1,6 @@
 """The compiled job that chooses packed blocks for one new token a sequence: scores, then the best.
 
-A score becomes a 32-bit integer of the same order, so that the k-th largest is found by bisection
-over the bits, 16 blocks to a comparison, and nothing depends on the threads.
+A score is the integer that `largest` makes of it.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from qoff.kernels.cpu.attention.window import first_seen
 from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
-from qoff.kernels.cpu.jit.simd import i32x16, vector_intrinsic
+from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
+from .largest import ABOVE, LOWEST, pad_scores, poke_i32, poke_score, threshold
 from .scratch import FOLDED_BYTES, TOKENS
 
 _CHUNK = 64  # blocks to an item
 _AHEAD = 8  # blocks from the one that is scored to the one that is fetched
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
 _BEFORE = 8 * ITEM_FIELDS.index("tokens before")
-_LOWEST, _ABOVE = -(2**31), 2**31
 _ALMOST = 1e-9  # as `layer_cache.kept_blocks` has it
 
 
@@ -60,19 +59,6 @@ _PART_BYTES = ctypes.sizeof(SelectPart)
 @vector_intrinsic(types.float64, types.int64)
 def _peek_f64(b, address):
     return emit.load(b, address, 0, ir.DoubleType())
-
-
-@vector_intrinsic(types.void, types.int64, types.int64)
-def _poke_i32(b, address, value):
-    b.store(b.trunc(value, emit.I32), emit.at(b, address, 0, emit.I32), align=1)
-
-
-@vector_intrinsic(i32x16, i32x16, types.int64, types.int64)
-def _count_from(b, counts, address, least):
-    """Add 1 to the lanes whose integer at the address is at least `least`."""
-    values = emit.load(b, address, 0, emit.V_I32)
-    bound = emit.splat(b, b.trunc(least, emit.I32), emit.V_I32)
-    return b.add(counts, b.zext(b.icmp_signed(">=", values, bound), emit.V_I32))
 
 
 @inner
@@ -130,9 +116,7 @@ def _score_part(args, part, row, kv_head, begin, end, folded, keys):
             simd.prefetch(base + following * block_bytes + i)
         scale = base + simd.peek_i32(entries + 4 * block) * block_bytes
         key = keys + 4 * (block - begin)
-        simd.poke_f32(key, _bound(folded, scale, dim, levels) + np.float32(0.0))
-        bits = simd.peek_i32(key)
-        _poke_i32(key, bits if bits >= 0 else bits ^ 0x7FFFFFFF)
+        poke_score(key, _bound(folded, scale, dim, levels))
 
 
 @inner
@@ -177,29 +161,8 @@ def _keep_first(args, row, keys):
         part = simd.peek_i64(args + PARTS) + _PART_BYTES * i
         first, count = _candidates(args, part, row)
         if count > 0 and first == 0 and _begins(args, part, row):
-            _poke_i32(key, _ABOVE - 1)
+            poke_i32(key, ABOVE - 1)
         key += 4 * count
-
-
-@inner
-def _count(keys, padded, least):
-    counts = simd.zero_i32()
-    for i in range(0, 4 * padded, 64):
-        counts = _count_from(counts, keys + i, least)
-    return simd.sum_i32(counts)
-
-
-@inner
-def _threshold(keys, padded, keep):
-    """The `keep`-th largest key."""
-    low, high = _LOWEST, _ABOVE
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _count(keys, padded, middle) >= keep:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @inner
@@ -211,16 +174,13 @@ def _select_item(args, row, kv_head):
     for i in range(parts):
         total += _candidates(args, simd.peek_i64(args + PARTS) + _PART_BYTES * i, row)[1]
     keys = _keys_at(args, row, kv_head)
-    padded = (total + 15) // 16 * 16
-    for i in range(total, padded):
-        _poke_i32(keys + 4 * i, _LOWEST)
+    padded = pad_scores(keys, total)
     keep = max(1, math.ceil(_peek_f64(args + TOP) * total - _ALMOST))
     if keep > 1:
         _keep_first(args, row, keys)
-    least, equal = _LOWEST, 0
+    least, equal = LOWEST, 0
     if total > 0:
-        least = _threshold(keys, padded, keep)
-        equal = keep - (0 if least + 1 == _ABOVE else _count(keys, padded, least + 1))
+        least, equal = threshold(keys, padded, keep)
     key = keys
     for i in range(parts):
         first, count = _candidates(args, simd.peek_i64(args + PARTS) + _PART_BYTES * i, row)
@@ -232,9 +192,9 @@ def _select_item(args, row, kv_head):
             key += 4
             if value > least or (value == least and equal > 0):
                 equal -= value == least
-                _poke_i32(to, block)
+                poke_i32(to, block)
                 to += 4
-        _poke_i32(simd.peek_i64(args + COUNTS) + 4 * index, (to - start) // 4)
+        poke_i32(simd.peek_i64(args + COUNTS) + 4 * index, (to - start) // 4)
 
 
 @job

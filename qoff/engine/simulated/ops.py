@@ -15,6 +15,7 @@ from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape, first_seen
+from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
@@ -161,6 +162,20 @@ class SimulatedOps:
         weights = shape.heads * shape.value_dim * shape.latent
         self._matmul(len(x), weights, weight.bits, self._is_near(weight))
         return x.new_empty(len(x), shape.heads * shape.value_dim) if out is None else out
+
+    def choose(
+        self,
+        qk: Tensor,
+        weights: Tensor,
+        shape: IndexShape,
+        cache: LayerCache,
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        self._attend(shape.keys, cache, ragged)
+        return qk.new_empty(len(qk), shape.top, dtype=torch.int32) if out is None else out
 
     def delta(
         self,

@@ -21,7 +21,8 @@ class PassingCache:
     shapes: per layer, each of which is opened once. before: a cache whose sequences the new ones
     begin with, in the same round of the block schedule, where its pass comes directly before; of
     sequence i that of slot `begins[i]`. What it has of a layer is copied when the layer is opened.
-    workspace: other caches may use it in passes that do not come between.
+    workspace: other caches may use it in passes that do not come between. Keys of an index, which
+    are opened before a layer's K and V, have one of their own.
     """
 
     ended: CachePass | None = None  # never one: no step of decoding
@@ -35,7 +36,8 @@ class PassingCache:
     ) -> None:
         self.shapes, self._workspace = tuple(shapes), workspace
         self._before, self._begins = before, begins
-        self._opened: LayerCache | None = None
+        self._of_index = RecentWorkspace()
+        self._opened = dict[bool, LayerCache]()  # the last one, and the last index
 
     def begin(self, ragged: Ragged) -> CachePass:
         """The only pass. Each sequence has as many tokens before as it takes of `before`."""
@@ -44,22 +46,27 @@ class PassingCache:
     @staticmethod
     def bytes_for(shapes: Sequence[HeadShape], sequences: int, tokens: int) -> int:
         """Bytes of a workspace for this many sequences of up to `tokens` tokens."""
-        return 4 * max(RecentWorkspace.floats_for(one, sequences, tokens) for one in shapes)
+        floats = dict[bool, int]()
+        for one in shapes:
+            taken = RecentWorkspace.floats_for(one, sequences, tokens)
+            floats[one.indexes] = max(taken, floats.get(one.indexes, 0))
+        return 4 * sum(floats.values())
 
     def open(self, layer: int, ragged: Ragged) -> LayerCache:
         """Keys and values of a layer, those before the new tokens in their places."""
-        room = ragged.sequences, ragged.longest + 1
-        keys, values = self._workspace.take(self.shapes[layer], *room)
+        room, shape = (ragged.sequences, ragged.longest + 1), self.shapes[layer]
+        workspace = self._of_index if shape.indexes else self._workspace
+        keys, values = workspace.take(shape, *room)
         if self._before is not None:
             from qoff.kernels.cpu.packed_attention.pack import move_tokens
 
-            there = self._before._opened
-            assert there is not None
+            there = self._before._opened[shape.indexes]
             moves = [(self._begins[s.slot], 0, s.past, s.slot, 0) for s in ragged.spans]
             rows = np.array(moves, np.int64)
             move_tokens((there.keys, there.values), (keys, values), Moves(rows))
-        self._opened = LayerCache(keys, values, ragged.positions, ragged.longest)
-        return self._opened
+        opened = LayerCache(keys, values, ragged.positions, ragged.longest)
+        self._opened[shape.indexes] = opened
+        return opened
 
 
 class _PassingPass(CachePass):

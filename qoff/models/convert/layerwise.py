@@ -84,6 +84,9 @@ class Layerwise:
         self._table: Tensor | None = None  # embeddings of layers, before the first and after it
         self._per_layer: Tensor | None = None
         self._lent = dict[int, LayerCache]()
+        self._chosen: Tensor | None = None  # by an index, where texts have as many tokens
+        if 0 < spec.chosen_width < tokens:
+            self._chosen = torch.empty(count * tokens, spec.chosen_width, dtype=torch.int32)
 
     def embedded(self, rows_of: Callable[[str, Tensor], Tensor]) -> Tensor:
         """Hidden states before the first layer, float32 [texts * tokens, spec.hidden_width].
@@ -124,6 +127,7 @@ class Layerwise:
             positions=ragged.positions,
             hidden=hidden.clone(),
             per_layer=self._per_layer,
+            chosen=self._chosen,
         )
         if layer == 0 and self._table is not None:
             self._per_layer = run.per_layer = self._table.clone()
@@ -311,6 +315,11 @@ class _DenseOps:
     matched = staticmethod(reference_ops.matched)
     sparse_gate = staticmethod(reference_ops.sparse_gate)
 
+    def choose(self, qk: Tensor, weights: Tensor, *operands: Any, **options: Any) -> Tensor:
+        """See `kernels.reference.index.choose`; a choice has no gradient."""
+        with torch.no_grad():
+            return ops_for(qk.device).choose(qk.clone(), weights, *operands, **options)
+
     def attention(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """See `kernels.reference.ops.attention`."""
         ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
@@ -371,7 +380,7 @@ class _OneLayer(CachePass):
         layer: int,
     ) -> None:
         self._spec, self._ragged, self._lent, self._layer = spec, ragged, lent, layer
-        self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
+        self._shapes = dict(zip(spec.cached_layers, shapes, strict=True))
 
     def end(self) -> None:
         """Nothing is remembered."""

@@ -46,7 +46,8 @@ class TensorNames:
     otherwise one for both, key head by key head; "all": for b and for a, too, which else are one,
     key head by key head. linear_of_ggml: what forgets is stored as minus its exponential, and the
     convolution as a matrix.
-    rope_pairs: neighbouring channels of queries and keys turn together.
+    rope_pairs: neighbouring channels of queries and keys turn together. index_pairs: those of an
+    index.
     correction_in_row: the correction of a router is stored as [1, experts].
     per_layer: the table of embeddings of layers, what is added to them, and the norm of that.
     streams: the matrices that make other streams of the first one and what they become at the end,
@@ -78,6 +79,7 @@ class TensorNames:
     split_linear: Literal["", "z", "all"] = ""
     linear_of_ggml: bool = False
     rope_pairs: bool = False
+    index_pairs: bool = False
     correction_in_row: bool = False
     norm_offset: float = 0.0
     times: Mapping[str, tuple[str, bool]] = field(default_factory=lambda: MappingProxyType({}))

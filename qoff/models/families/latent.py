@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM 4.7 Flash, Youtu-LLM."""
+"""Families with multi-head latent attention: DeepSeek V2 to V3.2, GLM 4.7 Flash, GLM 5, Youtu."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec_parts import LatentSpec, unsupported
+from qoff.models.spec_parts import IndexSpec, LatentSpec, unsupported
 
 from .corrected import NAMES, SHARED, after, deepseek_experts
 from .family import Family, Fields, TensorNames, mixture, positive, query_scale, rope_of
@@ -106,6 +106,23 @@ def _glm4_moe_lite(config: Any) -> Fields:
     return {**_latent(config), "experts": deepseek_experts(config, layers)}
 
 
+def _indexed(config: Any) -> Fields:
+    """GLM 4.7 Flash with an index of keys, in all layers where nothing else is said."""
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    if not set(kinds) <= {"full", "shared"}:
+        raise unsupported("indexer_types", kinds, "full, shared")
+    if not config.q_lora_rank:
+        raise unsupported("q_lora_rank", config.q_lora_rank, "a size, which the index is of")
+    index = IndexSpec(
+        heads=config.index_n_heads,
+        dim=config.index_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        top=config.index_topk,
+        layers=tuple(kind == "full" for kind in kinds),
+    )
+    return {**_glm4_moe_lite(config), "index": index}
+
+
 _V3 = replace(NAMES, rope_pairs=True)
 FAMILIES = {
     "deepseek_v2": Family(
@@ -114,7 +131,9 @@ FAMILIES = {
         TensorNames(modules=SHARED, rope_pairs=True),
     ),
     "deepseek_v3": Family("DeepSeek V3, V3.1 and R1", _deepseek_v3, _V3),
+    "deepseek_v32": Family("DeepSeek V3.2", _indexed, _V3),
     "glm4_moe_lite": Family("GLM 4.7 Flash", _glm4_moe_lite, _V3),
+    "glm_moe_dsa": Family("GLM 5", _indexed, replace(_V3, index_pairs=True)),
     "mistral4": Family(
         "Mistral Small 4 119B-A6B, Large 3 as GGUF",
         _mistral4,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
 from qoff.models import names
@@ -30,11 +29,15 @@ class Attention:
     def __init__(
         self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape], device: torch.device | None
     ) -> None:
-        """shapes: of the layers that attend. device: of hidden states."""
+        """shapes: of `spec.cached_layers`. device: of hidden states."""
         self._spec, self._ops = spec, ops
-        self._shapes = dict(zip(spec.attention_layers, shapes, strict=True))
+        cached = dict(zip(spec.cached_layers, shapes, strict=True))
+        self._places = [places[-1] for places in spec.cache_places]
+        self._shapes = {
+            i: cached[self._places[i]] for i in range(spec.num_layers) if not spec.is_recurrent(i)
+        }
         for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
-            self._shapes[i] = replace(self._shapes[spec.kv_layers[i]], appends=False)
+            self._shapes[i] = replace(self._shapes[i], appends=False)
         self._linear = Linear(ops)
         self._latent = None if spec.latent is None else Latent(spec, ops)
         unweighted = spec.qk_norm == "unweighted"
@@ -61,26 +64,27 @@ class Attention:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
             qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
         else:
-            qkv = yield from self._latent.queries(run, weights, norm)
+            qkv = yield from self._latent.queries(layer, run, weights, norm)
         gates = None
         if gated:
             qkv, gates = qkv.split(widths, 1)
         q_norm, k_norm = self._head_norms(layer, weights)
 
-        def attend(ragged: Ragged, cache: Any, out: Tensor | None, qkv: Tensor) -> Tensor:
+        def attend(part: ForwardPass, cache: Any, out: Tensor | None, qkv: Tensor) -> Tensor:
             return self._ops.attention(
                 qkv,
                 shape,
                 cache,
-                ragged,
+                part.ragged,
                 rotary=run.rotary[layer],
                 q_norm=q_norm,
                 k_norm=k_norm,
                 sinks=vector(weights, "self_attn.sinks"),
+                chosen=part.chosen,
                 out=out,
             )
 
-        attended = by_parts(run, self._spec.kv_layers[layer], attend, memory, qkv)
+        attended = by_parts(run, self._places[layer], attend, memory, qkv)
         if gates is not None:
             attended = self._ops.gate(attended, gates, out=memory)
         attended = run.keep(keep, attended)
@@ -103,12 +107,12 @@ def by_parts(
 ) -> Tensor:
     """What `attend` finds, each part of a pass to its own cache, in `out` if there is one.
 
-    attend: is called with the part's sequences, what the cache has of the layer, the part of `out`
-    and those of `rows`.
+    attend: is called with the part, what the cache has of the layer, the part of `out` and those of
+    `rows`.
     """
     outs = [out] if out is None else run.of_parts(out)
     for part, into, *mine in zip(run.parts, outs, *map(run.of_parts, rows), strict=True):
         assert part.cached is not None
-        found = attend(part.ragged, part.cached.open(kv_layer), into, *mine)
+        found = attend(part, part.cached.open(kv_layer), into, *mine)
         part.cached.close(kv_layer)
     return found if out is None or not run.joined else out

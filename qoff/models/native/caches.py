@@ -16,10 +16,13 @@ from qoff.models.spec import DecoderSpec
 
 
 def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
-    """The attention of each layer that attends."""
-    latent = spec.latent
-    return tuple(
-        HeadShape(
+    """The attention of each of `spec.cached_layers`."""
+    latent, found = spec.latent, list[HeadShape]()
+    for layer in spec.attention_layers:
+        if spec.index is not None and spec.index.layers[layer]:
+            found.append(spec.index.shape.keys)
+        kv_heads, dim = spec.heads(layer)
+        shape = HeadShape(
             spec.num_heads,
             kv_heads,
             dim if latent is None else latent.shape(spec.num_heads).head_dim,
@@ -33,9 +36,8 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
             spec.qk_norm == "rotated",
             spec.value_norm,
         )
-        for layer in spec.attention_layers
-        for kv_heads, dim in [spec.heads(layer)]
-    )
+        found.append(shape)
+    return tuple(found)
 
 
 def check_top_on_gpu(shapes: Sequence[HeadShape], kv: KVQuant) -> None:
@@ -69,6 +71,11 @@ def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:
     for no `kv` and sink tokens.
     """
     if kv is not None:
+        if spec.index is not None and kv.attention_top < 1:
+            raise ArgumentError(
+                "an index of this model chooses the tokens that are attended to: use "
+                "attention_top=1 (leave out --attention-top)"
+            )
         try:
             kv.forms(head_shapes(spec))
         except UnpackableError as error:

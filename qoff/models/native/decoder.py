@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ class Decoder:
         self.replays = replays
         self._embed, self._embed_layers = embed, embed_layers
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
+        self._chosen_of = WeakKeyDictionary[object, Tensor]()  # by cache
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -180,7 +182,8 @@ class Decoder:
         ids = run.tokens
         check_ids(ids, self.spec.vocab_size)
         run.cached = cached = run.cache.begin(ragged)
-        run.kv_layers = self.spec.kv_layers if self.spec.shared_kv else ()
+        shared = self.spec.shared_kv or self.spec.index
+        run.cache_places = self.spec.cache_places if shared else ()
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None
@@ -204,9 +207,22 @@ class Decoder:
                 memory += [ragged.positions, ragged.slots]
             adapted = None if run.adapters is None else run.adapters.key
             key = (key, adapted, *(part.data_ptr() for part in memory))
+        if self.spec.index is not None:
+            run.chosen = self._chosen(run.cache, len(ids), key is not None)
+            key = key and (key, run.chosen.data_ptr())
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         stays = isinstance(run.activations, ResidentActivations) and not cached.moves
         return Begun(ids, key, stays)
+
+    def _chosen(self, cache: object, tokens: int, steady: bool) -> Tensor:
+        """Memory for what an index chooses; steady: the same for all passes of a cache."""
+        size = tokens, self.spec.chosen_width
+        if not steady:
+            return torch.empty(size, dtype=torch.int32)
+        there = self._chosen_of.get(cache)
+        if there is None or len(there) < tokens:
+            there = self._chosen_of[cache] = torch.empty(size, dtype=torch.int32)
+        return there[:tokens]
 
     def join(self, runs: Sequence[ForwardPass]) -> ForwardPass | None:
         """Passes of a round, which have begun, as one whose rows go through matrices together.
@@ -388,12 +404,13 @@ class Decoder:
         cached = run.cached
         assert cached is not None
         assert self.replays is not None
-        kv_layer = self.spec.kv_layers[layer]
-        place = cached.arrive(kv_layer)
-        whole = (layer, id(weights), key, place)
+        places = self.spec.cache_places[layer]
+        there = [cached.arrive(place) for place in places]
+        whole = (layer, id(weights), key, *there)
         found = self.replays.run(whole, weights, run.input, work, self.spec.num_layers)
-        if place is not None:
-            cached.close(kv_layer)
+        for place, moved in zip(places, there, strict=True):
+            if moved is not None:
+                cached.close(place)
         return found
 
 

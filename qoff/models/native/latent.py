@@ -14,6 +14,7 @@ from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.spec import DecoderSpec
 
+from .index import Index
 from .linear import Linear, Steps, vector
 
 
@@ -25,9 +26,13 @@ class Latent:
         self._spec, self._latent, self._ops = spec, spec.latent, ops
         self._shape = spec.latent.shape(spec.num_heads)
         self._linear = Linear(ops)
+        self._index = None if spec.index is None else Index(spec.index, ops)
 
-    def queries(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Steps:
-        """Queries that attend to latents, and the tokens' keys, [M, attention_width]."""
+    def queries(self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None) -> Steps:
+        """Queries that attend to latents, and the tokens' keys, [M, attention_width].
+
+        Where the layer has an index, that has then chosen tokens.
+        """
         spec, workspace = self._spec, run.workspace
         assert workspace is not None
         first = self._columns(workspace, 0, spec.qkv_rows)
@@ -38,6 +43,10 @@ class Latent:
             out = self._columns(workspace, spec.qkv_rows, spec.q_rows)
             by = self._norm(weights, names.Q_NORM)
             q = q if self._ops.USES_OUT else q.contiguous()
+            if self._index is not None and len(spec.cache_places[layer]) > 1:
+                place, compressed = spec.cache_places[layer][0], (q, by)
+                memory = self._columns(workspace, spec.qkv_rows + spec.q_rows, self._index.columns)
+                yield from self._index.steps(layer, place, run, weights, norm, compressed, memory)
             q = yield from self._linear(run, weights, names.Q_B, q, out=out, norm=by)
         by = self._norm(weights, names.KV_NORM)
         matrix = cast(QTensor, weights[names.KV_B])

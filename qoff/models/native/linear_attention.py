@@ -9,7 +9,6 @@ from torch import Tensor
 
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ending import Norm
-from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import Weights
 from qoff.models import names
@@ -57,8 +56,8 @@ class LinearAttention:
         vectors = DeltaWeights(*(cast(Tensor, weights[name]) for name in small))
 
         def attend(
-            ragged: Ragged, states: Any, out: Tensor | None, qkvz: Tensor, ba: Tensor
+            part: ForwardPass, states: Any, out: Tensor | None, qkvz: Tensor, ba: Tensor
         ) -> Tensor:
-            return self._ops.delta(qkvz, ba, vectors, shape, states, ragged, out=out)
+            return self._ops.delta(qkvz, ba, vectors, shape, states, part.ragged, out=out)
 
         return run.keep(keep, by_parts(run, layer, attend, out, qkvz, ba))

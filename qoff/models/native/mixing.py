@@ -40,8 +40,9 @@ def mixed_pass(decoder: Decoder, store: WeightStore, run: ForwardPass) -> Tensor
     run.begun = None
     weights = [store.acquire(unit) for unit in [*range(decoder.spec.num_layers), HEAD]]
     assert run.cached is not None
-    for kv_layer in decoder.spec.kv_layers:
-        run.cached.arrive(kv_layer)
+    for places in decoder.spec.cache_places:
+        for place in places:
+            run.cached.arrive(place)
     run.expert_jobs = jobs
 
     def work(x: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ from functools import cache
 
 from qoff.kernels.cpu.attention import scratch as attention
 from qoff.kernels.cpu.delta.scratch import states_bytes
+from qoff.kernels.cpu.indexed import scratch as indexed
 from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.cpu.moe.scratch import ExpertSizes, route_bytes
 from qoff.kernels.cpu.packed_attention import scratch as packed
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes
 from qoff.kernels.layout.heads import HeadShape
-from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
+from qoff.kernels.layout.layer_cache import RUN_TOKENS
 from qoff.kernels.layout.packing import GROUP_SIZES
 from qoff.kernels.processor import pool_threads
 from qoff.models import names
@@ -78,6 +80,13 @@ def attention_bytes(
 ) -> Iterator[int]:
     """What attention of one kind of layer asks for."""
     sequences, heads = passes.sequences, shape.heads
+    if shape.indexes:
+        if form is not None:
+            yield packed.pack_bytes(threads, form)
+        longest = passes.blocks * BLOCK_TOKENS + (passes.place // RUN_TOKENS + 1) * RUN_TOKENS
+        rows = max(passes.tokens, sequences)
+        yield indexed.choose_bytes(threads, heads, shape.head_dim, rows, longest)
+        return
     yield attention.prefill_bytes(threads, shape, 2 if passes.pairs else 4)
     each = attention.token_bytes(shape, attention.decode_runs(passes.place))
     yield attention.decode_bytes(threads, attention.most_partials(threads, sequences, each))
@@ -104,7 +113,11 @@ def _layer(spec: DecoderSpec, passes: Passes, threads: int) -> Iterator[int]:
     if spec.state_shape is not None:
         yield states_bytes(threads, spec.state_shape)
     if spec.latent is not None:
-        yield attention.latent_bytes(threads, spec.latent.shape(spec.num_heads))
+        shape = spec.latent.shape(spec.num_heads)
+        yield attention.latent_bytes(threads, shape)
+        if spec.index is not None:
+            heads = indexed.padded(shape.heads)
+            yield indexed.attend_bytes(threads, shape.head_dim, shape.latent, heads)
     if spec.experts is not None:
         experts, inner = spec.experts, spec.experts.intermediate_size
         hidden, count = spec.hidden_size, experts.count

@@ -8,7 +8,6 @@ from typing import Any, cast
 from torch import Tensor
 
 from qoff.kernels.layout.ending import Norm
-from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
@@ -51,7 +50,7 @@ class ShortConv:
         bcx = yield from self._linear(run, weights, names.SHORT_IN, out=bcx, norm=norm)
         conv = cast(Tensor, weights[names.SHORT_CONV])
 
-        def attend(ragged: Ragged, states: Any, out: Tensor | None, bcx: Tensor) -> Tensor:
-            return self._ops.short_conv(bcx, conv, shape, states, ragged, out=out)
+        def convolve(part: ForwardPass, states: Any, out: Tensor | None, bcx: Tensor) -> Tensor:
+            return self._ops.short_conv(bcx, conv, shape, states, part.ragged, out=out)
 
-        return run.keep(keep, by_parts(run, layer, attend, out, bcx))
+        return run.keep(keep, by_parts(run, layer, convolve, out, bcx))

@@ -53,6 +53,8 @@ def sweep_passes(
         run.begun = one._replace(rows=decoder.embedded(one.ids, run))
     with ExitStack() as stack:
         moving = next((run.cached for run in runs if run.cached and run.cached.moves), None)
+        if moving is not None and decoder.spec.index is not None:
+            return None  # tiles would open keys of the index and latents in another order
         blocks = None if moving is None else moving.begin_sweep()
         if blocks is not None:
             stack.enter_context(blocks)
@@ -126,14 +128,15 @@ class _Round:
     def _begin_caches(self) -> None:
         """Have caches know that layers are computed from here on, and what is to come to them."""
         for group in self._groups:
-            for kv_layer in self._decoder.spec.kv_layers:
+            for places in self._decoder.spec.cache_places:
                 for run in map(self._runs.__getitem__, group):
                     assert run.cached is not None
-                    if run.cached.moves:
-                        assert self._blocks is not None
-                        run.cached.sweep(kv_layer, self._blocks)
-                    else:
-                        run.cached.arrive(kv_layer)
+                    for place in places:
+                        if run.cached.moves:
+                            assert self._blocks is not None
+                            run.cached.sweep(place, self._blocks)
+                        else:
+                            run.cached.arrive(place)
 
     def _moved_by_jobs(self) -> list[Hashable]:
         """Have jobs move hidden states that do not stay; the addresses."""

@@ -1,0 +1,1 @@
+"""Attention to the tokens that an index of keys chooses: see `kernels.layout.index`."""
