@@ -75,7 +75,10 @@ ARCHITECTURES = {  # by model_type
     "hunyuan_v1_dense": ARCH.HUNYUAN_DENSE,
     "hunyuan_v1_moe": ARCH.HUNYUAN_MOE,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "youtu"), ARCH.DEEPSEEK2),
+    "glm_moe_dsa": ARCH.GLM_DSA,
+    "deepseek_v32": ARCH.GLM_DSA,  # whose names of tensors it has
 }
+_NAMES = {"deepseek_v32": "deepseek32"}  # which the package does not know yet
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = (
     "llama",
@@ -89,7 +92,8 @@ _PERMUTED = (
 )
 _PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afmoe", "lfm2_moe")
+_SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afmoe")
+_SIGMOID += ("deepseek_v32", "glm_moe_dsa", "lfm2_moe")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -119,6 +123,9 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "q_lora_rank": "attention.q_lora_rank",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
     "kv_lora_rank": "attention.kv_lora_rank",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
@@ -160,7 +167,8 @@ class GGUFModel:
         config = json.loads((directory / "config.json").read_text())
         config["model_type"] = model_type or config["model_type"]
         kind = ARCHITECTURES[config["model_type"]]
-        found = cls(gguf.MODEL_ARCH_NAMES[kind], _metadata(config), {})
+        name = _NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[kind])
+        found = cls(name, _metadata(config), {})
         names, plain = (  # layers without experts have Llama's names
             gguf.get_tensor_name_map(x, config["num_hidden_layers"]) for x in (kind, ARCH.LLAMA)
         )
@@ -261,6 +269,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         del found["feed_forward_length"]
     if "conv_L_cache" in config:
         found |= _short_conv(config)
+    if "indexer_types" in config:
+        found["attention.indexer.types"] = [kind == "full" for kind in config["indexer_types"]]
     if "linear_num_value_heads" in config:
         found |= gguf_linear.metadata(config)
     if "kv_lora_rank" in config:

@@ -64,12 +64,20 @@ def entries(folder: Path) -> list[Path]:
 
 
 def check_apart(path: Path, source: str | os.PathLike[str]) -> None:
-    """Raise ConversionError for a checkpoint that would be written over the model it is made of."""
+    """Raise ConversionError for a checkpoint that would be written over, or into, its model."""
     model = Path(source)
-    if os.path.lexists(model) and model.resolve().is_relative_to(path.resolve()):
+    if not os.path.lexists(model):
+        return
+    there, place = model.resolve(), path.resolve()
+    if there.is_relative_to(place):
         raise ConversionError(
             f"{path}: the model to convert, {source}, lies there, and would be lost; "
             "choose another place"
+        )
+    if place.is_relative_to(there):
+        raise ConversionError(
+            f"{path}: lies in the folder of the model to convert, {source}, which stays as it is; "
+            "choose a place outside"
         )
 
 

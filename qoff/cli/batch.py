@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -131,14 +131,19 @@ class PlanOptions:
 
 
 def _adapters(given: list[str] | None) -> dict[str, str]:
-    """Folders by name. Raises ArgumentError."""
+    """Folders by name. Raises ArgumentError, and what `adapter_config` does."""
+    if not given:
+        return {}
+    from qoff.models.adapters import adapter_config
+
     found: dict[str, str] = {}
-    for one in given or ():
+    for one in given:
         name, _, folder = one.partition("=")
         if not name or not folder or name in found:
             raise ArgumentError(f"--lora-modules {one}: use NAME=FOLDER, and each name once")
         if not Path(folder).is_dir():
             raise ArgumentError(f"--lora-modules {one}: there is no folder {folder}")
+        adapter_config(folder)
         found[name] = folder
     return found
 
@@ -230,6 +235,7 @@ def batch(
     if ray is not None and (trace is not None or stats):
         raise ArgumentError("--trace and --stats are of one process; leave them out with --ray")
     plan, opening = planned.plan(called, model, how, cache)
+    _make_room(sampling.n, plan, opening)
     asked = Asked(
         prompts or input_file or Path(),
         output,
@@ -242,6 +248,7 @@ def batch(
         adapters=opening["adapters"],
     )
     path = how.checkpoint(model)
+    _check_ends(path, sampling.stop_token_ids or ())
     wanted = plan or opening.get("_plain")
     with FileJob(asked, path, wanted, overwrite=not resume) as job:
         if job.left == 0:
@@ -252,6 +259,7 @@ def batch(
                 _run_on_ray(job, ray, ray_workers, str(path), opening, noticed)
         else:
             with LLM(path, plan, trace=trace, **opening) as llm:
+                _make_room(sampling.n, llm.plan, opening)  # the planner may have chosen less
                 with job_progress(job.total, quiet=output is None) as noticed:
                     job.run(llm, noticed)
                 if stats:
@@ -259,6 +267,41 @@ def batch(
         failed = job.finish()
     if failed:
         raise typer.Exit(1)
+
+
+def _make_room(n: int, plan: Plan | None, opening: dict[str, Any]) -> None:
+    """Have room for n answers of a prompt in a batch, where nobody said how large batches are.
+
+    Raises ArgumentError for a plan whose batches have none.
+    """
+    from qoff.plan import Plan
+
+    if plan is not None and n > plan.batch_size:
+        raise ArgumentError(
+            f"--n {n}: the answers of a prompt are in one batch, and the plan's batches have "
+            f"{plan.batch_size}; use a plan with a larger batch size (--batch-size)"
+        )
+    plain = opening.get("_plain") or Plan()
+    if plan is None and n > plain.batch_size:
+        opening["_plain"] = replace(plain, batch_size=n)
+
+
+def _check_ends(checkpoint: Path, tokens: Collection[int]) -> None:
+    """Raise ArgumentError for tokens that the model does not have, before it is loaded.
+
+    Of transformers' modules only the model itself tells, which refuses each request.
+    """
+    from qoff.checkpoint.reader import read_config
+    from qoff.models.modules.configs import is_native
+    from qoff.models.spec import DecoderSpec
+
+    if not tokens or not is_native(config := read_config(checkpoint)):
+        return
+    known = DecoderSpec.from_config(config).vocab_size
+    if max(tokens) >= known:
+        raise ArgumentError(
+            f"--stop-token-ids {max(tokens)}: the model has tokens 0 to {known - 1}"
+        )
 
 
 def _run_on_ray(

@@ -11,8 +11,9 @@ from typing import Any
 
 from qoff.errors import ArgumentError, QoffError
 from qoff.measure.compare import TEST, THRESHOLD, compare, differences, samples_of
-from qoff.measure.results import processor_of, read_result
+from qoff.measure.results import UnlikeResultError, processor_of, read_result
 from qoff.measure.tables import comma_separated, markdown
+from qoff.units import counted
 
 from .output import Format, print_json
 from .suite import source_tree
@@ -78,14 +79,21 @@ def print_comparison(a: Path, b: Path, percent: float | None, output: Format) ->
 
 
 def print_history(folder: Path, output: Format) -> None:
-    """Print a row for each result in a folder, oldest first; files that are none are named.
+    """Print a row for each result in a folder, oldest first.
+
+    Of files that are none standard error has the names: in one line those of another form, which
+    benches for GPUs, say, have; with what is wrong those that are damaged.
 
     Raises QoffError where there is none.
     """
     rows: list[tuple[Any, ...]] = []
+    unlike: list[str] = []
     for path in folder.glob("*.json"):
         try:
             found = read_result(path)
+        except UnlikeResultError:
+            unlike.append(path.name)
+            continue
         except QoffError as error:
             print(f"not listed: {error}", file=sys.stderr)
             continue
@@ -93,6 +101,12 @@ def print_history(folder: Path, output: Format) -> None:
         versions = [str(found.versions.get(name, "-")) for name in ("qoff", "torch")]
         machine = processor_of(found.machine)
         rows.append((found.date, found.bench, model, machine, *versions, figures, path.name))
+    if unlike:
+        print(
+            f"not listed: {counted(len(unlike), 'file')} of another form, without samples to "
+            f"compare: {', '.join(sorted(unlike))}",
+            file=sys.stderr,
+        )
     if not rows:
         raise QoffError(f"{folder}: no results there; make one: qoff bench MODEL --save")
     rows.sort(key=lambda row: (row[0], row[1], len(row[-1]), row[-1]))  # -2 before -10

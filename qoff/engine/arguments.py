@@ -9,6 +9,7 @@ from typing import Any
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError
+from qoff.models.adapters import adapter_config
 from qoff.models.modules.decoder import is_modules
 from qoff.plan import Plan
 from qoff.plan.saved import read_plan
@@ -39,12 +40,18 @@ def bounded(plan: Plan, **bounds: int | None) -> Plan:
 
 
 def check_adapters(given: object) -> None:
-    """Raise ArgumentError for what is neither folders by name nor None."""
+    """Raise ArgumentError for what is neither folders by name nor None.
+
+    And what `adapter_config` does for a folder without an adapter.
+    """
     if given is None:
         return
-    if isinstance(given, Mapping) and all(isinstance(x, str | PathLike) for x in given.values()):
-        return
-    raise ArgumentError(f"adapters are {shown(given)}; give a dict of folders by name")
+    if not isinstance(given, Mapping) or not all(
+        isinstance(x, str | PathLike) for x in given.values()
+    ):
+        raise ArgumentError(f"adapters are {shown(given)}; give a dict of folders by name")
+    for folder in given.values():
+        adapter_config(folder)
 
 
 def executor_of(

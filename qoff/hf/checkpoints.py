@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
@@ -122,7 +123,17 @@ def check_source(
 
 
 def _model(path: Path) -> Path:
-    """The path; raises UnsupportedModelError where it has adapters alone."""
+    """The path; raises UnsupportedModelError where it has adapters alone.
+
+    And ArgumentError for one that is not UTF-8, which tokenizers cannot be read from.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{os.fsencode(path)!r}: the path is not UTF-8, and libraries that read models and "
+            "tokenizers open no other; rename it, or give a link to it"
+        ) from error
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UnsupportedModelError(
             f"{path}: is an adapter, without the model that it was trained beside; give that, and "

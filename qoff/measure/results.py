@@ -67,8 +67,15 @@ class BenchResult:
         raise FormatError(f"{folder}: has 999 files {self.stem()}*.json; move some away")
 
 
+class UnlikeResultError(FormatError):
+    """A JSON document of another form than a `BenchResult`: without samples, say."""
+
+
 def read_result(path: Path) -> BenchResult:
-    """Read the file of a result. Raises FormatError for anything else, naming the file."""
+    """Read the file of a result. Raises FormatError for anything else, naming the file.
+
+    UnlikeResultError, which is one, for a document of another form.
+    """
     try:
         found = load_object(path.read_bytes())
     except FileNotFoundError:
@@ -77,7 +84,7 @@ def read_result(path: Path) -> BenchResult:
         raise FormatError(f"{path}: {error}; give a JSON file that a bench wrote") from error
     missing = [key for key in _KEYS if key not in found]
     if missing:
-        raise FormatError(
+        raise UnlikeResultError(
             f"{path}: is not a result of a bench that keeps its samples: it has no "
             f"{', '.join(missing)}; give a file of `qoff bench --save` or of bench/results"
         )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,6 +43,34 @@ _NOT_THERE = {  # what changes what an adapter computes, with what it is called
 }
 
 
+def adapter_config(path: str | PathLike[str]) -> dict[str, Any]:
+    """What a folder that PEFT's `save_pretrained` wrote says of its adapter, without the model.
+
+    Raises ArgumentError for no folder, FormatError for one without an adapter, and
+    UnsupportedModelError for other kinds than LoRA.
+    """
+    if not Path(path).is_dir():
+        raise ArgumentError(f"{path}: is no folder; give one that PEFT saved an adapter to")
+    file = Path(path) / CONFIG
+    config = read_object(file, "PEFT's save_pretrained writes it")
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{file}: peft_type is {shown(kind)}; supported: 'LORA'")
+    for key, words in _NOT_THERE.items():
+        if config.get(key):
+            raise UnsupportedModelError(
+                f"{file}: the adapter has {words}; supported: LoRA of linear layers"
+            )
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModelError(f"{file}: bias is {shown(config['bias'])}; supported: 'none'")
+    patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+    if not all(isinstance(one, dict) for one in patterns):
+        raise FormatError(f"{file}: rank_pattern and alpha_pattern are objects, by module")
+    if not (Path(path) / WEIGHTS).is_file():
+        raise FormatError(f"{path}: has no {WEIGHTS}; save the adapter as safetensors, with PEFT")
+    return config
+
+
 class AdapterFile:
     """A folder that PEFT's `save_pretrained` wrote, checked, without its weights in memory.
 
@@ -51,11 +80,7 @@ class AdapterFile:
     """
 
     def __init__(self, path: str | PathLike[str], spec: DecoderSpec) -> None:
-        self.path = Path(path)
-        if not self.path.is_dir():
-            raise ArgumentError(f"{path}: is no folder; give one that PEFT saved an adapter to")
-        self._config = read_object(self.path / CONFIG, "PEFT's save_pretrained writes it")
-        self._check_config()
+        self.path, self._config = Path(path), adapter_config(path)
         weights = self.path / WEIGHTS
         refused = raised_as(FormatError, f"{weights}: cannot be read", "save it as safetensors")
         with refused, safe_open(weights, "pt") as file:
@@ -73,24 +98,6 @@ class AdapterFile:
             for layer, planned in enumerate(self.layers):
                 for name, one in planned.items():
                     one.load(file, weights, layers.memory((layer, name), number))
-
-    def _check_config(self) -> None:
-        config, path = self._config, self.path / CONFIG
-        kind = config.get("peft_type")
-        if kind != "LORA":
-            raise UnsupportedModelError(f"{path}: peft_type is {shown(kind)}; supported: 'LORA'")
-        for key, words in _NOT_THERE.items():
-            if config.get(key):
-                raise UnsupportedModelError(
-                    f"{path}: the adapter has {words}; supported: LoRA of linear layers"
-                )
-        if config.get("bias", "none") != "none":
-            raise UnsupportedModelError(
-                f"{path}: bias is {shown(config['bias'])}; supported: 'none'"
-            )
-        patterns = [config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
-        if not all(isinstance(one, dict) for one in patterns):
-            raise FormatError(f"{path}: rank_pattern and alpha_pattern are objects, by module")
 
     def _modules(self, spec: DecoderSpec, shapes: Mapping[str, object]) -> dict[str, str]:
         """From the model's modules in the layers to what the adapter calls them."""

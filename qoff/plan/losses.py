@@ -78,6 +78,11 @@ def measured_forms(path: Path) -> list[Form]:
     Raises FormatError for a file that is none, or has no such cell with a loss.
     """
     file = path / "results.json" if path.is_dir() else path
+    if not file.exists():
+        raise FormatError(
+            f"{path}: has no {file.name}, which qoff eval MODEL --sweep writes; give the folder of "
+            "a sweep"
+        )
     try:
         cells = json.loads(file.read_text())
         found = [form for cell in cells if (form := _form(cell)) is not None]

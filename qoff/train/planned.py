@@ -7,7 +7,6 @@ counted by the code that a training counts with.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,21 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, UnsupportedModelError, raised_as
-from qoff.hf.dispatch.units import units_of
 from qoff.hf.plugin.streaming import Frozen, frozen_of
 from qoff.models.families.family import full_config
 from qoff.models.modules.configs import layer_configs
 
-from .activations import Activations, Cost
+from .activations import Cost
 from .batches import Limits
+from .costs import costs_of
 from .finetune import Lora, adapted
-from .homes import Homes
-from .mixtures import GroupedProducts, dequantize_routers, packed_experts
+from .mixtures import dequantize_routers, packed_experts
 from .needs import needs_of
 from .optimizers import Optimizer
-from .passes import StoppingLayer, TrainingPass, stop_of
 from .sizes import Sizes
-from .swaps import Swaps
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ def planned(
                 dequantize_routers(measured)
             _to_cpu(measured)
     Limits.of(model, tokens).check_length(tokens)
-    costs = _costs(measured, tokens)
+    costs = costs_of(measured, tokens)
     # Beside packed weights, a GPU computes in this dtype, and a CPU in float32.
     half = packed is not None and device != "cpu" and _named(config, dtype) == "float16"
     needs = partial(
@@ -209,46 +205,6 @@ def _head_dim(text: Any) -> float:
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def _costs(model: Any, tokens: int) -> list[Cost]:
-    """What each layer saves for its backward, counted as in a step; none where values decide."""
-    layers = [unit.module for unit in units_of(model, values=False)]
-    homes = Homes(0, 0, 0, None)
-    activations = Activations(1, lambda _: True, Swaps(homes, None))
-    stopping = [StoppingLayer(layer, i, layer.forward) for i, layer in enumerate(layers)]
-    ids = torch.ones(1, tokens, dtype=torch.int64)
-    one = TrainingPass(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, 1.0)
-    found = []
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.disabled = True
-    try:
-        with GroupedProducts():
-            reached = one.advance()
-            for i, layer in enumerate(stopping):
-                stop = stop_of(reached, i)
-                x = stop.hidden.detach().clone().requires_grad_()
-                given = stop.args, stop.kwargs
-                activations.plan(0, [(x.shape, x.dtype)], [given])
-                with (
-                    torch.enable_grad(),
-                    activations.measuring((i, 0), x, layer.module, given, _nothing),
-                ):
-                    y, whole = layer.compute(x, stop)
-                cost = activations.cost(i, 0)
-                assert cost is not None
-                found.append(Cost(cost.nbytes, 0.0, cost.on_stage))
-                if i < len(stopping) - 1:
-                    reached = one.advance(whole(y.detach()))
-    except RuntimeError:  # of an operation that needs values
-        return []
-    finally:
-        log.disabled = False
-        one.end()
-        homes.close()
-        for layer in stopping:
-            layer.module.forward = layer.own
-    return found
-
-
 def _work(layer: nn.Module, config: Any, packed: Checkpoint | None) -> Work:
     """Of a layer; of experts, which are three-dimensional, those that a token is given to."""
     top = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None)
@@ -269,10 +225,3 @@ def _head(model: Any, packed: Checkpoint | None) -> Work:
     if packed is None:
         return Work(count, 0.0, (bits, bits))
     return Work(0.0, count, (32, 8))
-
-
-def _nothing() -> Tensor:
-    return _EMPTY
-
-
-_EMPTY = torch.empty(0)

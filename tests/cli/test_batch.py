@@ -156,10 +156,34 @@ def test_options_of_a_plan_leave_the_rest_to_what_is_free(
     assert "context was 1024 and is 512" in refused
 
 
+def test_a_batch_has_room_for_all_answers_of_a_prompt(
+    packable: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody said how large batches are, which are 8 sequences otherwise."""
+    plans = list[Plan]()
+    monkeypatch.setattr(FileJob, "run", lambda job, llm, noticed: plans.append(llm.plan))
+    options = ["--context", 128, "--n", 9, "--temperature", 1]
+    succeed("batch", packable, prompts, *options)
+    assert plans[0].batch_size == 9
+    free = {"device": 24 << 20, "host": 0, "disk": 1 << 30}
+    monkeypatch.setattr(default, "usable_memory", lambda *_: free)
+    many = fail("batch", packable, prompts, *options[:2], "--n", 1000, *options[4:])
+    assert "--n 1000: the answers of a prompt are in one batch" in many
+    assert len(plans) == 1
+
+
 def test_batch_refuses_options_that_it_would_not_use(
     packable: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "--ray auto" in fail("batch", packable, prompts, "--ray-workers", 2)
+    heated = ["--batch-size", 2, "--temperature", 1, "--n", 3]
+    monkeypatch.setattr("qoff.hf.checkpoints.find_checkpoint", None)
+    assert "--n 3: the answers of a prompt" in fail("batch", packable, prompts, *heated)
+    monkeypatch.undo()
+    monkeypatch.setattr("qoff.engine.LLM", None)  # it is said before one is opened
+    unknown = fail("batch", packable, prompts, "--stop-token-ids", 3, "--stop-token-ids", 9999)
+    assert "--stop-token-ids 9999: the model has tokens 0 to " in unknown
+    monkeypatch.undo()
     assert "-o FILE" in fail("batch", packable, prompts, "--overwrite")
     alone = ["--device", "cpu", "--host-memory", "1GiB"]
     # It is said before a conversion.

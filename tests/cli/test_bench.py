@@ -89,11 +89,15 @@ def test_results_are_kept_and_listed(checkpoint: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0
         assert len(list(folder.iterdir())) == number + 1
     (folder / "other.json").write_text("{}")
+    (folder / "more.json").write_text('{"bench": "gpu"}')
+    (folder / "damaged.json").write_text("{")
     result = run("--history", "--results", folder)
     assert result.exit_code == 0
     assert result.stdout.count("model_rates-") == 2
-    assert "not listed" in result.stderr
-    assert "other.json" in result.stderr
+    damaged, others = result.stderr.splitlines()
+    assert f"not listed: {folder / 'damaged.json'}: " in damaged
+    assert "not listed: 2 files of another form" in others
+    assert others.endswith(": more.json, other.json")
     listed = json.loads(succeed("--history", "--results", folder, "-o", "json"))
     assert [row["model"] for row in listed] == [checkpoint.name] * 2
     assert {row["file"] for row in listed} < {path.name for path in folder.iterdir()}

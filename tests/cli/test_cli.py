@@ -167,17 +167,23 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
     assert "the budget is 1,024" in line
 
 
+def test_a_path_that_is_not_utf8_is_refused_by_its_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "\udcff").symlink_to(checkpoint)
+    for command in (["generate", other, "Hello"], ["batch", other, checkpoint / "config.json"]):
+        assert r"/\xff': the path is not UTF-8, and libraries" in fail(*command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["convert", "{tmp}/gone", "{tmp}/out"], "no such file or directory"),
-        (["convert", "{tmp}", "{tmp}/out"], "no model.safetensors"),
+        (["convert", "{tmp}", "{tmp}-out"], "no model.safetensors"),
         (["convert", "{source}", "{tmp}/out", "--solver", "magic"], "solver 'magic'"),
         (["convert", "{source}", "{tmp}/out", "--bits", "7"], "bits 7"),
         (["convert", "{source}", "{tmp}/out", "--group-size", "40"], "group_size 40"),
         (["convert", "{source}", "{tmp}/out", "--group-size", "128"], "does not divide"),
         (["convert", "{source}", "{tmp}/out", "--for", "toaster"], "'toaster'"),
-        (["convert", "{source}", "{source}/config.json/out", *FAST], "cannot be written"),
+        (["convert", "{source}", "{checkpoint}/config.json/out", *FAST], "cannot be written"),
         (["generate", "{tmp}/gone", "Hello"], "no such file or directory"),
         (["generate", "{tmp}", "Hello"], "no model.safetensors"),
         (["generate", "{checkpoint}", "Hello", "--device-memory", "much"], "'much' is not a size"),
@@ -212,6 +218,12 @@ def test_a_budget_that_is_too_small_names_the_least(checkpoint: Path) -> None:
             ["batch", "{checkpoint}", "{source}/config.json", "--lora-modules", "a={tmp}/gone"],
             "there is no folder {tmp}/gone",
         ),
+        (
+            ["serve", "{source}", "--lora-modules", "a={source}"],
+            "adapter_config.json: cannot be read (No such file or directory); PEFT's",
+        ),
+        (["convert", "{source}", "{source}/sub"], "{source}/sub: lies in the folder of the model"),
+        (["convert", "{source}", "{source}"], "lies there, and would be lost"),
         (["verify", "{tmp}/gone"], "gone"),
         (["verify", "{source}"], "convert the model first"),
     ],

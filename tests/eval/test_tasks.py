@@ -101,6 +101,29 @@ def test_texts_score_as_the_peers(batch_size: int, checkpoint: Path, peer: HFLM)
     assert found == pytest.approx(wanted, rel=3e-5)
 
 
+def test_chats_are_the_peers_and_by_parts_where_a_template_reads_only_these(
+    checkpoint: Path, peer: HFLM
+) -> None:
+    said = [{"role": r, "content": x} for r, x in (("system", "Be"), ("user", "Hi"), ("a", "Yes"))]
+    lm = opened(checkpoint)
+    for template in (
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}:"
+        "{% endif %}",
+        "{% for m in messages %}{{ raise_exception('none') if m.role == 'system' }}"
+        "<{{ m.content }}>{% endfor %}",
+    ):
+        lm.tokenizer.chat_template = peer.tokenizer.chat_template = template
+        for answered in (True, False):
+            wanted = peer.apply_chat_template(said, answered)
+            assert "<Hi><Yes" in wanted
+            assert lm.apply_chat_template(said, answered) == wanted
+    lm.tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content if part.type == 'text' %}"
+        "<{{ part.text }}>{% endfor %}{% endfor %}"
+    )
+    assert lm.apply_chat_template(said[1:2]) == "<Hi>"
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_answers_are_the_peers(batch_size: int, checkpoint: Path, peer: HFLM) -> None:
     requests = instances("generate_until", QUESTIONS)

@@ -18,7 +18,7 @@ from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference
 from qoff.models import adapter_layers
-from qoff.models.adapters import AdapterFile, Adapters
+from qoff.models.adapters import AdapterFile, Adapters, adapter_config
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.layer_weights import layer_weights
 from qoff.models.spec import DecoderSpec
@@ -230,6 +230,9 @@ def test_adapters_of_other_models_and_folders_without_one_are_refused(
         AdapterFile(saved[1], spec)
     with pytest.raises(FormatError, match="adapter_config"):
         AdapterFile(tmp_path, spec)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(FormatError, match=r"has no adapter_model\.safetensors; save the adapter"):
+        adapter_config(tmp_path)
     with pytest.raises(ArgumentError, match="is no folder"):
         AdapterFile(tmp_path / "missing", spec)
     with pytest.raises(ArgumentError, match="there is no adapter 'b'; there are: 'a'"):

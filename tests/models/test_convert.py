@@ -384,11 +384,12 @@ def test_a_truncated_file_is_named(keep: float, tmp_path: Path) -> None:
 
 
 def test_pickles_and_strangers_are_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    (model := tmp_path / "model").mkdir()
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(FormatError, match=r"found pytorch_model.bin, which is pickled"):
-        convert(tmp_path, tmp_path / "out")
+        convert(model, tmp_path / "out")
     with pytest.raises(FormatError, match=r"expected a .gguf file"):
-        convert(tmp_path / "pytorch_model.bin", tmp_path / "out")
+        convert(model / "pytorch_model.bin", tmp_path / "out")
     with pytest.raises(FormatError, match=r"no such file or directory"):
         convert(tmp_path / "gone", tmp_path / "out")
 

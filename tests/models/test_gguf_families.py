@@ -53,6 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
+    "deepseek-v3.2": {"rope_scaling": _MSCALE},
 }
 # llama.cpp has no such architecture, does not tell it from another, or the package `gguf` does not
 # have it.
@@ -410,3 +411,23 @@ def test_what_no_model_has(
         floats(path)
     assert "\n" not in str(refusal.value)
     assert str(tmp_path) in str(refusal.value)
+
+
+def test_which_layers_of_glm_5_have_an_index(base: Path, tmp_path: Path) -> None:
+    """Files without a word of it are of GLM 5, or from so many tokens of context on of GLM 5.2."""
+    full, shared = True, False
+    for changes, wanted in (
+        ({}, [full, full, shared]),
+        ({"attention.indexer.types": None}, [full, full, full]),
+        (
+            {"attention.indexer.types": None, "context_length": 1 << 20, "block_count": 7},
+            [full, full, full, shared, shared, shared, full],
+        ),
+    ):
+        model = GGUFModel.of(source_of(base, "glm-5"))
+        model.metadata |= changes
+        model.metadata = {key: value for key, value in model.metadata.items() if value is not None}
+        source = open_source(model.write(tmp_path / "m.gguf"))
+        spec = DecoderSpec.from_config(source.config)
+        assert spec.index is not None
+        assert list(spec.index.layers) == wanted

@@ -12,13 +12,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qoff.errors import ChecksumError
 from qoff.kernels.cpu.jit.read_queue import ReadQueue
 from qoff.kernels.layout.ragged import Ragged
 from qoff.memory.experts import ExpertCache
-from qoff.memory.experts.moves import ExpertMoves
+from qoff.memory.experts.moves import ExpertMoves, Slots
 from qoff.memory.experts.policy import Lfu, Lru, Policy
 from qoff.memory.experts.queued_moves import QueuedMoves
 from qoff.memory.instrumentation import PLAIN, Instrumentation
@@ -273,6 +274,58 @@ def test_a_request_that_ended_early_keeps_no_slot(
                 with pytest.raises(KeyboardInterrupt):
                     cache.acquire(chosen)
         assert torch.equal(logits_of(runtime), expected)
+
+
+class WaitedFor(ExpertMoves):
+    """Experts that have come when somebody has waited for them, and no sooner."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.coming, self.given_up, self.reused = set[int](), list[int](), set[int]()
+
+    def start(self, slots: Slots, keys: Slots, hosts: Slots, urgent: int) -> None:
+        self.coming |= set(slots.tolist())
+        super().start(slots, keys, hosts, urgent)
+
+    def done(self, slots: Slots) -> NDArray[np.bool_]:
+        return ~np.isin(slots, list(self.coming))
+
+    def settle(self, slots: Slots) -> None:
+        super().settle(slots)
+        self.coming -= set(slots.tolist())
+
+    def finish(self, slots: Slots) -> None:
+        super().finish(slots)
+        self.coming -= set(slots.tolist())
+
+    def abandon(self, slot: int) -> None:
+        self.given_up.append(slot)
+        super().abandon(slot)
+
+    def recycle(self, slots: Slots) -> None:
+        self.reused |= self.coming & set(slots.tolist())
+        super().recycle(slots)
+
+
+def test_a_slot_whose_read_is_given_up_is_free_when_the_read_has_ended(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(base, "mixtral")
+    watched = Instrumentation(expert_moves=WaitedFor)
+    with Runtime(path, device_memory=sum(budgets(path)) // 2, instrumentation=watched) as runtime:
+        cache = runtime.store.experts
+        assert cache is not None
+        moves, every = cache.moves, (0, 1, 2, 3)
+        assert isinstance(moves, WaitedFor)
+        assert len(cache.now.free) <= len(every)
+        with monkeypatch.context() as patch:
+            patch.setattr(WaitedFor, "settle", Mock(side_effect=[KeyboardInterrupt]))
+            with pytest.raises(KeyboardInterrupt):
+                cache.acquire(ChosenExperts(0, every))
+        wave = cache.acquire(ChosenExperts(1, every))  # all slots are read into, for nobody
+        assert wave.numbers
+        assert moves.given_up
+        assert not moves.reused
 
 
 def test_saves_and_copies_that_ended_early_leave_no_stale_expert(

@@ -36,6 +36,12 @@ def test_a_file_without_losses_is_refused(text: str, tmp_path: Path) -> None:
         measured_forms(tmp_path)
 
 
+def test_a_folder_without_a_sweep_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FormatError) as refusal:
+        measured_forms(tmp_path)
+    assert str(refusal.value).startswith(f"{tmp_path}: has no results.json, which qoff eval")
+
+
 @pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])
 @pytest.mark.parametrize("bits", [4.55, 5.2, 6.0, 8.4])
 def test_a_mixture_takes_as_many_bits_as_it_says(bits: float, model: dict[str, Any]) -> None:

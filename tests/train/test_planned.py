@@ -18,8 +18,9 @@ from qoff import train
 from qoff.checkpoint import Checkpoint
 from qoff.errors import BudgetError
 from qoff.plan.profile import Link, MachineProfile
-from qoff.train import placement
+from qoff.train import costs, placement
 from qoff.train import planned as planning
+from qoff.train.activations import Cost
 from qoff.train.choice import TrainingPlan, _beside, training_plan
 from qoff.train.finetune import Lora, adapted
 from qoff.train.forecast import forecast
@@ -244,6 +245,21 @@ def test_experts_in_a_loop_are_planned_as_computed_again(monkeypatch: pytest.Mon
     plan = training_plan(job_of("mixtral", rule), machine(device=8 * MIB))
     assert not plan.kept
     assert any("depends on values" in warning for warning in plan.warnings())
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_long_sequences_save_what_shorter_ones_tell(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved(tokens: int) -> list[Cost]:
+        config = {**TINY, **FAMILIES[family]}
+        job = planned(config, train.AdamW(lr=LR), tokens=tokens, micro_batches=1)
+        return list(job.costs)
+
+    whole = saved(1024)
+    assert len(saved(10**8)) == len(whole)  # a mask of so many tokens would fit nowhere
+    monkeypatch.setattr(costs, "_counted", lambda config: 512)
+    assert saved(1024) == whole
 
 
 def test_what_does_not_fit_is_said_by_how_much() -> None:

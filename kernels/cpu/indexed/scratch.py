@@ -49,8 +49,8 @@ def attend_thread_bytes(heads: int, dim: int, latent: int) -> int:
 
 
 def heads_together(heads: int, rows: int, threads: int) -> int:
-    """Heads of an item of the work: as many as leave each thread two items, 16 to MOST_HEADS."""
-    wanted = -(-2 * threads // max(1, rows))
+    """Heads of an item of the work: as many as leave each thread an item, 16 to MOST_HEADS."""
+    wanted = -(-threads // max(1, rows))
     return min(MOST_HEADS, max(16, padded(heads) // wanted // 16 * 16))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -16,12 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from qoff.errors import ArgumentError, BudgetError
 from qoff.eval.extras import errors_only
 from qoff.hf.budget import Room
+from qoff.hf.chat import ChatRenderer
 from qoff.hf.load import load
 from qoff.hf.model import QoffForCausalLM
+from qoff.log import say_once
 
 from .continuations import score
 from .once import Size
 
+logger = logging.getLogger(__name__)
 _LOGITS = 1 << 28  # bytes, of weights that are resident
 _ANSWERS = 64  # sequences that are answered together, at most, beyond `batch_size`
 _PIECE = 16  # tokens of a question that a pass has room for then, at least
@@ -58,6 +62,7 @@ class QoffLM(HFLM):
         if not isinstance(pretrained, tuple):
             pretrained, sequences = _opened(pretrained, sequences, max_length, options)
         model, tokenizer = pretrained
+        self._renderer = ChatRenderer()
         with errors_only(HFLM.__module__):  # which warns of models that are not given by name
             super().__init__(
                 model,
@@ -68,6 +73,27 @@ class QoffLM(HFLM):
                 add_bos_token=add_bos_token,
                 prefix_token_id=prefix_token_id,
             )
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation, without system messages where a template takes none.
+
+        As `ChatRenderer.render`: within its bounds, and by parts where a template reads only these.
+        """
+        asked = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **self.chat_template_args,
+        }
+        try:
+            return self._renderer.render(self.tokenizer, chat_history, **asked)
+        except ArgumentError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            say_once(logger, f"system messages are left out of chats: {error}")
+            return self._renderer.render(self.tokenizer, others, **asked)
 
     def _loglikelihood_tokens(
         self,

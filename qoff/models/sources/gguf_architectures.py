@@ -59,14 +59,15 @@ class Architecture:
 
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
-    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. split_gates, linear (that of
-    most layers): as `TensorNames` has them. modules: its own names of modules. norm: the last one.
-    base: what is in place of the fields that all have alike.
+    may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. index_pairs, split_gates,
+    linear (that of most layers): as `TensorNames` has them. modules: its own names of modules.
+    norm: the last one. base: what is in place of the fields that all have alike.
     """
 
     model_type: str
     fields: Callable[[Metadata, Config], Config]
     rope_pairs: bool = False
+    index_pairs: bool = False
     partial: bool = False
     fused_gate_up: bool = False
     split_gates: bool = False
@@ -102,6 +103,7 @@ class Architecture:
             split_linear=self.linear,
             linear_of_ggml=True,
             rope_pairs=self.rope_pairs,
+            index_pairs=self.index_pairs,
         )
 
 
@@ -130,6 +132,12 @@ _DEEPSEEK_V2 = Architecture(
 )
 _DEEPSEEK_V3 = replace(_DEEPSEEK_V2, model_type="deepseek_v3", fields=latent.deepseek_v3)
 _YOUTU = replace(_DEEPSEEK_V3, model_type="youtu", fields=latent.youtu)
+_INDEXED = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    fields=latent.deepseek_v32,
+    modules=latent.INDEX_MODULES,
+)
 _SHARED = "expert_shared_feed_forward_length"
 _GRANITE_SHARED = Architecture("granitemoeshared", experts.granite_moe_shared, rope_pairs=True)
 _OLMO3 = Architecture("olmo3", dense.olmo3)
@@ -142,6 +150,8 @@ _LFM2 = Architecture(
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
+    "deepseek32": _INDEXED,
+    "glm-dsa": replace(_INDEXED, model_type="glm_moe_dsa", fields=latent.glm_dsa, index_pairs=True),
     "mistral4": replace(_DEEPSEEK_V2, model_type="mistral4", fields=latent.mistral4),
     "llama": Architecture("llama", dense.llama, rope_pairs=True),
     "exaone": Architecture("llama", dense.llama),

@@ -1,4 +1,4 @@
-"""Latent attention in GGUF: the architecture deepseek2, of DeepSeek V2 and V3, GLM 4.7 Flash, ...
+"""Latent attention in GGUF: deepseek2, of DeepSeek V2 and V3, GLM 4.7 Flash, ...; with an index.
 
 Since April 2025 a head's matrices of keys and values are tensors of their own, `attn_k_b` [heads,
 latent, nope_dim], transposed, and `attn_v_b` [heads, value_dim, latent]; before, and here, they are
@@ -30,6 +30,14 @@ MODULES = {
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
 }
+INDEX_MODULES = {
+    **MODULES,
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+}
+_GLM_52_TOKENS = 1 << 20  # of context: from there on files without types are of GLM 5.2
 
 
 def is_v3(metadata: Metadata) -> bool:
@@ -89,6 +97,28 @@ def deepseek_v3(metadata: Metadata, config: Config) -> Config:
         **_latent(metadata, config),
         **groups(metadata),
         "attention_bias": False,
+    }
+
+
+def deepseek_v32(metadata: Metadata, config: Config) -> Config:
+    return {
+        **deepseek_v3(metadata, config),
+        "index_n_heads": metadata.need("attention.indexer.head_count"),
+        "index_head_dim": metadata.need("attention.indexer.key_length"),
+        "index_topk": metadata.need("attention.indexer.top_k"),
+    }
+
+
+def glm_dsa(metadata: Metadata, config: Config) -> Config:
+    """Some layers attend to what an earlier one chose, since GLM 5.2: the last three of four."""
+    every = 1 if config["max_position_embeddings"] < _GLM_52_TOKENS else 4
+    full = [i < 2 or (i - 2) % every == 0 for i in range(metadata.layers)]
+    stated = metadata.get("attention.indexer.types")
+    if stated is not None:
+        full = [bool(kind) for kind in stated.tolist()[: metadata.layers]]
+    return {
+        **deepseek_v32(metadata, config),
+        "indexer_types": ["full" if one else "shared" for one in full],
     }
 
 

@@ -37,6 +37,9 @@ _FIELDS: Fields = {  # after the architecture's name
     **dict.fromkeys(("attention.key_length", "attention.value_length"), _COUNT),
     **dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"), _COUNT),
     **dict.fromkeys(("attention.q_lora_rank", "attention.kv_lora_rank"), _COUNT),
+    **dict.fromkeys(("attention.indexer.head_count", "attention.indexer.key_length"), _COUNT),
+    "attention.indexer.top_k": _COUNT,
+    "attention.indexer.types": _NUMBERS,
     **dict.fromkeys(("expert_group_count", "expert_group_used_count"), _SIZE),
     "rope.scaling.yarn_log_multiplier": _FACTOR,
     "attention.head_count": _COUNT,
@@ -98,7 +101,8 @@ _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _TEMPERATURE = "attention.temperature_scale"
 _HEEDED = {
     **dict.fromkeys(
-        ("deepseek2", "mistral4"), ("expert_group_count", _LOG_MULTIPLIER, _TEMPERATURE)
+        ("deepseek2", "deepseek32", "glm-dsa", "mistral4"),
+        ("expert_group_count", _LOG_MULTIPLIER, _TEMPERATURE),
     ),
     "exaone-moe": ("expert_group_count",),
     "mistral3": (_TEMPERATURE, _LOG_MULTIPLIER),
