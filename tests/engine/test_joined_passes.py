@@ -39,8 +39,11 @@ HEAD64 = {"head_dim": 64, "max_position_embeddings": 1024}
 DEEP = {**HEAD64, "num_hidden_layers": 8}
 WIDE = {"hidden_size": 256, "max_position_embeddings": 1024, "num_hidden_layers": 8}
 TURNS = ["sliding_attention", "full_attention"] * 4
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 4, "num_hidden_layers": 8}
-CONVOLUTIONS["max_position_embeddings"] = 1024
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention"] * 6,  # the first two may find working space to grow
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 1024,
+}
 # Their changes, and whether layers follow from others: experts and linear attention are told each
 # time.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
