@@ -14,7 +14,7 @@ import torch
 from bench.harness import Report, arguments
 from bench.sampling import interleaved, timed, torch_threads
 from qoff.kernels.cpu import ops
-from qoff.kernels.cpu.attention.attention import append
+from qoff.kernels.cpu.attention.appending import append
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.layer_cache import LayerCache
@@ -51,6 +51,8 @@ def begun(context: int, rows: int) -> tuple[KVCache, CachePass, Ragged]:
 def calls(run: CachePass, ragged: Ragged) -> dict[str, Callable[[], object]]:
     """What is timed: choosing, attention to what was chosen, attention to all."""
     index, latents = run.open(0), run.open(1)
+    assert isinstance(index, LayerCache)
+    assert isinstance(latents, LayerCache)
     qk = torch.randn(ragged.tokens, INDEX.width)
     weights, qkv = (
         torch.randn(ragged.tokens, INDEX.heads),

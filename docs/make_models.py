@@ -57,6 +57,16 @@ part of the keys that RoPE rotates. In DeepSeek V2 and V3 that is 324 bytes a to
 packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and values
 are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
+### An index of keys
+
+In DeepSeek V3.2 and GLM 5 an index chooses 2,048 tokens for each new one to attend to (DeepSeek
+Sparse Attention). Its keys are cached beside the latents, 8 bits each whatever K and V have, on the
+same tiers: 136 bytes a token and layer. Shorter sequences attend to all their tokens. In GLM 5.2
+most layers attend to what an earlier one chose. `attention_top` below 1 is refused.
+
+GPUs have no kernel for the choice. They run these models up to the number of tokens that would be
+chosen, `index_topk`, and refuse longer sequences. Weights of the index are loaded all the same.
+
 ### Linear attention
 
 A layer with linear attention keeps no K and V. It keeps states of a fixed size for each sequence,
@@ -131,8 +141,8 @@ What differs from the native families:
   `qoff finetune` trains adapters beside them ([transformers.md](transformers.md)).
 
 `qoff.LLM` refuses some of these models, and points to `qoff.load`: those that count padding among
-their positions (the decoders of BART and its kin), those that attend by an index of keys (GLM MoE
-with DSA, DeepSeek V3.2), those that compute layers several times in a pass and keep K and V of each
+their positions (the decoders of BART and its kin), those that attend by an index of keys (A.X K2,
+Mistral Large 4), those that compute layers several times in a pass and keep K and V of each
 (Inkling 2 Loop), and those whose cache forgets tokens that their mask shows (Moshi, if its
 `sliding_window` is smaller than `max_position_embeddings`).
 
@@ -229,6 +239,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "sparse gates": any(spec.sparsity or ()),
         "KV shared with earlier layers": spec.shared_kv,
         "latent attention": spec.latent is not None,
+        "an index of keys": spec.index is not None,
         "linear attention": isinstance(spec.recurrent, LinearSpec),
         "short convolutions": isinstance(spec.recurrent, ShortConvSpec),
         "gated attention": spec.gated_attention,

@@ -374,7 +374,8 @@ FAMILIES |= {
         **_INDEX,
         "n_group": 1,
         "topk_group": 1,
-        "index_topk_freq": 2,  # layers 0 and 1 choose, and layer 2 goes by layer 1
+        "index_topk_freq": 2,  # every other layer chooses, the next one goes by it
+        "index_skip_topk_offset": 1,
     },
     "youtu": {
         "model_type": "youtu",

@@ -45,9 +45,9 @@ class HeadShape:
     have no columns of their own; RoPE rotates the key's other channels, i of those in its lower
     half with i of those in its upper one. Multi-head latent attention, arXiv 2405.04434, is that
     with one KV head. norm_last: norms of query and key heads come after RoPE. value_norm: each
-    value head has an RMSNorm without weights. indexes: keys by which tokens are chosen for other
-    attention (`layout.index`). appends: without it there are queries alone, and the
-    cache is another layer's, which appended keys and values of these tokens before.
+    value head has an RMSNorm without weights. indexes: its keys are those of an index
+    (`layout.index`), and nothing attends to them. appends: without it there are queries alone, and
+    the cache is another layer's, which appended keys and values of these tokens before.
     """
 
     heads: int

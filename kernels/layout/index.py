@@ -1,9 +1,13 @@
-"""Attention to the tokens that an index of keys chooses (DeepSeek-V3.2: arXiv 2512.02556).
+"""Attention to the tokens that an index of keys chooses.
+
+That is DeepSeek Sparse Attention (DSA: DeepSeek-V3.2, arXiv 2512.02556); the index is its lightning
+indexer.
 
 Beside what attention caches, a token has an index key, one for all heads of the index. A new token
-has a query and a weight for each of these heads. The score of an older token is the sum over heads
-of weight * relu(query . key), and attention is to the `top` tokens of largest scores, itself one
-of the candidates. A token at a position below `top` attends to all.
+has a query and a weight for each of these heads. The score of an older token, or of itself, is the
+sum over heads of weight * relu(query . key), and attention is to the `top` tokens of largest
+scores. Constant factors that DeepSeek has beside change no order and are left out. A token at a
+position below `top` attends to all.
 
 Keys of the index are cached as those of latent attention are (`heads.HeadShape.latent`): as a layer
 of the cache of its own, with one KV head. Channels that RoPE does not turn take the place of the

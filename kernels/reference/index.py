@@ -28,7 +28,8 @@ def choose(
 
     qk: [M, shape.width], queries of all heads, then the key, channels that RoPE turns where a
     latent shape has them. weights: [M, heads]. cache: of `shape.keys`. Returns int32 [M, top],
-    positions in their order; those of rows before `top`, which attend to all, mean nothing.
+    positions in their order; of equal scores the first. Those of rows at positions below `top`,
+    which attend to all, mean nothing.
     """
     heads = qk.view(len(qk), -1, shape.dim)
     if rotary is not None:
@@ -46,6 +47,6 @@ def choose(
         positions = torch.arange(span.past, span.past + span.count)
         scores.masked_fill_(torch.arange(len(keys)) > positions[:, None], -torch.inf)
         late = positions >= shape.top
-        best = scores[late].topk(shape.top, -1).indices
+        best = scores[late].sort(dim=-1, descending=True, stable=True).indices[:, : shape.top]
         chosen[rows][late] = best.sort(-1).values.int()
     return chosen

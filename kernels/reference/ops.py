@@ -112,7 +112,7 @@ def attention(
     its packed blocks is attended in a pass of one new token a sequence. sinks: [heads], scores of a
     key without a value. q_norm, k_norm: [head_dim], RMSNorm over each head, or [heads * head_dim]
     and [kv_heads * head_dim], over all. chosen: int32 [M, top], the tokens that rows at position
-    `top` or behind it attend to: see `index.choose`. Returns [M, heads * value_dim].
+    `top` or later attend to: see `index.choose`. Returns [M, heads * value_dim].
     """
     if shape.norms_all(q_norm, k_norm):
         qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None

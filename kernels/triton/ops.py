@@ -210,7 +210,8 @@ def attention(
     and sin, float32 [positions, R / 2], on the device. q_norm, k_norm: [head_dim], any float dtype,
     or of all heads (see the reference). sinks: float32 [heads], scores of a key without a value.
     out: contiguous. Returns [M, heads * value_dim] in the dtype of qkv; with blocks in host memory,
-    it returns when the CPU has attended to them. chosen: None. Raises OpError.
+    it returns when the CPU has attended to them. Raises OpError, also for `chosen`, which only a
+    CPU has.
     """
     if chosen is not None:
         raise OpError(_NO_INDEX)

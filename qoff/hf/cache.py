@@ -225,7 +225,9 @@ def _described(shapes: Sequence[object]) -> str:
     first = shapes[0]
     if not isinstance(first, HeadShape):
         return f"{len(shapes)} layers of {first}"
+    attending = [one for one in shapes if isinstance(one, HeadShape) and not one.indexes]
+    first = attending[0]
     return (
-        f"{len(shapes)} layers with {first.heads} heads and {first.kv_heads} KV heads of size "
+        f"{len(attending)} layers with {first.heads} heads and {first.kv_heads} KV heads of size "
         f"{first.head_dim}"
     )

@@ -107,7 +107,8 @@ class KVQuant:
     def form(self, shape: HeadShape, layer: int) -> KVFormat | None:
         """The form of a layer's blocks; None for a layer that is not packed.
 
-        Keys of an index have INDEX_BITS. Raises OpError for heads that cannot be packed.
+        layer: layers of an index do not count, and have INDEX_BITS. Raises OpError for heads that
+        cannot be packed.
         """
         bits = self.bits(layer)
         if shape.indexes and bits != (UNPACKED, UNPACKED):

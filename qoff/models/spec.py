@@ -180,8 +180,8 @@ class DecoderSpec:
         if self.latent is None:
             return 0
         queries = self.q_rows if self.latent.query_latent else 0
-        index = 0 if self.index is None else self.index.columns
-        return max(self.qkv_rows + queries + index, self.o_columns)
+        index = 0 if self.index is None else self.index.columns  # before there are queries
+        return max(self.qkv_rows + max(queries, index), self.o_columns)
 
     @property
     def o_columns(self) -> int:

@@ -107,7 +107,7 @@ class CostModel:
         sizes, device, kv = self.sizes, self.machine.device, self.kv_blocks
         seconds, experts, head, starts = self._passes(rows, rows, passes, c)
         blocks = active * kv.mean * self.kv.attention_top
-        shape, past = sizes.shapes[0], kv.mean * self.kv.attention_top * BLOCK_TOKENS
+        shape, past = sizes.attention, kv.mean * self.kv.attention_top * BLOCK_TOKENS
         queries = np.asarray(each_has * shape.heads / shape.kv_heads)
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
         attending = zip(sizes.shapes, sizes.readers, strict=True)
@@ -151,13 +151,15 @@ class CostModel:
         seconds, experts, head, starts = self._passes(piece, ends, passes, c)
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
-        heads = sum(n * s.heads * s.cached_width for s, n in attending) / 2
-        seconds = seconds + device.prompt_s(own) * heads * read * own / 2
+        for shape, readers in attending:
+            seen = own / 2 if shape.indexes else self.kv_blocks.attended(own / 2)
+            width = readers * shape.heads * shape.cached_width / 2
+            seconds = seconds + device.prompt_s(own) * width * read * seen
         seconds = seconds + self._states(read, passes * prompts)
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
-        queries = own * self.sizes.shapes[0].heads / self.sizes.shapes[0].kv_heads
+        queries = own * self.sizes.attention.heads / self.sizes.attention.kv_heads
         new = read * self.kv_blocks.count_of(work.prompt.mean) / work.prompt.mean
         hidden = read * spec.hidden_width * self.activation_bytes
         past = past * BLOCK_TOKENS
@@ -194,7 +196,7 @@ class CostModel:
         busy[:, compute, 0] += work.seconds + attention
         if on_gpu:
             # What is not on the device is attended on the CPU, or moved and attended there.
-            shape = self.sizes.shapes[0]  # of prompts' queries, what is far comes to the device
+            shape = self.sizes.attention  # of prompts' queries, what is far comes to the device
             alone = np.asarray(shape.heads / shape.kv_heads)
             there = kv.attention_s(machine.host, alone, past, far=True) * blocks
             attention = kv.attention_s(machine.device, queries, past, far=True) * blocks

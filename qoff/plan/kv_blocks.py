@@ -100,15 +100,27 @@ class KVBlocks:
         for group, part in zip(self.groups, self.seen(past), strict=True):
             if far and self.stays(group):
                 continue
-            heads = Counter[KVFormat]()
+            heads = Counter[tuple[KVFormat, int]]()
             for layer in group.layers:
-                heads[self.forms[layer]] += self._read_heads(layer)
-            tokens = np.maximum(BLOCK_TOKENS, past * part)
-            each += [
-                part * n * processor.attention_s(form, queries, tokens) for form, n in heads.items()
-            ]
+                indexing = self.sizes.shapes[layer]
+                of_index = indexing.heads if indexing.indexes else 0
+                heads[self.forms[layer], of_index] += self._read_heads(layer)
+            for (form, of_index), count in heads.items():
+                mine, asking = past * part, queries
+                if of_index:  # all tokens, by other heads
+                    asking = queries * of_index / self.sizes.attention.heads
+                else:
+                    mine = self.attended(mine)
+                tokens = np.maximum(BLOCK_TOKENS, mine)
+                share = mine / np.maximum(1e-9, past) if self.sizes.spec.index else part
+                each.append(share * count * processor.attention_s(form, asking, tokens))
         seconds: Array = np.sum(each, axis=0)
         return seconds
+
+    def attended(self, tokens: Array) -> Array:
+        """So many of these tokens does attention go to: those that an index chooses."""
+        index = self.sizes.spec.index
+        return tokens if index is None else np.minimum(tokens, index.top)
 
     def choosing_s(self, machine: MachineProfile, blocks: Array, passes: Array) -> Array:
         """Seconds in which a GPU chooses from so many blocks: bounds of K, and two calls a layer.

@@ -100,6 +100,11 @@ class ModelSizes:
         """The attention of each layer that attends."""
         return head_shapes(self.spec)
 
+    @property
+    def attention(self) -> HeadShape:
+        """That of the first layer which attends."""
+        return next(shape for shape in self.shapes if not shape.indexes)
+
     @cached_property
     def readers(self) -> tuple[int, ...]:
         """How many layers read what each of `shapes` keeps."""

@@ -413,21 +413,20 @@ def test_what_no_model_has(
     assert str(tmp_path) in str(refusal.value)
 
 
-def test_which_layers_of_glm_5_have_an_index(base: Path, tmp_path: Path) -> None:
+def test_which_layers_of_glm_5_have_an_index(tmp_path: Path) -> None:
     """Files without a word of it are of GLM 5, or from so many tokens of context on of GLM 5.2."""
-    full, shared = True, False
+    save_model(tmp_path / "model", "glm-5", num_hidden_layers=7)
+    model, full, shared = GGUFModel.of(tmp_path / "model"), True, False
     for changes, wanted in (
-        ({}, [full, full, shared]),
-        ({"attention.indexer.types": None}, [full, full, full]),
-        (
-            {"attention.indexer.types": None, "context_length": 1 << 20, "block_count": 7},
-            [full, full, full, shared, shared, shared, full],
-        ),
+        ({"attention.indexer.types": [full] * 7}, [full] * 7),
+        ({"attention.indexer.types": None}, [full] * 7),
+        ({"context_length": 1 << 20}, [full, full, full, shared, shared, shared, full]),
     ):
-        model = GGUFModel.of(source_of(base, "glm-5"))
         model.metadata |= changes
         model.metadata = {key: value for key, value in model.metadata.items() if value is not None}
+        for name in [name for name in model.tensors if name.startswith("blk.4.indexer.")]:
+            del model.tensors[name]  # as in the last of these
         source = open_source(model.write(tmp_path / "m.gguf"))
-        spec = DecoderSpec.from_config(source.config)
+        spec = DecoderSpec.from_config(source.config())
         assert spec.index is not None
         assert list(spec.index.layers) == wanted

@@ -14,58 +14,17 @@ from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
 from qoff.kernels.cpu.packed_attention.attention import packed_attention
 from qoff.kernels.cpu.packed_attention.operands import SelectedBlocks
 from qoff.kernels.cpu.packed_attention.select import select_blocks
-from qoff.kernels.layout.heads import HeadShape, cache_shapes
+from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
 
-from .append import append_job
+from .appending import arguments_of, check_appended, check_small
 from .decode import append_attend_job
 from .fields import AttentionArguments
 from .prefill import append_prefill_job
 from .scratch import decode_bytes, decode_runs, partials_together, prefill_bytes, token_bytes
 
 _OP = "attention"
-
-
-def _check(qkv: Tensor, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
-    keys, values, places = cache.keys, cache.values, cache.places
-    check_rows(_OP, "qkv", qkv, ragged.tokens, shape.qkv_width)
-    if shape.head_dim % 16 or shape.heads % shape.kv_heads:
-        fail(_OP, f"head_dim must be a multiple of 16 and heads one of kv_heads: {shape}")
-    if shape.latent % 32 or not 0 <= shape.latent < shape.head_dim:
-        fail(_OP, f"latent channels are a multiple of 32 below head_dim: {shape}")
-    if values.dim() != 4:
-        fail(_OP, f"values must have 4 dimensions, not {list(values.shape)}")
-    sequences, capacity = values.shape[0], values.shape[2]
-    key_shape, value_shape = cache_shapes(sequences, shape, capacity)
-    check_dense(_OP, "keys", keys, key_shape)
-    check_dense(_OP, "values", values, value_shape)
-    if places.dtype != torch.int64 or places.shape != (ragged.tokens,):
-        fail(_OP, f"places must be int64 [{ragged.tokens}], not {list(places.shape)}")
-    if cache.longest >= capacity:
-        fail(_OP, f"place {cache.longest} is beyond the cache's {capacity} tokens")
-    if ragged.sequences > sequences:
-        fail(_OP, f"{ragged.sequences} sequences, but the cache holds {sequences}")
-
-
-def _check_small(
-    rotary: tuple[Tensor, Tensor] | None,
-    norms: Sequence[tuple[Tensor | None, int]],
-    dim: int,  # that may turn
-    longest: int,
-) -> None:
-    pairs = 0 if rotary is None else rotary[0].shape[1]
-    for table in rotary or ():
-        if table.dim() != 2 or table.shape[0] <= longest or table.shape[1] > dim // 2:
-            fail(
-                _OP,
-                f"cos and sin must be [positions, up to {dim // 2}] and reach position {longest}, "
-                f"not {list(table.shape)}",
-            )
-        check_dense(_OP, "cos and sin", table, (table.shape[0], pairs))
-    for norm, numbers in norms:
-        if norm is not None:
-            check_dense(_OP, "query and key norms", norm, (numbers,))
 
 
 def _move_on(a: AttentionArguments, tokens: int) -> None:
@@ -101,8 +60,8 @@ def attention(
     place. rotary: cos and sin, float32 [positions, R / 2]: of the first R of head_dim channels, or
     of those that turn in a latent shape. q_norm, k_norm: float32 [head_dim],
     RMSNorm over each head, or [heads * head_dim] and [kv_heads * head_dim], over all. sinks:
-    float32 [heads], scores of a key without a value. chosen: what `choose` has, of a latent shape;
-    rows at its `top` or behind it attend to these tokens alone, with float32 numbers.
+    float32 [heads], scores of a key without a value. chosen: what `choose` returned, of a latent
+    shape; rows at position `top` or later attend to these tokens alone.
     activation_bits: 16; or 8, with which a prompt's other queries, keys, values and weights are
     rounded to bfloat16 where the processor multiplies these faster (AVX512-BF16): about 3 digits
     each.
@@ -111,11 +70,11 @@ def attention(
     """
     if out is None:
         out = torch.empty(ragged.tokens, shape.out_width)
-    _check(qkv, shape, cache, ragged)
+    check_appended(qkv, shape, cache, ragged)
     check_rows(_OP, "out", out, ragged.tokens, shape.out_width)
     heads = (shape.heads, shape.kv_heads) if shape.norms_all(q_norm, k_norm) else (1, 1)
     norms = [(by, n * shape.head_dim) for by, n in zip((q_norm, k_norm), heads, strict=True)]
-    _check_small(rotary, norms, shape.head_dim - shape.latent, ragged.longest)
+    check_small(rotary, norms, shape.head_dim - shape.latent, ragged.longest)
     if shape.latent and (q_norm is not None or k_norm is not None):
         fail(_OP, "latent queries and keys have no norms here")
     if sinks is not None:
@@ -135,7 +94,7 @@ def attention(
         job, together = append_prefill_job, max(1, tokens)
         scratch = prefill_bytes(pool.threads, shape, width)
     with pool.lock:
-        args = _arguments(qkv, shape, cache, ragged, rotary)
+        args = arguments_of(qkv, shape, cache, ragged, rotary)
         args.q_norm, args.k_norm = address(q_norm), address(k_norm)
         args.whole_norms, args.sinks = heads != (1, 1), address(sinks)
         args.out, args.out_stride, args.lse = out.data_ptr(), 4 * out.stride(0), address(lse)
@@ -162,46 +121,3 @@ def attention(
     if chosen is not None:
         attend_chosen(qkv, shape, cache, ragged, chosen, out=out, pool=pool)
     return out
-
-
-def append(
-    qkv: Tensor,
-    shape: HeadShape,
-    cache: LayerCache,
-    ragged: Ragged,
-    *,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    pool: Pool | None = None,
-) -> None:
-    """Rotate queries and keys in place, and append keys to the cache: nothing is attended.
-
-    Operands are those of `attention`. Raises OpError for operands of the wrong form.
-    """
-    _check(qkv, shape, cache, ragged)
-    _check_small(rotary, (), shape.head_dim - shape.latent, ragged.longest)
-    pool = pool or default_pool()
-    pool.run(append_job.address, _arguments(qkv, shape, cache, ragged, rotary))
-
-
-def _arguments(
-    qkv: Tensor,
-    shape: HeadShape,
-    cache: LayerCache,
-    ragged: Ragged,
-    rotary: tuple[Tensor, Tensor] | None,
-) -> AttentionArguments:
-    """What is appended, and the sizes of what is attended."""
-    cos, sin = rotary or (None, None)
-    by = shape.query_scale
-    return AttentionArguments(
-        qkv=qkv.data_ptr(), qkv_stride=4 * qkv.stride(0), tokens=ragged.tokens, heads=shape.heads,
-        kv_heads=shape.kv_heads, head_dim=shape.head_dim, cos=address(cos), sin=address(sin),
-        pairs=0 if cos is None else cos.shape[1], positions=ragged.positions.data_ptr(),
-        places=cache.places.data_ptr(), slots=ragged.slots.data_ptr(), keys=cache.keys.data_ptr(),
-        values=cache.values.data_ptr(), capacity=cache.values.shape[2], window=shape.reach,
-        value_dim=shape.value_dim, latent=shape.latent, query_every=0 if by is None else by.every,
-        query_ahead=0 if by is None else by.ahead, norm_last=shape.norm_last,
-        value_norm=shape.value_norm, appends=shape.appends,
-        query_beta=0.0 if by is None else by.beta, norm_eps=shape.norm_eps, scale=shape.scale,
-        soft_cap=shape.soft_cap,
-    )  # fmt: skip

@@ -29,7 +29,7 @@ def attend_chosen(
     out: Tensor,
     pool: Pool | None = None,
 ) -> None:
-    """Let rows at `top` or behind it attend to their chosen tokens; the others stay as they are.
+    """Let rows at position `top` or later attend to what they chose; others stay as they are.
 
     qkv, cache, out: as `attention` leaves them, of a latent shape without a window and a soft cap.
     chosen: int32 [M, top], positions that a row may see. Raises OpError for operands of another

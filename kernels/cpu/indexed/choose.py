@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qoff.kernels.cpu.attention.attention import append
+from qoff.kernels.cpu.attention.appending import append
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import check_rows
 from qoff.kernels.layout.index import IndexShape

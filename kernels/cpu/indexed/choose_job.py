@@ -10,21 +10,21 @@ import ctypes
 
 import numpy as np
 
-from qoff.kernels.cpu.attention.product import product, tile_rows
-from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inner, job
-from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
-from qoff.kernels.cpu.operands import int64s, offsets
-from qoff.kernels.cpu.packed_attention.largest import (
+from qoff.kernels.cpu.attention.largest import (
     pad_scores,
     poke_i32,
     poke_score,
     threshold,
 )
+from qoff.kernels.cpu.attention.product import ROWS, product, tile_rows
+from qoff.kernels.cpu.jit import simd
+from qoff.kernels.cpu.jit.compiled import inner, job
+from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
+from qoff.kernels.cpu.operands import int64s, offsets
 
 from . import rows as r
 from . import scratch as sizes
-from .scratch import RUN_KEYS, TILE
+from .scratch import RUN_KEYS
 
 _thread_bytes = inner(sizes.choose_thread_bytes)
 
@@ -32,7 +32,8 @@ _thread_bytes = inner(sizes.choose_thread_bytes)
 class ChooseArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes in elements. first: the first of `count` groups.
 
-    longest: scores of a row. scores: int32 [rows, longest]. chosen: int32 [M, top].
+    longest: scores of a row. scores: int32 [rows, longest]. chosen: int32 [M, top]. No field is
+    that of a layer alone (`jit.alike`): `tokens` lie elsewhere, so each layer is told.
     """
 
     _fields_ = int64s(
@@ -66,7 +67,7 @@ def _read_keys(tokens, group, slot, begin, end, scales, keys):
 def _score_row(args, row, begin, end, keys, lanes, memory, scores):
     """Write the scores of a row and the keys of positions [begin, end).
 
-    memory: of [dim + TILE, lanes] float32 numbers: queries, scores of a tile.
+    memory: of [dim + ROWS, lanes] float32 numbers: queries, scores of a tile.
     """
     heads, dim = simd.peek_i64(args + HEADS), simd.peek_i64(simd.peek_i64(args + TOKENS) + r.DIM)
     weights = simd.peek_i64(args + WEIGHTS) + row * simd.peek_i64(args + WEIGHTS_STRIDE)
@@ -79,7 +80,7 @@ def _score_row(args, row, begin, end, keys, lanes, memory, scores):
     while done < end - begin:
         count = tile_rows(end - begin - done)
         product(
-            4, count, keys + 4 * dim * done, 4 * dim, memory, 64, 4 * lanes, lanes // 16, dim, tile,
+            4, count, keys + 4 * dim * done, 4 * dim, memory, 64 * dim, 64, lanes // 16, dim, tile,
             4 * lanes, 0, np.float32(1.0),
         )  # fmt: skip
         for key in range(count):
@@ -94,7 +95,7 @@ def _score_row(args, row, begin, end, keys, lanes, memory, scores):
 
 @inner
 def _score_item(args, group, run, scratch):
-    """The scores of a run of keys for the rows of a group that are at `top` or behind it."""
+    """The scores of a run of keys for the rows of a group at position `top` or later."""
     tokens, lanes = simd.peek_i64(args + TOKENS), simd.peek_i64(args + HEADS)
     first, rows = r.group_rows(tokens, group)
     position, dim = r.position_of(tokens, first), simd.peek_i64(tokens + r.DIM)
@@ -104,7 +105,7 @@ def _score_item(args, group, run, scratch):
         return
     slot = simd.peek_i64(simd.peek_i64(tokens + r.SLOTS) + 8 * first)
     memory = scratch + 8 * dim
-    keys = memory + 4 * lanes * (dim + TILE)
+    keys = memory + 4 * lanes * (dim + ROWS)
     _read_keys(tokens, group, slot, begin, end, scratch, keys)
     for row in range(skipped, rows):
         scores = _scores_of(args, first + row)

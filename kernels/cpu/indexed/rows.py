@@ -125,6 +125,16 @@ def find(tokens, group, position):
 
 
 @inner
+def packed_before(tokens, group):
+    """Packed tokens of the sequence of a group."""
+    count = 0
+    for i in range(simd.peek_i64(tokens + PART_COUNT)):
+        items = simd.peek_i64(simd.peek_i64(tokens + PARTS) + _PART_BYTES * i + ITEMS)
+        count += simd.peek_i64(items + _ITEM_BYTES * group + _PACKED)
+    return count
+
+
+@inner
 def widen_scales(tokens, record, scales):
     """Scales and minima of a record as float32 [2, dim]."""
     source = record + simd.peek_i64(tokens + K_SCALE)
@@ -185,10 +195,11 @@ def read_key(tokens, group, slot, position, last, scales, out):
 
 @inner
 def turn_heads(rows, heads, dim, lanes, out):
-    """Rows [heads, dim] as columns, [dim, lanes]; lanes without a head are 0."""
-    zero = simd.splat_f32(np.float32(0.0))
-    for i in range(0, 4 * dim * lanes, 64):
-        simd.store_f32(out + i, zero)
+    """Rows [heads, dim] as columns, [lanes / 16, dim, 16]; lanes without a head are 0."""
+    if heads < lanes:
+        for i in range(4 * dim * (lanes - 16), 4 * dim * lanes, 64):
+            simd.store_f32(out + i, simd.splat_f32(np.float32(0.0)))
     for head in range(heads):
+        column = out + 4 * (head // 16 * 16 * dim + head % 16)
         for i in range(dim):
-            simd.poke_f32(out + 4 * (i * lanes + head), simd.peek_f32(rows + 4 * (head * dim + i)))
+            simd.poke_f32(column + 64 * i, simd.peek_f32(rows + 4 * (head * dim + i)))

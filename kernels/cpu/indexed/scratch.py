@@ -6,11 +6,11 @@ thread has, which therefore call nothing.
 
 from __future__ import annotations
 
+from qoff.kernels.cpu.attention.scratch import TILE_ROWS
 from qoff.kernels.layout.layer_cache import ITEM_TOKENS
 
 RUN_KEYS = 256  # keys that are scored together
 RUN_CHOSEN = 128  # tokens that are attended together
-TILE = 6  # keys of a product, at most
 MOST_HEADS = 64  # of an item of the work
 _SCORES = 16 << 20  # scores of more rows than this has room for come in parts
 
@@ -23,7 +23,7 @@ def padded(count: int) -> int:
 def choose_thread_bytes(heads: int, dim: int) -> int:
     """Of a thread that scores: scales of a block, queries, scores of a tile, keys."""
     lanes = (heads + 15) // 16 * 16
-    return 8 * dim + 4 * lanes * (dim + TILE) + 4 * RUN_KEYS * dim
+    return 8 * dim + 4 * lanes * (dim + TILE_ROWS) + 4 * RUN_KEYS * dim
 
 
 def groups_together(rows: int, longest: int, groups: int, each: int) -> int:
@@ -41,11 +41,14 @@ def choose_bytes(threads: int, heads: int, dim: int, rows: int, longest: int) ->
 
 
 def attend_thread_bytes(heads: int, dim: int, latent: int) -> int:
-    """Of a thread that attends with so many heads: scales of a block, queries, keys, scores and
-    weights; maxima, sums and corrections; what was found."""
+    """Of a thread that attends with so many heads: scales of a block, queries, scores and weights;
+    maxima, sums and corrections; what was found; keys. Then pairs of queries, keys and values, and
+    weights of bfloat16."""
     lanes = (heads + 15) // 16 * 16
     each = dim + 2 * RUN_CHOSEN + 2 + 4 + latent
-    return 8 * dim + 4 * lanes * each + 4 * RUN_CHOSEN * dim
+    floats = 8 * dim + 4 * lanes * each + 4 * RUN_CHOSEN * dim
+    pairs = 2 * lanes * dim + (2 + 2) * RUN_CHOSEN * dim + 2 * lanes * RUN_CHOSEN + 64
+    return floats + (pairs + 63) // 64 * 64
 
 
 def heads_together(heads: int, rows: int, threads: int) -> int:

@@ -27,7 +27,10 @@ def check_chosen(op: str, chosen: Tensor, rows: int) -> None:
 
 
 def most_tokens(cache: LayerCache) -> int:
-    """No sequence has more tokens after this pass, or after one that is told the same."""
+    """An upper bound of a sequence's tokens, the same for all passes that share a recording.
+
+    So a pass that needs no choice by it leaves none out when it is replayed.
+    """
     packed = sum(part.table.longest for part in cache.packed)
     return BLOCK_TOKENS * packed + (cache.longest // RUN_TOKENS + 1) * RUN_TOKENS
 

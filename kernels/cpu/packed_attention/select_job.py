@@ -1,6 +1,6 @@
 """The compiled job that chooses packed blocks for one new token a sequence: scores, then the best.
 
-A score is the integer that `largest` makes of it.
+A score is the integer that `attention.largest` makes of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from qoff.kernels.cpu.attention.largest import (
+    ABOVE,
+    LOWEST,
+    pad_scores,
+    poke_i32,
+    poke_score,
+    threshold,
+)
 from qoff.kernels.cpu.attention.window import first_seen
 from qoff.kernels.cpu.jit import emit, simd
 from qoff.kernels.cpu.jit.compiled import inner, job
@@ -20,7 +28,6 @@ from qoff.kernels.cpu.jit.simd import vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.layer_cache import ITEM_FIELDS
 
-from .largest import ABOVE, LOWEST, pad_scores, poke_i32, poke_score, threshold
 from .scratch import FOLDED_BYTES, TOKENS
 
 _CHUNK = 64  # blocks to an item

@@ -43,7 +43,9 @@ class NativeSensitivities(Sensitivities[Tensor]):
         bits: float | None = None,
         requantize: bool = False,
     ) -> None:
-        if model.spec.shared_kv or model.spec.per_layer is not None:
+        index = model.spec.index
+        shares = model.spec.shared_kv or (index is not None and not all(index.layers))
+        if shares or model.spec.per_layer is not None:
             raise UnsupportedModelError(
                 f"{model.spec.model_type}: its layers are given more than hidden states, so none "
                 "can be looked at alone; choose its format by bits and group size"

@@ -62,7 +62,7 @@ class Following:
         if recording.steps is None:
             recording.steps = self._replays.steps_after(recording, counters, self._ending)
         tables = [len(table[0]) for table in run.rotary if table is not None]
-        keep = keep, run.workspace, run.rotary, run.positions
+        keep = keep, run.workspace, run.rotary, run.positions, run.chosen
         self._passes[cached] = _Pass(ref(recording), keep, min(tables, default=sys.maxsize))
 
     def logits(self, run: ForwardPass) -> Tensor | None:

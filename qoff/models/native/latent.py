@@ -45,7 +45,7 @@ class Latent:
             q = q if self._ops.USES_OUT else q.contiguous()
             if self._index is not None and len(spec.cache_places[layer]) > 1:
                 place, compressed = spec.cache_places[layer][0], (q, by)
-                memory = self._columns(workspace, spec.qkv_rows + spec.q_rows, self._index.columns)
+                memory = self._columns(workspace, spec.qkv_rows, self._index.columns)
                 yield from self._index.steps(layer, place, run, weights, norm, compressed, memory)
             q = yield from self._linear(run, weights, names.Q_B, q, out=out, norm=by)
         by = self._norm(weights, names.KV_NORM)

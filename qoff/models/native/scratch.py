@@ -83,8 +83,9 @@ def attention_bytes(
     if shape.indexes:
         if form is not None:
             yield packed.pack_bytes(threads, form)
-        longest = passes.blocks * BLOCK_TOKENS + (passes.place // RUN_TOKENS + 1) * RUN_TOKENS
         rows = max(passes.tokens, sequences)
+        unpacked = passes.place + passes.tokens  # as the op counts them, in whole runs
+        longest = passes.blocks * BLOCK_TOKENS + (unpacked // RUN_TOKENS + 1) * RUN_TOKENS
         yield indexed.choose_bytes(threads, heads, shape.head_dim, rows, longest)
         return
     yield attention.prefill_bytes(threads, shape, 2 if passes.pairs else 4)

@@ -43,7 +43,9 @@ def sweep_passes(
     for run in runs:
         run.begun = decoder.begin(run)
         parked = isinstance(run.activations, ParkedActivations) and not run.activations.by_jobs
-        if run.begun.key is None or parked:
+        # Layers of a cache are to be opened in the order in which a sweep is told of them.
+        of_two = decoder.spec.index is not None and run.cached is not None and run.cached.moves
+        if run.begun.key is None or parked or of_two:
             return None
         begun.append(run.begun)
     if decoder.resident and all(one.stays for one in begun):
@@ -53,8 +55,6 @@ def sweep_passes(
         run.begun = one._replace(rows=decoder.embedded(one.ids, run))
     with ExitStack() as stack:
         moving = next((run.cached for run in runs if run.cached and run.cached.moves), None)
-        if moving is not None and decoder.spec.index is not None:
-            return None  # tiles would open keys of the index and latents in another order
         blocks = None if moving is None else moving.begin_sweep()
         if blocks is not None:
             stack.enter_context(blocks)
