@@ -8,6 +8,7 @@ sizes, or others of about as many bytes where a family has no gates or has exper
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -56,6 +57,7 @@ _LATENT = {"num_key_value_heads": 12, "q_lora_rank": 256, "kv_lora_rank": 256, "
            "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}  # fmt: skip
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
            "linear_value_head_dim": 64}  # fmt: skip
+_CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention"] * 6}  # of the first layers
 CHANGES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                 "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
@@ -78,6 +80,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR | {"num_experts": 16, "num_experts_per_tok": 4,
                   "moe_intermediate_size": 384, "shared_expert_intermediate_size": 768},
+    "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": _CONVOLUTIONS | _SMALL | {"num_experts": 16},
     **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _SMALL | {"n_routed_experts": 16,
                     "n_shared_experts": 1}),
     **dict.fromkeys(("exaone_moe", "hy_v3"), _SMALL | {"num_experts": 16}),
@@ -92,7 +96,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def config_of(family: str, quick: bool = False) -> dict[str, Any]:
     """The `config.json` of a family's model."""
-    return {"model_type": family, **SHAPE, **(QUICK if quick else {}), **CHANGES.get(family, {})}
+    found = {"model_type": family, **SHAPE, **(QUICK if quick else {}), **CHANGES.get(family, {})}
+    if "layer_types" in found:
+        found["layer_types"] = found["layer_types"][: found["num_hidden_layers"]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,9 @@ def size(checkpoint: Checkpoint, spec: DecoderSpec, lengths: Lengths) -> Size:
         if isinstance(entry, QuantEntry):
             macs += part * entry.shape[0] * entry.shape[1]
     macs -= spec.vocab_size * spec.hidden_size * (1 - 1 / lengths.prompt)
-    for shape in spec.delta_shapes:
+    for shape in spec.state_shapes:
         read_bytes += 2 * shape.state_bytes
-        macs += 4 * shape.value_heads * shape.key_dim * shape.value_dim
+        macs += 4 * math.prod(shape.memory_shape)
     for window in (spec.sliding_window[layer] for layer in spec.attention_layers):
         longest = spec.max_position_embeddings if window is None else window
         read_bytes += 2 * 4 * spec.kv_rows * min(START + lengths.decode / 2, longest)

@@ -11,6 +11,7 @@ from pathlib import Path
 from qoff.models.convert.convert import open_source
 from qoff.models.families import FAMILIES, SOURCES, converted
 from qoff.models.spec import DecoderSpec
+from qoff.models.spec_parts import LinearSpec, ShortConvSpec
 from tests.module_models import MODULES
 from tests.tiny_families import FAMILIES as TESTED
 from tests.tiny_models import save_model
@@ -81,6 +82,12 @@ tokens of K and V packed to 4 bits in one of its other layers. These models run 
   takes one more round for each place where states are kept.
 - `--kv` for single layers counts only the layers that attend.
 - The matrix of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
+
+### Short convolutions
+
+Most layers of LFM2 are gated convolutions over three tokens. Their states are the inputs of the two
+newest tokens: 16 KiB for a sequence and layer of LFM2 8B-A1B. What is said above of states and of
+`--kv` holds here, too. Convolutions are floats. A `config.json` with `conv_bias` is refused.
 
 ### Gemma 4 and Gemma 3n
 
@@ -233,7 +240,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "KV shared with earlier layers": spec.shared_kv,
         "latent attention": spec.latent is not None,
         "an index of keys": spec.index is not None,
-        "linear attention": spec.linear is not None,
+        "linear attention": isinstance(spec.recurrent, LinearSpec),
+        "short convolutions": isinstance(spec.recurrent, ShortConvSpec),
         "gated attention": spec.gated_attention,
         "compressed queries": spec.latent is not None and spec.latent.query_latent,
         "biases": spec.qkv_bias or spec.mlp_bias,

@@ -26,6 +26,7 @@ from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
 from .layout.routing import Routing
+from .layout.short_conv import ShortConvShape
 from .layout.streams import StreamRouter
 
 _ADVICE = {  # by what the first launch of a kernel says
@@ -182,6 +183,17 @@ class Ops(Protocol):
         weights: DeltaWeights,
         shape: DeltaShape,
         states: Any,  # as `cache` in `attention`: a `LayerStates`, or a `DeviceLayerStates`
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def short_conv(
+        self,
+        bcx: Tensor,
+        weight: Tensor,
+        shape: ShortConvShape,
+        states: Any,  # as in `delta`
         ragged: Ragged,
         *,
         out: Tensor | None = None,

@@ -60,6 +60,8 @@ ARCHITECTURES = {  # by model_type
     "qwen3_next": ARCH.QWEN3NEXT,
     "qwen3_5_text": ARCH.QWEN35,
     "qwen3_5_moe_text": ARCH.QWEN35MOE,
+    "lfm2": ARCH.LFM2,
+    "lfm2_moe": ARCH.LFM2MOE,
     "olmoe": ARCH.OLMOE,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), ARCH.GRANITE_MOE),
     "afmoe": ARCH.AFMOE,
@@ -91,7 +93,7 @@ _PERMUTED = (
 _PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afmoe")
-_SIGMOID += ("deepseek_v32", "glm_moe_dsa")
+_SIGMOID += ("deepseek_v32", "glm_moe_dsa", "lfm2_moe")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -265,6 +267,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if model_type == "qwen3_5_moe_text":  # whose layers all have experts
         del found["feed_forward_length"]
+    if "conv_L_cache" in config:
+        found |= _short_conv(config)
     if "indexer_types" in config:
         found["attention.indexer.types"] = [kind == "full" for kind in config["indexer_types"]]
     if "linear_num_value_heads" in config:
@@ -276,6 +280,21 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"expert_weights_norm": config["norm_topk_prob"]} if "n_group" in config else {}
     if model_type in ("afmoe", "mistral4"):
         found["expert_weights_norm"] = True
+    return found
+
+
+def _short_conv(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that convolve have no KV heads; a dense model has the width that its MLPs have."""
+    heads = config["num_key_value_heads"]
+    found: dict[str, Any] = {
+        "attention.head_count_kv": [heads * (kind != "conv") for kind in config["layer_types"]],
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if config.get("block_auto_adjust_ff_dim"):
+        unit = config["block_multiple_of"]
+        inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+        found["feed_forward_length"] = unit * ((inner + unit - 1) // unit)
     return found
 
 
@@ -355,7 +374,9 @@ def _renamed(
             yield f"blk.{layer}.{of}.scale", values
         elif model_type == "nemotron" and name.endswith("norm.weight"):
             yield name, values + 1
-        elif model_type == "afmoe" and name.endswith("expert_bias"):
+        elif name.endswith(".conv.conv.weight"):
+            yield name, values.squeeze(1)
+        elif model_type in ("afmoe", "lfm2_moe") and name.endswith("expert_bias"):
             yield f"{name}.bias", values
         elif "shared_mlp.input_linear" in name:
             for which, part in zip(("gate", "up"), np.split(values, 2), strict=True):

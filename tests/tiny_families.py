@@ -612,6 +612,34 @@ FAMILIES |= {
     "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA, "attention_bias": True},
     "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
 }
+_CONVOLUTIONS = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention"] * 2,
+}
+FAMILIES |= {
+    "lfm2": {
+        "model_type": "lfm2",
+        **_CONVOLUTIONS,
+        "intermediate_size": 176,  # 117 of it are used, in whole blocks
+        "block_multiple_of": 32,
+        "tie_word_embeddings": True,
+    },
+    "lfm2-moe": {
+        "model_type": "lfm2_moe",
+        **_CONVOLUTIONS,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_L_cache": 4,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "use_expert_bias": True,
+    },
+}
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (

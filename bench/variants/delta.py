@@ -1,4 +1,4 @@
-"""Linear attention, as its kernels are compiled for each architecture."""
+"""Ops of recurrent layers, as their kernels are compiled for each architecture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 
 from bench.variants.attention import cache_of
 from bench.variants.variant import DTYPES, TENSOR_CORES, Variant, empty, float_types
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.short_conv import ShortConvShape
+from qoff.kernels.layout.states import DeviceLayerStates, StateShape
 from qoff.kernels.triton.delta.op import delta
+from qoff.kernels.triton.delta.short_conv import short_conv
 
 _SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one that is padded
     DeltaShape(16, 16, 128, 128, 4),
@@ -25,6 +28,7 @@ _KERNELS = {
     "delta_chunk_kernel": (4096,),
     "delta_norm_kernel": (1, 4096),
 }
+_CONVOLUTIONS = (ShortConvShape(2048, 3), ShortConvShape(1040, 4))  # of LFM2; and one in parts
 _CHUNKED = ("delta_solve_kernel", "delta_chunk_kernel")
 
 
@@ -39,16 +43,14 @@ def variants(capability: int) -> Iterator[Variant]:
             for count in rows:
                 for dtype in types:
                     yield _variant(kernel, shape, count, dtype, chunked)
+    for convolution in _CONVOLUTIONS:
+        for count in (1, 4096):
+            for dtype in types:
+                yield _convolution(convolution, count, dtype)
 
 
 def _variant(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool) -> Variant:
-    step = cache_of(KVFormat(64), dtype, rows).step
-    slots = len(step.start)
-    states = DeviceLayerStates(
-        empty(torch.float32, slots, *shape.conv_shape),
-        empty(torch.float32, slots, *shape.memory_shape),
-        step,
-    )
+    states = _states(shape, rows, dtype)
     sizes = (shape.taps * shape.channels, shape.value_heads, shape.value_heads, shape.value_dim)
     weights = DeltaWeights(*(empty(torch.float32, size) for size in sizes))
     launch = partial(
@@ -64,3 +66,25 @@ def _variant(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: boo
     name += f"-{dtype}-{shape.value_heads}x{shape.key_dim}x{shape.value_dim}-{rows}rows"
     traits = frozenset({TENSOR_CORES} if chunked else ())
     return Variant("delta", name, kernel, launch, traits)
+
+
+def _convolution(shape: ShortConvShape, rows: int, dtype: str) -> Variant:
+    launch = partial(
+        short_conv,
+        empty(DTYPES[dtype], rows, shape.width),
+        empty(torch.float32, shape.taps * shape.channels),
+        shape,
+        _states(shape, rows, dtype),
+    )
+    name = f"{dtype}-{shape.channels}x{shape.taps}-{rows}rows"
+    return Variant("short_conv", name, "short_conv_kernel", launch)
+
+
+def _states(shape: StateShape, rows: int, dtype: str) -> DeviceLayerStates:
+    step = cache_of(KVFormat(64), dtype, rows).step
+    slots = len(step.start)
+    return DeviceLayerStates(
+        empty(torch.float32, slots, *shape.conv_shape),
+        empty(torch.float32, slots, *shape.memory_shape),
+        step,
+    )

@@ -8,6 +8,7 @@ from .attention.attention import attention
 from .attention.gate import gate
 from .attention.latent import absorb, expand
 from .delta.delta import delta
+from .delta.short_conv import short_conv
 from .indexed.choose import choose
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
@@ -45,6 +46,7 @@ __all__ = [
     "norm",
     "predict",
     "route",
+    "short_conv",
     "sparse_gate",
     "w4_linear",
 ]

@@ -15,17 +15,13 @@ silu(z).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from qoff.errors import OpError
 
-from .device_cache import PassTables
-
 L2_EPS = 1e-6  # under the root of a key's or query's length
-SPAN_FIELDS = ("first row", "rows", "slot")
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,11 @@ class DeltaShape:
         return self.channels + self.values
 
     @property
+    def projections(self) -> tuple[int, ...]:
+        """See `states.StateShape`: of queries, keys, values and z; of b and a."""
+        return self.width, 2 * self.value_heads
+
+    @property
     def panel(self) -> int:
         """Channels of values whose part of a state lies together."""
         return math.gcd(self.value_dim, 64)
@@ -102,29 +103,3 @@ class DeltaWeights:
     decay: Tensor  # [value_heads], A_log
     dt_bias: Tensor  # [value_heads]
     norm: Tensor  # [value_dim]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerStates:
-    """What a layer remembers of the sequences in slots, float32, and those that a pass reads.
-
-    Those of a sequence's first pass hold anything.
-    """
-
-    conv: Tensor  # [slots, *conv_shape]
-    memory: Tensor  # [slots, *memory_shape]
-    spans: Tensor  # int64 [sequences, SPAN_FIELDS]
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceLayerStates:
-    """The same on a GPU, of all S slots of a cache; a slot without new tokens is left as it is."""
-
-    conv: Tensor  # [S, *conv_shape]
-    memory: Tensor  # [S, *memory_shape]
-    step: PassTables
-
-
-def state_bytes(shapes: Sequence[DeltaShape]) -> int:
-    """What a sequence takes in all layers."""
-    return sum(shape.state_bytes for shape in shapes)

@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights, LayerStates
+from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import LayerStates
 
 from .elementwise import rms_norm, wide
+from .short_conv import convolved
 
 
 def delta(
@@ -56,11 +58,9 @@ def _sequence(
     """New tokens of one sequence."""
     mixed, z = qkvz.split([shape.channels, shape.values], 1)
     before = mixed.new_zeros(shape.conv_shape) if fresh else states.conv[slot].to(mixed.dtype)
-    seen = torch.cat((before, mixed))  # [taps - 1 + T, channels]
-    states.conv[slot] = seen[-(shape.taps - 1) :].detach()
-    kernel = weights.conv.view(shape.taps, shape.channels).T[:, None].to(mixed.dtype)
-    mixed = F.silu(F.conv1d(seen.T[None], kernel, groups=shape.channels)[0].T)
-    query, key, value = mixed.split([shape.keys, shape.keys, shape.values], 1)
+    kernel = weights.conv.view(shape.taps, shape.channels).to(mixed.dtype)
+    mixed, states.conv[slot] = convolved(before, mixed, kernel)
+    query, key, value = F.silu(mixed).split([shape.keys, shape.keys, shape.values], 1)
     query, key = (_unit(x.unflatten(1, (shape.key_heads, -1)), shape) for x in (query, key))
     value = value.unflatten(1, (shape.value_heads, -1))
     b, a = wide(ba).split(shape.value_heads, 1)

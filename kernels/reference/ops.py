@@ -26,6 +26,7 @@ from .linear import ended, normalized
 from .low_rank import low_rank
 from .remembered import append_heads, packed_tokens, remembered
 from .select_blocks import select_blocks
+from .short_conv import short_conv
 from .streams import correct, matched, predict, sparse_gate
 
 PACKING = "split32"
@@ -52,6 +53,7 @@ __all__ = [
     "norm",
     "predict",
     "route",
+    "short_conv",
     "sparse_gate",
     "w4_linear",
 ]

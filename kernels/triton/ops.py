@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
@@ -20,6 +20,8 @@ from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.short_conv import ShortConvShape
+from qoff.kernels.layout.states import DeviceLayerStates, StateShape
 from qoff.kernels.operands import require
 from qoff.kernels.reference.delta import gate
 from qoff.kernels.reference.experts import route
@@ -31,6 +33,7 @@ from qoff.kernels.reference.streams import correct, matched, predict, sparse_gat
 from .attention.offloaded import joined_bytes
 from .attention.op import attend_to_heads, heads_bytes
 from .delta import op as linear_attention
+from .delta import short_conv as convolution
 from .elementwise.rms_norm import rms_norm
 from .latent.op import attend_to_latents, latents_bytes
 from .latent.products import absorb, expand
@@ -67,7 +70,9 @@ __all__ = [
     "norm",
     "predict",
     "route",
+    "short_conv",
     "sparse_gate",
+    "states_bytes",
     "w4_linear",
 ]
 
@@ -161,6 +166,28 @@ def delta(
     """Linear attention of the rows for which the states were opened: see `delta.op.delta`."""
     with torch.cuda.device_of(qkvz):
         return linear_attention.delta(qkvz, ba, weights, shape, states, out=out)
+
+
+def short_conv(
+    bcx: Tensor,
+    weight: Tensor,
+    shape: ShortConvShape,
+    states: DeviceLayerStates,
+    ragged: Ragged,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The rows for which the states were opened: see `delta.short_conv.short_conv`."""
+    with torch.cuda.device_of(bcx):
+        return convolution.short_conv(bcx, weight, shape, states, out=out)
+
+
+def states_bytes(tokens: int, shape: StateShape, sequences: int, dtype: torch.dtype) -> int:
+    """The most bytes that the op of a recurrent layer allocates, as if it freed nothing."""
+    if isinstance(shape, DeltaShape):
+        return linear_attention.delta_bytes(tokens, shape, sequences, dtype)
+    assert isinstance(shape, ShortConvShape)
+    return convolution.short_conv_bytes(tokens, shape, dtype)
 
 
 def attention(

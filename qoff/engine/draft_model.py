@@ -52,7 +52,7 @@ class DraftModel:
             raise ArgumentError(
                 f"draft_model {path}: needs an architecture that qoff computes itself"
             )
-        if DecoderSpec.from_config(checkpoint.config).linear is not None:
+        if DecoderSpec.from_config(checkpoint.config).recurrent is not None:
             raise ArgumentError(
                 f"draft_model {path}: has recurrent states, which cannot go back to before tokens "
                 "that are rejected; use a model whose layers all attend"

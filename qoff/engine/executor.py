@@ -14,7 +14,7 @@ import torch
 
 from qoff.checkpoint import Checkpoint
 from qoff.errors import ArgumentError, BudgetError
-from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.layout.states import StateShape
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
 from qoff.kvcache.device.blocks import DeviceBlocks
@@ -54,7 +54,7 @@ def check_states(plan: Plan, spec: DecoderSpec) -> None:
 
     They sum up all tokens of a sequence: rejected drafts stay in them.
     """
-    if spec.linear is not None and plan.draft_tokens:
+    if spec.recurrent is not None and plan.draft_tokens:
         raise ArgumentError(
             f"draft_tokens: this {spec.model_type} model has recurrent states, which cannot go "
             "back to an earlier token; leave draft_tokens out"
@@ -83,7 +83,7 @@ class Executor(ABC):
     runtime: Runtime
     workspace: LayerWorkspace | None  # for one pass after another
     whole_prompts = False  # whether each prompt is read in one pass
-    state_shapes: tuple[DeltaShape, ...] = ()  # of layers whose states are not the modules' own
+    state_shapes: tuple[StateShape, ...] = ()  # of layers whose states are not the modules' own
     _moves_adapters = False  # whether those in host memory come to the device
     _near: frozenset[Place] = frozenset()  # matrices whose adapters are on the device
 
@@ -163,7 +163,7 @@ class Executor(ABC):
         plan = self.plan
         self.limits = self.spec = spec = self._spec_of(checkpoint)
         check_states(plan, spec)
-        self.shapes, self.state_shapes = head_shapes(spec), spec.delta_shapes
+        self.shapes, self.state_shapes = head_shapes(spec), spec.state_shapes
         self.forms = plan.kv.packed_forms(self.shapes)
         self._hidden_width = spec.hidden_width
         if self._adapter_paths:

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Cache
 
 from qoff.errors import OpError
-from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.heads import HeadShape
+from qoff.kernels.layout.states import StateShape
 from qoff.kvcache.quant import KVBits, KVQuant, kv_quant
 from qoff.models.runtime import Runtime
 
@@ -109,7 +109,7 @@ class QoffCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether it can go back to an earlier column than the first."""
-        return not any(isinstance(shape, DeltaShape) for shape in self.shapes)
+        return not any(isinstance(shape, StateShape) for shape in self.shapes)
 
     @property
     def nbytes(self) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import LayerStates
 
 from .layers import LayerView
 from .store.sweep import BlockSweep

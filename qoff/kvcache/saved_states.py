@@ -10,8 +10,8 @@ from itertools import islice
 
 import torch
 
-from qoff.kernels.layout.delta import DeltaShape, state_bytes
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
+from qoff.kernels.layout.states import StateShape, state_bytes
 
 from .states import StateCache
 
@@ -23,7 +23,7 @@ class SavedStates:
     read with. shapes: of the layers that have states.
     """
 
-    def __init__(self, shapes: Sequence[DeltaShape], count: int) -> None:
+    def __init__(self, shapes: Sequence[StateShape], count: int) -> None:
         self._memory = torch.empty(count, state_bytes(shapes) // 4)
         self._free = list(range(count))
         self._found: OrderedDict[bytes, int] = OrderedDict()  # by digest, those used last behind

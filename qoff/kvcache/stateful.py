@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.delta import DeviceLayerStates, LayerStates
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import DeviceLayerStates, LayerStates
 from qoff.kvcache.store.sweep import BlockSweep
 
 from .device.cache import DeviceCache, DeviceCachePass
@@ -143,6 +143,10 @@ class StatefulPass(_StatefulPass, PackedPass):
         super().__init__(cache, ragged, slots)
         self._states = StatePass(cache.states, self.ragged, slots)
 
+    def layers_key(self) -> Hashable | None:
+        key = super().layers_key()
+        return None if key is None else (key, self._states.layers_key())
+
     def _states_key(self) -> Hashable | None:
         return self._states.replay_key()
 
@@ -170,8 +174,7 @@ class StatefulDevicePass(_StatefulPass, DeviceCachePass):
         return key
 
     def _states_key(self) -> Hashable:
-        states = self._cache.states
-        return tuple(part.data_ptr() for part in (*states.conv, *states.memory))
+        return self._cache.states.addresses
 
     def _open_states(self, index: int) -> DeviceLayerStates:
         states = self._cache.states

@@ -1,4 +1,4 @@
-"""What layers with linear attention remember: states of a fixed size for each sequence."""
+"""What recurrent layers remember: states of a fixed size for each sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.delta import DeltaShape, LayerStates, state_bytes
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import LayerStates, StateShape, state_bytes
 from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import CachePass, KVCache
 
@@ -30,7 +30,7 @@ class StateCache(KVCache):
     """
 
     def __init__(
-        self, shapes: Sequence[DeltaShape], sequences: int, device: torch.device | str = "cpu"
+        self, shapes: Sequence[StateShape], sequences: int, device: torch.device | str = "cpu"
     ) -> None:
         def empty(*size: int) -> Tensor:
             return torch.empty(sequences, *size, device=device)
@@ -45,6 +45,11 @@ class StateCache(KVCache):
     @property
     def nbytes(self) -> int:
         return len(self.lengths) * state_bytes(self.shapes)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the states of each layer are."""
+        return tuple(part.data_ptr() for part in (*self.conv, *self.memory))
 
     def bytes_for(self, tokens: int) -> int:
         # A layer is copied where sequences move to other rows.
@@ -132,8 +137,10 @@ class StatePass(CachePass):
     def replay_key(self) -> Hashable | None:
         if not self.ragged.is_decode:
             return None
-        memory = (self._spans, *self._cache.conv, *self._cache.memory)
-        return tuple(part.data_ptr() for part in memory)
+        return self._spans.data_ptr(), *self._cache.addresses
+
+    def layers_key(self) -> Hashable:
+        return self._cache.addresses
 
     def end(self) -> None:
         self._cache.lengthen(self.ragged)

@@ -230,7 +230,7 @@ class _Start:
     def __init__(self, model: Opened, longest: Case) -> None:
         self._runtime, self._budget, self._longest = model.runtime, model.budget, longest
         decoder = self._runtime.decoder
-        self._anew = isinstance(decoder, ModuleDecoder) or decoder.spec.linear is not None
+        self._anew = isinstance(decoder, ModuleDecoder) or decoder.spec.recurrent is not None
         self._sequences: Sequences | None = None
 
     def sequences(self) -> Sequences:

@@ -8,6 +8,7 @@ from functools import partial
 
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
 from .families import tensor_names
@@ -50,6 +51,9 @@ from .names import (
     ROUTER,
     ROUTING_NORM,
     SHARED_GATE,
+    SHORT_CONV,
+    SHORT_IN,
+    SHORT_OUT,
     SPLIT,
     STREAM_NORM,
     STREAM_ROUTER,
@@ -108,6 +112,13 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
     return tuple(found)
 
 
+def output_of(spec: DecoderSpec, layer: int) -> str:
+    """The last matrix of attention, or of what a layer has in its place."""
+    if not spec.is_recurrent(layer):
+        return "self_attn.o_proj"
+    return OUT if isinstance(spec.state_shape, DeltaShape) else SHORT_OUT
+
+
 class _Layer:
     """The weights of one layer."""
 
@@ -130,8 +141,7 @@ class _Layer:
 
     def weights(self) -> tuple[Weight, ...]:
         spec, experts = self._spec, self._spec.experts
-        linear = spec.delta if spec.is_linear(self._layer) else None
-        attends = self._attention() if linear is None else self._linear_attention(linear)
+        attends = self._recurrent() if spec.is_recurrent(self._layer) else self._attention()
         attention = [*self._norms(), *attends]
         if spec.streams is not None:
             attention = [*self._before(spec.streams), *attention]
@@ -169,7 +179,7 @@ class _Layer:
         biased = spec.norm == "layer" and spec.norm_bias
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
-        if spec.qk_norm in ("head", "rotated", "all") and not spec.is_linear(self._layer):
+        if spec.qk_norm in ("head", "rotated", "all") and not spec.is_recurrent(self._layer):
             for x, rows in (("q", self._q), ("k", self._kv))[: 1 if self._lent else 2]:
                 each = rows if spec.qk_norm == "all" else self._dim
                 yield self._vector(f"self_attn.{x}_norm", each)
@@ -227,10 +237,23 @@ class _Layer:
             parts.append(self._part("self_attn.gate_proj", q, after(first)))
         return tuple(parts)
 
+    def _recurrent(self) -> Iterator[Weight]:
+        shape = self._spec.state_shape
+        if isinstance(shape, DeltaShape):
+            return self._linear_attention(shape)
+        assert isinstance(shape, ShortConvShape)
+        return self._short_conv(shape)
+
+    def _short_conv(self, shape: ShortConvShape) -> Iterator[Weight]:
+        hidden = self._spec.hidden_size
+        yield Weight(SHORT_CONV, (self._convolution(SHORT_CONV, shape),))
+        yield Weight(SHORT_IN, (self._part(SHORT_IN, shape.width),), hidden)
+        yield Weight(SHORT_OUT, (self._part(SHORT_OUT, hidden),), shape.channels)
+
     def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:
         """Gated DeltaNet."""
         hidden, heads = self._spec.hidden_size, shape.value_heads
-        yield Weight(CONV, (self._convolution(shape),))
+        yield Weight(CONV, (self._convolution(CONV, shape),))
         logs = self._names.linear_of_ggml
         yield Weight(DECAY, (Part(self._source(DECAY, ""), heads, of_exponential=logs),))
         yield Weight(DT_BIAS, (Part(self._source(DT_BIAS, ""), heads),))
@@ -240,10 +263,10 @@ class _Layer:
         yield Weight(BA, self._ba(shape), hidden)
         yield Weight(OUT, (self._part(OUT, hidden),), shape.values)
 
-    def _convolution(self, shape: DeltaShape) -> Part:
+    def _convolution(self, name: str, shape: DeltaShape | ShortConvShape) -> Part:
         taps, channels = shape.taps, shape.channels
         return Part(
-            self._source(CONV.removesuffix(".weight")),
+            self._source(name.removesuffix(".weight")),
             taps * channels,
             lambda at: at % taps * channels + at // taps,
             stored=(channels, taps) if self._names.linear_of_ggml else (channels, 1, taps),

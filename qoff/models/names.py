@@ -25,6 +25,11 @@ Layers with linear attention (`kernels.layout.delta`) have in place of attention
     linear_attn.conv1d      the convolution, tap by tap
     linear_attn.out_proj, linear_attn.norm, linear_attn.A_log, linear_attn.dt_bias
 
+and those with short convolutions (`kernels.layout.short_conv`)
+
+    short_conv.in_proj, short_conv.out_proj     as they are: b, c and x, one below the other
+    short_conv.conv                             the convolution, tap by tap
+
 Whatever a family calls its tensors, weights are stored under Llama's names, with
 
     input_layernorm, post_attention_layernorm      the norms before attention and MLP
@@ -78,6 +83,8 @@ POSITIONS = "embed_positions"  # of layer 0
 QKVZ, BA, OUT = (f"linear_attn.{x}_proj" for x in ("qkvz", "ba", "out"))
 CONV, DELTA_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 DECAY, DT_BIAS = "linear_attn.A_log", "linear_attn.dt_bias"
+SHORT_IN, SHORT_OUT = "short_conv.in_proj", "short_conv.out_proj"
+SHORT_CONV = "short_conv.conv.weight"
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
 CORRECTION = "mlp.router.correction"  # of what experts are chosen by
 GAINS = "mlp.router.gains"  # of their weights

@@ -9,9 +9,9 @@ from statistics import NormalDist
 from typing import Any, Literal, Self
 
 from qoff.errors import ContextLengthError
-from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.ending import ACTIVATIONS
 from qoff.kernels.layout.heads import QueryScale
+from qoff.kernels.layout.states import StateShape
 
 from .families import read_spec
 from .spec_parts import (
@@ -22,6 +22,7 @@ from .spec_parts import (
     LinearSpec,
     PerLayerSpec,
     RopeSpec,
+    ShortConvSpec,
     StreamsSpec,
     unsupported,
 )
@@ -87,7 +88,7 @@ class DecoderSpec:
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
     all_attended: int = 0  # tokens of a sequence that are all attended to, and no more; 0: any
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
-    linear: LinearSpec | None = None
+    recurrent: LinearSpec | ShortConvSpec | None = None  # what some layers have for attention
     # The last layers that attend to K and V of an earlier one: the last before them of their kind,
     # with a sliding window or without; and how wide their MLPs are (0: as others).
     shared_kv: int = 0
@@ -118,7 +119,7 @@ class DecoderSpec:
             ("layer_types", self.sliding_window),
             ("no_rope_layers", self.scaled_layers or self.rope_layers),
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
-            ("layer_types", self.linear.layers if self.linear else self.rope_layers),
+            ("layer_types", self.recurrent.layers if self.recurrent else self.rope_layers),
             ("activation_sparsity_pattern", self.sparsity or self.rope_layers),
             ("indexer_types", self.index.layers if self.index else self.rope_layers),
         ):
@@ -189,9 +190,9 @@ class DecoderSpec:
 
     @property
     def attention_width(self) -> int:
-        """Numbers of a token that attention is given, with its gates, or what is linear."""
-        if self.delta is not None:
-            return max(self.qkv_rows, self.delta.width + 2 * self.delta.value_heads)
+        """Numbers of a token that attention is given, with its gates, or a recurrent layer's op."""
+        if self.state_shape is not None:
+            return max(self.qkv_rows, sum(self.state_shape.projections))
         if self.latent is None:
             return self.qkv_rows
         return (self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim)
@@ -199,8 +200,8 @@ class DecoderSpec:
     @property
     def attended_width(self) -> int:
         """Numbers of a token that attention returns."""
-        if self.delta is not None:
-            return max(self.q_rows, self.delta.values)
+        if self.state_shape is not None:
+            return max(self.q_rows, self.state_shape.values)
         return self.q_rows if self.latent is None else self.num_heads * self.latent.latent
 
     def rope_of(self, layer: int) -> RopeSpec | None:
@@ -254,19 +255,19 @@ class DecoderSpec:
         return self.query_scale if (self.scaled_layers or self.rope_layers)[layer] else None
 
     @cached_property
-    def delta(self) -> DeltaShape | None:
-        """Linear attention of each layer that has it."""
-        return None if self.linear is None else self.linear.shape(self.norm_eps)
+    def state_shape(self) -> StateShape | None:
+        """What each recurrent layer computes and remembers."""
+        return None if self.recurrent is None else self.recurrent.shape(self.norm_eps)
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention."""
-        return self.linear is not None and self.linear.layers[layer]
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has states in place of K and V."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """Those that attend to K and V of their own, and have a KV cache."""
         own = range(self.num_layers - self.shared_kv)
-        return tuple(i for i in own if not self.is_linear(i))
+        return tuple(i for i in own if not self.is_recurrent(i))
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
@@ -338,10 +339,10 @@ class DecoderSpec:
         return 0 if self.index is None else self.index.top
 
     @property
-    def delta_shapes(self) -> tuple[DeltaShape, ...]:
-        """Linear attention of the layers that have it."""
-        linear, delta = self.linear, self.delta
-        return () if linear is None or delta is None else (delta,) * sum(linear.layers)
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """Those of the recurrent layers."""
+        found, shape = self.recurrent, self.state_shape
+        return () if found is None or shape is None else (shape,) * sum(found.layers)
 
     @property
     def sums_experts(self) -> bool:

@@ -10,6 +10,7 @@ from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.routing import Routing
+from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.schema import is_number, shown
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
@@ -222,6 +223,30 @@ class LinearSpec:
         """The same of one layer."""
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
         return DeltaShape(*sizes, norm_eps)
+
+
+@dataclass(frozen=True)
+class ShortConvSpec:
+    """A gated short convolution in place of attention, in some layers: `layout.short_conv`.
+
+    Raises UnsupportedModelError for sizes without a kernel, and where no layer attends.
+    """
+
+    channels: int
+    taps: int
+    layers: tuple[bool, ...]  # per layer: whether it is a convolution; otherwise it attends
+
+    def __post_init__(self) -> None:
+        if all(self.layers):
+            raise unsupported("layer_types", "conv alone", "a full_attention layer")
+        try:
+            self.shape(0.0)
+        except OpError as error:
+            raise UnsupportedModelError(f"config.json: {error}") from error
+
+    def shape(self, norm_eps: float) -> ShortConvShape:
+        """The same of one layer, which has no norm of its own."""
+        return ShortConvShape(self.channels, self.taps)
 
 
 @dataclass(frozen=True)

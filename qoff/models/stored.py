@@ -11,8 +11,8 @@ from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.errors import FormatError
 
 from .families.family import TensorNames
-from .layer_weights import layer_weights, outer_weights
-from .names import OUT, ROUTER, Weight, layer_prefix
+from .layer_weights import layer_weights, outer_weights, output_of
+from .names import ROUTER, Weight, layer_prefix
 from .spec import DecoderSpec
 
 _DAMAGED = "they are not of one model, or one of them is damaged: get both again"
@@ -30,7 +30,7 @@ def check_counts(
     source, None without one.
     """
     end = spec.num_layers - 1
-    last = names.in_layer(end, OUT if spec.is_linear(end) else "self_attn.o_proj", "weight")
+    last = names.in_layer(end, output_of(spec, end), "weight")
     if shape_of(last) is None:
         raise FormatError(
             f"{where}: config.json has num_hidden_layers {spec.num_layers}, but there is no tensor "

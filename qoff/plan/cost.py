@@ -359,6 +359,6 @@ class CostModel:
         )
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:
-        """Seconds of linear attention of so many new tokens."""
-        device, shapes = self.machine.device, self.sizes.spec.delta_shapes
+        """Seconds of recurrent layers, of so many new tokens."""
+        device, shapes = self.machine.device, self.sizes.spec.state_shapes
         return len(shapes) * device.states_s(shapes[0], rows, sequences) if shapes else 0.0

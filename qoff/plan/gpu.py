@@ -15,10 +15,9 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import kept_blocks
 from qoff.kernels.processor import pool_threads
 from qoff.kernels.triton.attention.offloaded import chosen_bytes, host_bytes
-from qoff.kernels.triton.delta.op import delta_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
-from qoff.kernels.triton.ops import attention_bytes
+from qoff.kernels.triton.ops import attention_bytes, states_bytes
 from qoff.kvcache.device.plan import DeviceBlockPlan, DeviceBlockPlans
 from qoff.kvcache.device.rings import Rings
 from qoff.kvcache.device.tables import tables_bytes
@@ -105,7 +104,7 @@ def memory_on_gpu(
         work[HOST] += cpu_pairs_bytes(spec, tokens, dtype) if most else 0
     hidden = plan.hidden_bytes(spec.hidden_width, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
-    if spec.linear is not None:
+    if spec.recurrent is not None:
         purposes[DEVICE]["states"] = plan.states_bytes(spec)
         purposes[HOST]["states"] = plan.saved_states_bytes(spec)
     return Memory(BlockPlans(), purposes, blocks)
@@ -219,7 +218,7 @@ def _pass_bytes(
         linear_bytes=linear,
         experts_bytes=partial(experts_bytes, dtype=dtype),
         attention_bytes=attention,
-        delta_bytes=partial(delta_bytes, sequences=plan.batch_size, dtype=dtype),
+        states_bytes=partial(states_bytes, sequences=plan.batch_size, dtype=dtype),
         tiled=tiled,
     )
     head = linear(plan.decode_tokens, spec.vocab_size, spec.hidden_size, gated=False)

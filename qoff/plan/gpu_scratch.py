@@ -69,6 +69,6 @@ def _products(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> list[tuple[
         linear_bytes=note,
         experts_bytes=lambda *_: 0,
         attention_bytes=0,
-        delta_bytes=lambda *_: 0,
+        states_bytes=lambda *_: 0,
     )
     return found

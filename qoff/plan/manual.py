@@ -11,9 +11,9 @@ import torch
 
 from qoff.budgets import MemorySize
 from qoff.errors import ArgumentError, BudgetError
-from qoff.kernels.layout.delta import state_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.states import state_bytes
 from qoff.kernels.sampling import rows_together, sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlans
@@ -236,8 +236,8 @@ class Plan:
         return ActivationStore.bytes_for(self.activations, self.tokens_of_passes, width, dtype)
 
     def states_bytes(self, spec: DecoderSpec) -> int:
-        """Bytes of the device that linear attention remembers of all sequences."""
-        return self.batches * self.batch_size * state_bytes(spec.delta_shapes)
+        """Bytes of the device that recurrent layers remember of all sequences."""
+        return self.batches * self.batch_size * state_bytes(spec.state_shapes)
 
     @property
     def saved_states(self) -> int:
@@ -249,7 +249,7 @@ class Plan:
 
     def saved_states_bytes(self, spec: DecoderSpec) -> int:
         """Bytes of host memory of these."""
-        return self.saved_states * state_bytes(spec.delta_shapes)
+        return self.saved_states * state_bytes(spec.state_shapes)
 
     def logits_bytes(self, vocab_size: int) -> int:
         """Bytes of the logits of all passes of a round, beside those that are computed.
@@ -367,7 +367,7 @@ class Memory:
                 work += plan.batches * LayerWorkspace.nbytes(spec, plan.batch_size, True)
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
         purposes = by_purpose(kv, recent, hidden, {DEVICE: work})
-        if spec.linear is not None:
+        if spec.recurrent is not None:
             purposes[DEVICE]["states"] = plan.states_bytes(spec) + plan.saved_states_bytes(spec)
         return cls(blocks, purposes)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from qoff.errors import ArgumentError
-from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.packing import BITS
+from qoff.kernels.layout.states import StateShape
 from qoff.schema import is_number, shown
 
 Array = npt.NDArray[np.float64]
@@ -141,13 +142,13 @@ class Processor:
         found: Array = alone * _at(_nearest(self.experts, bits), some) / self.matmul_s(4, some)
         return found
 
-    def states_s(self, shape: DeltaShape, rows: Array, sequences: Array) -> Array:
-        """Seconds of a layer's linear attention, of so many new tokens of these sequences.
+    def states_s(self, shape: StateShape, rows: Array, sequences: Array) -> Array:
+        """Seconds of a recurrent layer's op, of so many new tokens of these sequences.
 
         States are read and written once a pass; an element takes as much arithmetic of a token as
         two channels of attention to a key.
         """
-        elements = shape.value_heads * shape.key_dim * shape.value_dim
+        elements = math.prod(shape.memory_shape)
         arithmetic = 2 * elements * rows * self.prompt_s(np.asarray(1.0))
         found: Array = np.maximum(arithmetic, 2 * shape.state_bytes * sequences / self.bytes_per_s)
         return found

@@ -166,8 +166,8 @@ class ModelSizes:
     def last_columns(self) -> int:
         """The part of `layer_columns` in the last layer behind attention: for rows of logits."""
         spec, last = self.spec, self.spec.num_layers - 1
-        if spec.delta is not None and spec.is_linear(last):
-            attended = spec.delta.values
+        if spec.state_shape is not None and spec.is_recurrent(last):
+            attended = spec.state_shape.values
         else:
             attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
         rest = self._mlp_columns(last) + self._per_layer_columns(last)
@@ -176,9 +176,8 @@ class ModelSizes:
 
     def _attention_columns(self, layer: int) -> int:
         spec = self.spec
-        if spec.delta is not None and spec.is_linear(layer):
-            of_delta = spec.delta.width + 2 * spec.delta.value_heads + spec.delta.values
-            return spec.hidden_size * of_delta
+        if spec.state_shape is not None and spec.is_recurrent(layer):
+            return spec.hidden_size * (sum(spec.state_shape.projections) + spec.state_shape.values)
         if spec.latent is not None:
             columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
             columns += spec.latent.query_latent * spec.q_rows

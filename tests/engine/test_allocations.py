@@ -100,12 +100,14 @@ def counted_and_taken(
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "gemma3n"]
+    "family", ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "gemma3n", "lfm2"]
 )
 def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
     if family == "qwen3-next-head64":
         sizes["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+    if family == "lfm2":
+        sizes["layer_types"] = ["conv", "full_attention", "conv"]
     if family == "gemma3n":
         sizes |= {"intermediate_size": [256] * 4, "num_hidden_layers": 4}
         sizes |= {"vocab_size_per_layer_input": 512}
@@ -134,6 +136,7 @@ def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
         ("never", "qwen3-next-head64"),
         ("never", "gemma4-small"),
         ("never", "gemma3n"),
+        ("never", "lfm2"),
     ],
 )
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
@@ -155,6 +158,8 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
         sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
     if family == "qwen3-next-head64":
         sizes["layer_types"] = ["linear_attention", "full_attention"]
+    if family == "lfm2":
+        sizes["layer_types"] = ["conv", "full_attention"]
     if family == "gemma3n":
         sizes |= {"num_hidden_layers": 4, "intermediate_size": [32] * 4}
         sizes |= {"vocab_size_per_layer_input": 64, "sliding_window": 40}

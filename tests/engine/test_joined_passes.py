@@ -20,6 +20,8 @@ from qoff.kernels.cpu.jit.alike import AlikeLayers, KnownJobs
 from qoff.kernels.cpu.jit.pool import Told
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import KVQuant, PackedCache
+from qoff.kvcache.host.mixed import MixedCache
+from qoff.kvcache.states import StateCache
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.decoder import Decoder
@@ -37,7 +39,13 @@ HEAD64 = {"head_dim": 64, "max_position_embeddings": 1024}
 DEEP = {**HEAD64, "num_hidden_layers": 8}
 WIDE = {"hidden_size": 256, "max_position_embeddings": 1024, "num_hidden_layers": 8}
 TURNS = ["sliding_attention", "full_attention"] * 4
-# Their changes, and whether layers follow from others: experts and states are told each time.
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention"] * 6,  # the first two may find working space to grow
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 1024,
+}
+# Their changes, and whether layers follow from others: experts and linear attention are told each
+# time.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-biased": (DEEP, True),
     "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
@@ -45,6 +53,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "opt": (WIDE, True),  # learned positions
     "qwen3-moe": (DEEP, False),
     "qwen3-next-head64": ({"max_position_embeddings": 1024}, False),
+    "lfm2": (CONVOLUTIONS, True),
 }
 
 
@@ -84,18 +93,21 @@ def values(answers: Sequence[Completion]) -> list[object]:
     return [(one.token_ids, one.logprobs, one.error) for one in answers]
 
 
+def converted(folder: Path, family: str) -> Path:
+    save_model(folder / "model", family, **FAMILIES[family][0])
+    return convert(folder / "model", folder / "checkpoint", quant=QUANT)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_passes_apart(
     family: str, joined: Counter[int], tmp_path: Path
 ) -> None:
-    changes, follows = FAMILIES[family]
-    save_model(tmp_path / "model", family, **changes)
-    convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
-    with LLM(tmp_path / "checkpoint", PLAN, device="cpu") as llm:
+    path = converted(tmp_path, family)
+    with LLM(path, PLAN, device="cpu") as llm:
         found = values(llm.generate(PROMPTS, PARAMS))
         assert joined[2] > 10
-        assert (followed(llm.runtime) > 0) == follows
-    with told_apart(), LLM(tmp_path / "checkpoint", PLAN, device="cpu") as llm:
+        assert (followed(llm.runtime) > 0) == FAMILIES[family][1]
+    with told_apart(), LLM(path, PLAN, device="cpu") as llm:
         assert values(llm.generate(PROMPTS, PARAMS)) == found
         assert not followed(llm.runtime)
 
@@ -118,8 +130,10 @@ def test_adapters_of_new_tokens_and_of_prompts(checkpoint: Path, tmp_path: Path)
         assert answers() == found
 
 
-def test_layers_follow_in_caches_that_grow_and_take_turns(checkpoint: Path) -> None:
+@pytest.mark.parametrize("family", ["llama-biased", "lfm2"])
+def test_layers_follow_in_caches_that_grow_and_take_turns(family: str, tmp_path: Path) -> None:
     """What a layer has of its own lies elsewhere then, and is told again."""
+    checkpoint = converted(tmp_path, family)
     counts = [70, 70, 130, 40, 70, 300, 70, 70]
 
     def logits() -> Iterator[Tensor]:
@@ -159,6 +173,22 @@ def test_layers_of_a_cache_whose_memory_changes_are_told_again(checkpoint: Path)
             if turn == 1:
                 before = cache.recent.values[-1]
                 cache.recent.values[-1] = before.clone()  # as `select` does with all of them
+
+
+def test_layers_whose_states_lie_elsewhere_are_told_again(tmp_path: Path) -> None:
+    with Runtime(converted(tmp_path, "lfm2"), kv=KVQuant(window=16)) as runtime:
+        cache = runtime.new_cache(2)
+        assert isinstance(cache, MixedCache)
+        states = next(part for part in cache._parts if isinstance(part, StateCache))
+        for turn in range(4):
+            ragged = Ragged.of([3, 3], cache.lengths)
+            found = runtime.forward(ForwardPass(torch.arange(6), ragged, cache, torch.tensor([5])))
+            assert found.isfinite().all()
+            assert (followed(runtime) > 0) == (turn > 0)
+            if turn > 0:
+                before = states.conv[-1]
+                states.conv[-1] = before.clone()
+                before.fill_(torch.nan)
 
 
 class Arguments(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Linear attention in batches: states that are counted, and cannot go back."""
+"""Recurrent layers in batches: states that are counted, and cannot go back."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.plan.machines import machine
 from tests.tiny_models import reference_model, tiny_checkpoint
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.getbasetemp(), "qwen3-next-head64")
+@pytest.fixture(scope="module", params=["qwen3-next-head64", "lfm2"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.getbasetemp(), request.param)
 
 
 def test_states_are_counted(checkpoint: Path) -> None:

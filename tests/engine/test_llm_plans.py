@@ -30,6 +30,7 @@ IN_HOST = {"kv_placement": KVPlacement(0, 1)}
 # What each may have beside these: drafts are for what can go back to an earlier token.
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "qwen3-next-head64": [HALF, ON_DISK, IN_HOST | {"batch_size": 3, "batches": 1}],
+    "lfm2": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],
     "deepseek-v3": [
         HALF | {"draft_tokens": 3},
         ON_DISK,

@@ -1,10 +1,12 @@
-"""States of linear attention on the ops of a GPU."""
+"""States of recurrent layers on the ops of a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from qoff.engine import LLM
 from qoff.kvcache import KVQuant
@@ -16,9 +18,12 @@ from tests.models.test_triton_decoder import checkpoint as checkpoint_of
 __all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
 
 
-def test_states_are_beside_packed_blocks(tmp_path: Path, where: dict[str, Any]) -> None:
-    """Linear attention: a prompt of two chunks is read while another sequence decodes."""
-    path, prompts = checkpoint_of(tmp_path, "qwen3-next-head64"), [PROMPTS[1], PROMPTS[0][:70]]
+@pytest.mark.parametrize("family", ["qwen3-next-head64", "lfm2"])
+def test_states_are_beside_packed_blocks(
+    family: str, tmp_path: Path, where: dict[str, Any]
+) -> None:
+    """A prompt of two chunks is read while another sequence decodes."""
+    path, prompts = checkpoint_of(tmp_path, family), [PROMPTS[1], PROMPTS[0][:70]]
     plan = Plan(batch_size=2, context=90, prefill_tokens=75, kv=KVQuant(8, 8, window=16))
     with LLM(path, plan) as on_cpu, LLM(path, plan, dtype="float16", **where) as llm:
         both = [[a.token_ids for a in x.generate(prompts, PARAMS)] for x in (llm, on_cpu)]

@@ -63,14 +63,15 @@ def test_a_checkpoint_loads_as_the_model_of_its_family(base: Path, family: str) 
     path = tiny_checkpoint(base, family)
     model, reference = load(path), reference_model(path)
     assert type(model) is type(reference)
-    linear = "linear_num_key_heads" in FAMILIES[family]
-    tolerance = LINEAR_LOGITS if linear else DECODER_LOGITS
+    kinds = FAMILIES[family].get("layer_types", ())
+    recurrent = not {"conv", "linear_attention"}.isdisjoint(kinds)
+    tolerance = LINEAR_LOGITS if recurrent else DECODER_LOGITS
     assert_close(logits(model), logits(reference), tolerance=tolerance)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     assert linears
     packed = (QoffLinear, QoffRouter)
     assert all(isinstance(m, packed) for n, m in linears.items() if ".altup." not in n)
-    floats = re.compile(r"_bias$|conv1d\.weight$|\.altup\.")
+    floats = re.compile(r"_bias$|conv(1d)?\.weight$|\.altup\.")
     matrices = [n for n, p in model.named_parameters() if p.dim() > 1 and not floats.search(n)]
     assert matrices == []  # no matrix but codes
     for name, module in packed_modules(model).items():  # the same codes, with the same values

@@ -12,8 +12,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, LayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference import ops as reference_ops
 from tests.tolerances import assert_close
 

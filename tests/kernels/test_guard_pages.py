@@ -39,6 +39,7 @@ from tests.kernels import (
     test_packed_attention,
     test_packed_select,
     test_rotated,
+    test_short_conv,
     test_streams,
     test_w4_linear,
 )
@@ -136,8 +137,8 @@ def run_guarded(works: Iterator[Callable[[], None]], end: bool, place: Path) -> 
     return done
 
 
-SHORT = [test_attention, test_cpu_sampling, test_delta, test_embedding, test_streams]
-SHORT += [test_w4_linear]
+SHORT = [test_attention, test_cpu_sampling, test_delta, test_embedding, test_short_conv]
+SHORT += [test_streams, test_w4_linear]
 LONG = [test_experts, test_pack_blocks, test_packed_attention, test_packed_select, test_rotated]
 
 

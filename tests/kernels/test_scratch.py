@@ -11,7 +11,7 @@ import torch
 
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.attention import scratch as attention
-from qoff.kernels.cpu.delta.scratch import delta_bytes
+from qoff.kernels.cpu.delta.scratch import delta_bytes, short_conv_bytes
 from qoff.kernels.cpu.jit.emit import HAS_BF16
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.linear.dequantize import dequantize
@@ -34,6 +34,7 @@ from qoff.kernels.layout.low_rank import LowRanks
 from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.routing import Routing
+from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.sampling import noise_size
 from tests.kernels import (
     test_delta,
@@ -41,6 +42,7 @@ from tests.kernels import (
     test_low_rank,
     test_packed_attention,
     test_packed_select,
+    test_short_conv,
 )
 from tests.kernels.operands import random_experts, random_weight
 
@@ -111,6 +113,14 @@ def test_linear_attention(asked: Asked, threads: int, shape: DeltaShape) -> None
     given, states = test_delta.weights(shape), test_delta.states(shape, ragged, [0, 1])
     operands = (*test_delta.inputs(shape, 8), given, shape, states, ragged)
     assert asked(lambda: cpu.delta(*operands)) == [delta_bytes(threads, shape)]
+
+
+@pytest.mark.parametrize("shape", test_short_conv.SHAPES, ids=str)
+def test_short_convolutions(asked: Asked, threads: int, shape: ShortConvShape) -> None:
+    ragged = Ragged.of([7, 1], [0, 0])
+    weight, states = test_short_conv.weight_of(shape), test_short_conv.states(shape, ragged, [0, 1])
+    operands = (test_short_conv.inputs(shape, 8), weight, shape, states, ragged)
+    assert asked(lambda: cpu.short_conv(*operands)) == [short_conv_bytes(threads, shape)]
 
 
 def attend(

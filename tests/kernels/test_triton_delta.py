@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates, LayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.layout.states import DeviceLayerStates, LayerStates, StateShape
 from qoff.kernels.reference import delta as reference
 from qoff.kvcache.device.tables import DeviceTables, pass_tables
 from tests.kernels.test_delta import inputs, weights
@@ -27,7 +28,7 @@ SLOTS = 4
 SHAPES = [DeltaShape(2, 4, 16, 16, 4), DeltaShape(1, 2, 48, 96, 5), DeltaShape(1, 1, 128, 128, 2)]
 
 
-def states_of(shape: DeltaShape) -> tuple[Tensor, Tensor]:
+def states_of(shape: StateShape) -> tuple[Tensor, Tensor]:
     """With anything in all slots."""
     conv, memory = torch.empty(SLOTS, *shape.conv_shape), torch.empty(SLOTS, *shape.memory_shape)
     return conv.fill_(torch.nan), memory.fill_(torch.nan)

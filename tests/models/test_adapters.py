@@ -31,7 +31,7 @@ from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22, 23, 24])]
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
-FAMILIES += ["qwen3.5"]
+FAMILIES += ["qwen3.5", "lfm2"]
 LORA = "base_model.model.model."
 
 
@@ -68,7 +68,7 @@ def test_each_row_has_the_logits_of_its_adapter(
     some = frozenset(sorted(adapters.layers.places)[::2])
     adapters.load(some, torch.device("cpu"), through_slot=family == "llama")
     each = ["few", None, "all"]
-    tolerance = DECODER_LOGITS if spec.linear is None else LINEAR_LOGITS
+    tolerance = DECODER_LOGITS if spec.recurrent is None else LINEAR_LOGITS
     found = logits(run, adapters, each).split([len(p) for p in PROMPTS])
     with torch.no_grad():
         for name, prompt, mine in zip(each, PROMPTS, found, strict=True):

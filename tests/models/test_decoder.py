@@ -29,7 +29,7 @@ DECODE_STEPS = 10
 LENGTHS = (1, 21, 8)  # of the sequences of a ragged batch
 KINDS = (  # of decoders
     *("llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3", "llama4", "qwen3.5-moe"),
-    *("gemma3n", "gemma4-moe", "gemma4-small"),
+    *("gemma3n", "gemma4-moe", "gemma4-small", "lfm2-moe"),
 )
 
 
@@ -42,7 +42,7 @@ def tolerance(run: PlainRun, ops: ModuleType) -> float:
     """How far logits may be off: CPU ops round the inputs of matrices."""
     if ops is reference_ops:
         return RELATIVE_RMS[torch.float32]
-    return LINEAR_LOGITS if run.decoder.spec.linear else DECODER_LOGITS
+    return LINEAR_LOGITS if run.decoder.spec.recurrent else DECODER_LOGITS
 
 
 def forward(run: PlainRun, cache: PlainCache, tokens: list[Tensor]) -> Tensor:

@@ -25,7 +25,7 @@ FAMILIES += [
     "gemma4-moe",
     "gemma4-small",
 ]
-FAMILIES += ["gemma3n"]
+FAMILIES += ["gemma3n", "lfm2-moe"]
 
 
 def logits(path: Path, memory: int | None) -> Tensor:

@@ -34,7 +34,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     "falcon": SMALL,
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
-    "lfm2": ROTARY | {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]},
     "mamba": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -65,9 +64,6 @@ def written(kind: str, path: Path, head: bool = False, **changes: Any) -> Path:
         metadata |= {"attention.head_count": 4, "attention.head_count_kv": 1}
         metadata |= {"attention.layer_norm_epsilon": 1e-5, "tensor_data_layout": "jploski"}
         metadata["context_length"] = 2048
-    if kind == "lfm2":
-        metadata |= {"attention.head_count_kv": [0, 2], "rope.freq_base": 1e6}
-        metadata["attention.layer_norm_rms_epsilon"] = 1e-5
     processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config.to_dict())
     state, random = model.state_dict(), np.random.default_rng(0)
     tensors = {}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Lfm2Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.models.families import converted
@@ -196,6 +197,13 @@ def test_layers_that_do_not_fit_are_refused(
         ("gemma3n", {"laurel_rank": 40}, "laurel_rank is 40"),
         ("gemma3n", {"intermediate_size": [96, 96, 96, 64]}, r"intermediate_size is \[64, 96\]"),
         ("gemma3n", {"activation_sparsity_pattern": [1.0] * 4}, "activation_sparsity_pattern is 1"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is True; supported: false"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "layer_types is 'conv alone'"),
+        ("lfm2", {"layer_types": ["conv", "linear_attention"] * 2}, "is 'linear_attention'"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1"),
+        ("lfm2", {"block_ffn_dim_multiplier": -1.0}, "intermediate_size is -96"),
+        ("lfm2-moe", {"layer_types": None}, "layer_types is None; supported: conv, full_att"),
+        ("lfm2-moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
     ],
 )
 def test_numbers_of_other_families_are_refused(
@@ -217,6 +225,23 @@ def test_position_limits(family: str, limit: int | None) -> None:
     if limit is not None:
         with pytest.raises(ArgumentError, match=f"up to {limit} tokens .* not {limit + 1}"):
             spec.check_positions(limit + 1)
+
+
+def test_lfm2_has_the_mlp_that_transformers_makes_and_may_have_no_convolution() -> None:
+    for change in (
+        {"block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 1.3},
+        {"block_ff_dim": 384},
+        {"layer_types": None},
+        {"layer_types": None, "full_attn_idxs": [1, 2]},
+    ):
+        config = {**TINY, **FAMILIES["lfm2"], **change}
+        spec = DecoderSpec.from_config(config)
+        full = Lfm2Config(**config)
+        assert spec.intermediate_size == Lfm2MLP(full).w1.out_features
+        assert [not spec.is_recurrent(i) for i in range(4)] == [
+            kind == "full_attention" for kind in full.layer_types
+        ]
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 24}, {"intermediate_size": 100}])

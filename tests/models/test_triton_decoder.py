@@ -74,6 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "gemma3n": {  # several streams, sparse gates, K and V that others have appended
         "num_attention_heads": 2,
         "num_hidden_layers": 4,

@@ -83,7 +83,9 @@ class Unread(PlainRun):
 
 
 @interpreted
-@pytest.mark.parametrize("family", ["gemma2", "gemma3n", "deepseek-v3", "qwen3-next-head64", "opt"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3n", "deepseek-v3", "qwen3-next-head64", "lfm2", "opt"]
+)
 def test_no_pass_waits_for_a_value(family: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, family)
     for resident in (True, False):

@@ -148,6 +148,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**_NARROW, "model_type": "qwen2"},
         "qwen2",
     ),
+    "lfm2_vl": (
+        {**_VISION, "model_type": "siglip2_vision_model"},
+        {**TINY, **FAMILIES["lfm2"]},
+        "lfm2",
+    ),
     "llava": (_CLIP, {**TINY, **FAMILIES["llama3-rope"]}, "llama"),
     "llava_next": (_CLIP, {**TINY, **FAMILIES["mistral-window"]}, "mistral"),
     "idefics3": (_VISION, {**TINY, "model_type": "llama"}, "llama"),

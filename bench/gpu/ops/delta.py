@@ -10,8 +10,10 @@ from torch import Tensor
 
 from bench.gpu.case import BOUNDS, Call, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
 from bench.gpu.model_shapes import ModelShape
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates, LayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
+from qoff.kernels.layout.device_cache import PassTables
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import DeviceLayerStates, LayerStates
 from qoff.kernels.reference import delta as reference
 from qoff.kernels.triton.delta.op import delta
 from qoff.kvcache.device.tables import DeviceTables, pass_tables
@@ -38,20 +40,26 @@ def problem(
     def random(*size: int) -> Tensor:
         return torch.randn(size, device=device)
 
-    ragged, slots = Ragged.of(counts, [past] * len(counts)), len(counts)
-    step = pass_tables(
-        DeviceTables(slots, device), ragged.spans, ragged, packed=[0] * slots, new={},
-        resident_from=[0] * slots, offloads=False, steady=False,
-    )  # fmt: skip
+    ragged, step = tables(counts, past, device)
     heads = shape.value_heads
     weights = DeltaWeights(
         random(shape.taps * shape.channels), random(heads), random(heads) - 4,
         random(shape.value_dim).abs() + 0.5,
     )  # fmt: skip
-    memory = random(slots, *shape.memory_shape)
-    states = DeviceLayerStates(random(slots, *shape.conv_shape), memory, step)
+    memory = random(len(counts), *shape.memory_shape)
+    states = DeviceLayerStates(random(len(counts), *shape.conv_shape), memory, step)
     qkvz = random(ragged.tokens, shape.width).to(dtype)
     return (qkvz, random(ragged.tokens, 2 * heads).to(dtype), weights, shape, states), ragged
+
+
+def tables(counts: Sequence[int], past: int, device: torch.device) -> tuple[Ragged, PassTables]:
+    """A pass of new tokens of sequences of which `past` tokens are remembered."""
+    ragged, slots = Ragged.of(counts, [past] * len(counts)), len(counts)
+    step = pass_tables(
+        DeviceTables(slots, device), ragged.spans, ragged, packed=[0] * slots, new={},
+        resident_from=[0] * slots, offloads=False, steady=False,
+    )  # fmt: skip
+    return ragged, step
 
 
 def _error(

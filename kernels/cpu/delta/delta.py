@@ -6,8 +6,9 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import check_dense, check_rows, fail
-from qoff.kernels.layout.delta import SPAN_FIELDS, DeltaShape, DeltaWeights, LayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import SPAN_FIELDS, LayerStates
 
 from .job import DeltaArguments, delta_job
 from .scratch import delta_bytes

@@ -17,7 +17,10 @@ from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.linear.activation import NUMBERS, activated
 from qoff.kernels.cpu.operands import int64s, offsets
-from qoff.kernels.layout.delta import L2_EPS, SPAN_FIELDS
+from qoff.kernels.layout.delta import L2_EPS
+from qoff.kernels.layout.states import SPAN_FIELDS
+
+from .convolution import clear, convolve
 
 _SILU = NUMBERS["silu"]
 _EPS = np.float32(L2_EPS)
@@ -56,18 +59,6 @@ def _is_fresh(args, first):
 
 
 @inner
-def _copy(source, target, nbytes):
-    for i in range(0, nbytes, 64):
-        simd.store_f32(target + i, simd.load_f32(source + i))
-
-
-@inner
-def _clear(target, nbytes):
-    for i in range(0, nbytes, 64):
-        simd.store_f32(target + i, simd.splat_f32(np.float32(0.0)))
-
-
-@inner
 def _convolve(args, span, channel, width, before):
     """silu of the convolution of some channels, in their place, and what the next pass needs.
 
@@ -75,28 +66,12 @@ def _convolve(args, span, channel, width, before):
     """
     stride, past = simd.peek_i64(args + X_STRIDE), simd.peek_i64(args + TAPS) - 1
     first, count = simd.peek_i64(span), simd.peek_i64(span + 8)
-    row, nbytes = 4 * _channels(args), 4 * width
+    row = 4 * _channels(args)
     x = simd.peek_i64(args + X) + first * stride + 4 * channel
     state = simd.peek_i64(args + CONV) + simd.peek_i64(span + 16) * past * row + 4 * channel
     weight = simd.peek_i64(args + TAPS_WEIGHT) + 4 * channel
-    for i in range(past):
-        if _is_fresh(args, first):
-            _clear(before + i * nbytes, nbytes)
-        else:
-            _copy(state + i * row, before + i * nbytes, nbytes)
-    for i in range(past):
-        token = count - past + i
-        source = x + token * stride if token >= 0 else before + (token + past) * nbytes
-        _copy(source, state + i * row, nbytes)
-    for token in range(count - 1, -1, -1):  # what is overwritten is not read again
-        for i in range(0, nbytes, 64):
-            total = simd.splat_f32(np.float32(0.0))
-            for tap in range(past + 1):
-                at = token - past + tap
-                source = x + at * stride if at >= 0 else before + (at + past) * nbytes
-                w = simd.load_f32(weight + tap * row + i)
-                total = simd.mul_add(simd.load_f32(source + i), w, total)
-            simd.store_f32(x + token * stride + i, activated(_SILU, total))
+    fresh = _is_fresh(args, first)
+    convolve(x, stride, count, state, row, past, fresh, weight, 4 * width, before, True)
 
 
 @inner
@@ -244,7 +219,7 @@ def _head(args, item):
     nbytes = 4 * dim * width
     memory = simd.peek_i64(args + MEMORY) + (simd.peek_i64(span + 16) * heads + head) * nbytes
     if _is_fresh(args, first):
-        _clear(memory, nbytes)
+        clear(memory, nbytes)
     stride, ba_stride = simd.peek_i64(args + X_STRIDE), simd.peek_i64(args + BA_STRIDE)
     out_stride = simd.peek_i64(args + OUT_STRIDE)
     x = simd.peek_i64(args + X) + first * stride

@@ -1,7 +1,7 @@
-"""The convolutions before linear attention, on a GPU, and what of them the next pass needs.
+"""The convolutions of recurrent layers on a GPU, and what of them the next pass needs.
 
-Rows come in the order of the batch and leave in the order of the slots. Queries and keys leave with
-the length that the recurrence wants.
+`convolve` does those before linear attention: rows come in the order of the batch and leave in the
+order of the slots. Queries and keys leave with the length that the recurrence wants.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -14,12 +14,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights, DeviceLayerStates
+from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights
+from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 EPS = tl.constexpr(L2_EPS)
 _ROWS = 16  # tokens of a tile, in passes of more than one a sequence
+
+
+@triton.jit
+def _inputs(x, order, place, there, channel, inside, x_stride, ORDERED: tl.constexpr,
+            CHANNELS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """What is convolved of some channels of rows, float32 [rows, channels]; GATED: b * x."""
+    if ORDERED:
+        place = tl.load(order + place, mask=there, other=0)
+    line = x + place.to(tl.int64) * x_stride
+    mask = there[:, None] & inside[None, :]
+    value = tl.load(line[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        other = line[:, None] + (2 * CHANNELS + channel)[None, :]
+        value *= tl.load(other, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def convolved(
+    x, order, own, weight, first_row, row, count, remembered, channel, inside, x_stride,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+    ORDERED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Some channels of some tokens of a sequence, [ROWS, WIDTH]; own: its past in them."""
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = row - (TAPS - 1) + tap
+        new = (at >= 0) & (row < count)
+        value = _inputs(
+            x, order, first_row + at, new, channel, inside, x_stride, ORDERED, CHANNELS, GATED
+        )
+        old = (at < 0) & (row < tl.where(remembered > 0, count, 0))
+        before = own[None, :] + ((at + TAPS - 1) * CHANNELS)[:, None]
+        value += tl.load(before, mask=old[:, None] & inside[None, :], other=0.0)
+        by = tl.load(weight + tap * CHANNELS + channel, mask=inside, other=0.0)
+        total += value * by[None, :]
+    return total
+
+
+@triton.jit
+def remember(
+    x, order, own, first_row, count, remembered, channel, index, width, x_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Write the past of some channels as it is after the new tokens; it has been read."""
+    for i in tl.static_range(TAPS - 1):
+        kept = count - (TAPS - 1) + i
+        newer = first_row + kept
+        if ORDERED:
+            newer = tl.load(order + tl.maximum(newer, 0))
+        source = x + newer.to(tl.int64) * x_stride + channel
+        mine = index < tl.where(kept >= 0, width, 0)
+        number = tl.load(source, mask=mine, other=0.0).to(tl.float32)
+        if GATED:
+            number *= tl.load(source + 2 * CHANNELS, mask=mine, other=0.0).to(tl.float32)
+        mine = index < tl.where((kept < 0) & (remembered > 0), width, 0)
+        number += tl.load(own + (kept + TAPS - 1) * CHANNELS, mask=mine, other=0.0)
+        tl.store(own + i * CHANNELS, number, mask=index < width)
 
 
 @triton.jit
@@ -55,21 +114,10 @@ def delta_convolve_kernel(
     channel = begin + index
     own = past + s.to(tl.int64) * ((TAPS - 1) * CHANNELS) + channel
     row = tile * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = row - (TAPS - 1) + tap
-        new = (at >= 0) & (row < count)
-        place = first_row + at
-        if ORDERED:
-            place = tl.load(order + place, mask=new, other=0)
-        line = x + place.to(tl.int64) * x_stride
-        mask = new[:, None] & inside[None, :]
-        value = tl.load(line[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        old = (at < 0) & (row < tl.where(remembered > 0, count, 0))
-        before = own[None, :] + ((at + TAPS - 1) * CHANNELS)[:, None]
-        value += tl.load(before, mask=old[:, None] & inside[None, :], other=0.0)
-        by = tl.load(weight + tap * CHANNELS + channel, mask=inside, other=0.0)
-        total += value * by[None, :]
+    total = convolved(
+        x, order, own, weight, first_row, row, count, remembered, channel, inside, x_stride,
+        CHANNELS, WIDTH, TAPS, ROWS, ORDERED, False,
+    )  # fmt: skip
     total = total / (1.0 + tl.exp(-total))
     inverse = tl.rsqrt(tl.sum(total * total, axis=1) + EPS)
     inverse = tl.where(head < KEY_HEADS, inverse * scale, inverse)
@@ -80,17 +128,10 @@ def delta_convolve_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
     if tile == 0:
         tl.debug_barrier()  # the past has been read
-        for i in tl.static_range(TAPS - 1):
-            kept = count - (TAPS - 1) + i
-            newer = first_row + kept
-            if ORDERED:
-                newer = tl.load(order + tl.maximum(newer, 0))
-            source = x + newer.to(tl.int64) * x_stride + channel
-            mine = index < tl.where(kept >= 0, width, 0)
-            number = tl.load(source, mask=mine, other=0.0).to(tl.float32)
-            mine = index < tl.where((kept < 0) & (remembered > 0), width, 0)
-            number += tl.load(own + (kept + TAPS - 1) * CHANNELS, mask=mine, other=0.0)
-            tl.store(own + i * CHANNELS, number, mask=inside)
+        remember(
+            x, order, own, first_row, count, remembered, channel, index, width, x_stride,
+            CHANNELS, TAPS, ORDERED, False,
+        )  # fmt: skip
 
 
 def convolve(
@@ -112,10 +153,15 @@ def convolve(
     return out
 
 
+def tile_rows(decodes: bool, taps: int) -> int:
+    """Tokens of a program: the first one of a sequence has all that its past is read by."""
+    return 1 if decodes else max(_ROWS, next_power_of_2(taps - 1))
+
+
 @cache
 def _bound(shape: DeltaShape, decodes: bool, ordered: bool) -> tuple[BoundKernel, int]:
     """The kernel, and the tokens of a tile."""
-    rows = 1 if decodes else max(_ROWS, next_power_of_2(shape.taps - 1))
+    rows = tile_rows(decodes, shape.taps)
     width = next_power_of_2(max(shape.key_dim, shape.value_dim))
     kernel = BoundKernel(
         delta_convolve_kernel,

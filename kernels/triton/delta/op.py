@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
+from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, DeviceLayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
+from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import next_power_of_2
 

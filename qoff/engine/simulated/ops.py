@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qoff.kernels.layout.delta import DeltaShape, DeltaWeights, LayerStates
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape, first_seen
@@ -24,6 +24,8 @@ from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.routing import Routing
+from qoff.kernels.layout.short_conv import ShortConvShape
+from qoff.kernels.layout.states import LayerStates, StateShape
 from qoff.kernels.layout.streams import StreamRouter
 from qoff.plan.processor import Processor
 
@@ -186,10 +188,28 @@ class SimulatedOps:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        rows, sequences = np.asarray(len(qkvz)), np.asarray(len(ragged.spans))
+        return self._recurrent(qkvz, shape, ragged, out)
+
+    def short_conv(
+        self,
+        bcx: Tensor,
+        weight: Tensor,
+        shape: ShortConvShape,
+        states: LayerStates,
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._recurrent(bcx, shape, ragged, out)
+
+    def _recurrent(
+        self, given: Tensor, shape: StateShape, ragged: Ragged, out: Tensor | None
+    ) -> Tensor:
+        """The op of a recurrent layer."""
+        rows, sequences = np.asarray(len(given)), np.asarray(len(ragged.spans))
         seconds = float(self._device.states_s(shape, rows, sequences))
         self.machine.compute(self.call_s + seconds)
-        return qkvz.new_empty(len(qkvz), shape.values) if out is None else out
+        return given.new_empty(len(given), shape.values) if out is None else out
 
     def predict(self, hidden: Tensor, router: StreamRouter, mixing: Tensor, out: Tensor) -> Tensor:
         self.machine.compute(self.call_s)

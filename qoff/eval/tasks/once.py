@@ -47,7 +47,7 @@ def can_read_once(runtime: Runtime) -> bool:
     decoder = runtime.decoder
     if not isinstance(decoder, Decoder) or decoder.caches_on_device:
         return False
-    return decoder.spec.linear is None and not decoder.spec.shared_kv
+    return decoder.spec.recurrent is None and not decoder.spec.shared_kv
 
 
 def size_of(groups: Sequence[Group], lengths: Sequence[int], places: Sequence[int]) -> Size:

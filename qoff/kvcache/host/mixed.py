@@ -8,11 +8,11 @@ from weakref import proxy
 
 from torch import Tensor
 
-from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import CachePass, KVCache
 from qoff.kvcache.quant import KVQuant
@@ -136,6 +136,10 @@ class _MixedPass(CachePass):
 
     def replay_key(self) -> Hashable | None:
         keys = [part.replay_key() for part in self._passes]
+        return None if None in keys else tuple(keys)
+
+    def layers_key(self) -> Hashable | None:
+        keys = [part.layers_key() for part in self._passes]
         return None if None in keys else tuple(keys)
 
     @property

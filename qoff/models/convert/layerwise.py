@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 
 from qoff.errors import ArgumentError
 from qoff.kernels.embedding import rows_of_each
-from qoff.kernels.layout.delta import LayerStates
 from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.ops import Ops, ops_for
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.experts import activate
@@ -304,6 +304,11 @@ class _DenseOps:
         ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
         return _into(out, ops.delta(*operands, **options))
 
+    def short_conv(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+        """See `kernels.reference.short_conv.short_conv`."""
+        ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
+        return _into(out, ops.short_conv(*operands, **options))
+
     gate = staticmethod(reference_ops.gate)
     predict = staticmethod(reference_ops.predict)
     correct = staticmethod(reference_ops.correct)
@@ -381,9 +386,9 @@ class _OneLayer(CachePass):
         """Nothing is remembered."""
 
     def open(self, layer: int) -> LayerCache | LayerStates:
-        ragged, delta = self._ragged, self._spec.delta
-        if delta is not None and self._spec.is_linear(layer):
-            states = StateCache([delta], len(ragged.spans))
+        ragged, shape = self._ragged, self._spec.state_shape
+        if shape is not None and self._spec.is_recurrent(layer):
+            states = StateCache([shape], len(ragged.spans))
             return states.begin(ragged).open(0)
         if layer in self._lent and layer != self._layer:
             return self._lent[layer]

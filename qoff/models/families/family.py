@@ -236,7 +236,7 @@ def mixture(config: Any, layers: Iterable[bool] | None = None, **more: Any) -> E
         "count": read("num_experts", "num_local_experts", "n_routed_experts"),
         "top_k": config.num_experts_per_tok,
         "intermediate_size": read("moe_intermediate_size", "intermediate_size"),
-        "activation": activation(config.hidden_act),
+        "activation": activation(getattr(config, "hidden_act", "silu")),
     }
     return ExpertsSpec(layers=every if layers is None else tuple(layers), **{**usual, **more})
 

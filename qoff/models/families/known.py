@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import corrected, experts, gemma, hunyuan, latent, layer_norm, linear, llama
+from . import corrected, experts, gemma, hunyuan, latent, layer_norm, linear, llama, short_conv
 from .family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -18,5 +18,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **corrected.FAMILIES,
         **latent.FAMILIES,
         **linear.FAMILIES,
+        **short_conv.FAMILIES,
     }
 )

@@ -24,7 +24,7 @@ def _layers(config: Any) -> Fields:
         **biases(config.attention_bias),
         "qk_norm": "head",
         "gated_attention": True,
-        "linear": LinearSpec(
+        "recurrent": LinearSpec(
             key_heads=config.linear_num_key_heads,
             value_heads=config.linear_num_value_heads,
             key_dim=config.linear_key_head_dim,

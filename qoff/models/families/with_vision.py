@@ -106,7 +106,7 @@ def _inside(
         embedding=f"{begin}embed_tokens.weight",
         per_layer=(table, context, norm),
         streams=(first, last),
-        norm=f"{begin}norm",
+        norm=begin + names.norm.removeprefix("model."),
         head=head,
         stacked_experts=stacked or names.stacked_experts,
     )
@@ -170,6 +170,7 @@ SOURCES: Mapping[str, Family] = {
         _same("qwen2", "qwen3", "qwen3_moe", "gpt_oss"),
         part="llm_config",
     ),
+    "lfm2_vl": _family("LFM2-VL", _same("lfm2", "lfm2_moe")),
     "llava": _family("LLaVA 1.5, Pixtral", _same("llama", "mistral", "qwen2")),
     "llava_next": _family("LLaVA 1.6", _same("llama", "mistral", "qwen2")),
     "idefics3": _family("Idefics 3", _same("llama")),

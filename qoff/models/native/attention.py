@@ -34,7 +34,7 @@ class Attention:
         cached = dict(zip(spec.cached_layers, shapes, strict=True))
         self._places = [places[-1] for places in spec.cache_places]
         self._shapes = {
-            i: cached[self._places[i]] for i in range(spec.num_layers) if not spec.is_linear(i)
+            i: cached[self._places[i]] for i in range(spec.num_layers) if not spec.is_recurrent(i)
         }
         for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
             self._shapes[i] = replace(self._shapes[i], appends=False)

@@ -57,10 +57,10 @@ def check_top_on_gpu(shapes: Sequence[HeadShape], kv: KVQuant) -> None:
 def new_states(
     spec: DecoderSpec, sequences: int, device: torch.device = CPU
 ) -> tuple[StateCache | None, Sequence[bool]]:
-    """Empty states of a model with linear attention, and which of its layers have it."""
-    if spec.linear is None:
+    """Empty states of a model with recurrent layers, and which of its layers are."""
+    if spec.recurrent is None:
         return None, ()
-    return StateCache(spec.delta_shapes, sequences, device), spec.linear.layers
+    return StateCache(spec.state_shapes, sequences, device), spec.recurrent.layers
 
 
 def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:

@@ -96,7 +96,7 @@ class Decoder:
     @property
     def cache_shapes(self) -> tuple[object, ...]:
         """What its caches keep: those of models alike are interchangeable."""
-        return (*self.head_shapes, *self.spec.delta_shapes)
+        return (*self.head_shapes, *self.spec.state_shapes)
 
     @property
     def max_positions(self) -> int:

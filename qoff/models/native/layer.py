@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from qoff.memory.experts import StreamedExperts
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
+from qoff.models.spec_parts import LinearSpec, ShortConvSpec
 
 from .attention import Attention
 from .choices import Choice, Chosen
@@ -25,8 +27,12 @@ from .experts import Experts, likeliest
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
 from .per_layer import PerLayer
+from .short_conv import ShortConv
 from .streams import HALVED, Streams
 
+_RECURRENT: Mapping[type, Callable[[DecoderSpec, Ops], LinearAttention | ShortConv]] = (
+    MappingProxyType({LinearSpec: LinearAttention, ShortConvSpec: ShortConv})
+)
 _NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
@@ -52,7 +58,9 @@ class Layer:
         self._activation = Ending(spec.activation, spec.gated)
         self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         self._attention = Attention(spec, ops, shapes, device)
-        self._linear_attention = None if spec.linear is None else LinearAttention(spec, ops)
+        self._recurrent: LinearAttention | ShortConv | None = None
+        if spec.recurrent is not None:
+            self._recurrent = _RECURRENT[type(spec.recurrent)](spec, ops)
         self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
         own = spec.per_layer
         self._per_layer = None if own is None else PerLayer(spec, own, ops, self._together)
@@ -151,10 +159,10 @@ class Layer:
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
     ) -> Steps:
         """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
-        attention: Attention | LinearAttention = self._attention
-        if self._spec.is_linear(layer):
-            assert self._linear_attention is not None
-            attention = self._linear_attention
+        attention: Attention | LinearAttention | ShortConv = self._attention
+        if self._spec.is_recurrent(layer):
+            assert self._recurrent is not None
+            attention = self._recurrent
         norm = self._norm_before(weights, "self_attn")
         attended = yield from attention.steps(layer, run, weights, norm, keep)
         residual: Rows = "hidden" if run.base is None else run.base

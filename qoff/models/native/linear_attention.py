@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from qoff.kernels.layout.delta import DeltaWeights
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import Weights
@@ -25,8 +25,8 @@ class LinearAttention:
     OUT = names.OUT
 
     def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
-        assert spec.delta is not None
-        self._shape, self._ops = spec.delta, ops
+        assert isinstance(spec.state_shape, DeltaShape)
+        self._shape, self._ops = spec.state_shape, ops
         self._linear, self._exact_linear = Linear(ops), Linear(exact(ops))
 
     def steps(

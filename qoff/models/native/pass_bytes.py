@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.layout.states import StateShape
 from qoff.kernels.reference.streams import TOGETHER
 from qoff.memory.rows import ROWS
 from qoff.models.forward_pass import WAVE_PAIRS, mlp_tokens, per_layer_floats, stream_floats
@@ -65,7 +65,7 @@ def layer_bytes(
     linear_bytes: Callable[[int, int, int], int],
     experts_bytes: Callable[[int, int, int, int, int], int],
     attention_bytes: int,
-    delta_bytes: Callable[[int, DeltaShape], int],
+    states_bytes: Callable[[int, StateShape], int],
     tiled: bool = False,
 ) -> int:
     """The most bytes that a layer of `tokens` tokens allocates, on ops that allocate their results.
@@ -73,7 +73,7 @@ def layer_bytes(
     As if attention, and then the MLP or the experts, freed nothing before their end. linear_bytes:
     of a matmul, by tokens, rows and columns of its matrix. experts_bytes: of the experts' op, by
     tokens, top_k, number and inner size of experts, and hidden size. attention_bytes: of its op.
-    delta_bytes: of the op of linear attention, by tokens.
+    states_bytes: of the op of recurrent layers, by tokens.
     tiled: where matrices may come in tiles, and experts one by one.
     """
     hidden, item = spec.hidden_size, dtype.itemsize
@@ -96,10 +96,11 @@ def layer_bytes(
         attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
     attention += 2 * tokens * spec.q_rows * item * spec.gated_attention
-    if spec.delta is not None:
-        states = linear(tokens, spec.delta.width, hidden) + delta_bytes(tokens, spec.delta)
-        states += linear(tokens, 2 * spec.delta.value_heads, hidden)
-        states += linear(tokens, hidden, spec.delta.values) + normed + aside
+    if spec.state_shape is not None:
+        shape = spec.state_shape
+        states = sum(linear(tokens, rows, hidden) for rows in shape.projections)
+        states += states_bytes(tokens, shape)
+        states += linear(tokens, hidden, shape.values) + normed + aside
         attention = max(attention, states)
 
     def mlp(inner: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from qoff.kernels.cpu.attention import scratch as attention
-from qoff.kernels.cpu.delta.scratch import delta_bytes
+from qoff.kernels.cpu.delta.scratch import states_bytes
 from qoff.kernels.cpu.indexed import scratch as indexed
 from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.cpu.moe.scratch import ExpertSizes, route_bytes
@@ -111,8 +111,8 @@ def _layer(spec: DecoderSpec, passes: Passes, threads: int) -> Iterator[int]:
     for of_mlp, columns in _matrices(spec):
         tokens = together if of_mlp else passes.tokens
         yield linear_bytes(threads, tokens, columns, _GROUP, normed=True)
-    if spec.delta is not None:
-        yield delta_bytes(threads, spec.delta)
+    if spec.state_shape is not None:
+        yield states_bytes(threads, spec.state_shape)
     if spec.latent is not None:
         shape = spec.latent.shape(spec.num_heads)
         yield attention.latent_bytes(threads, shape)
@@ -135,7 +135,7 @@ def _matrices(spec: DecoderSpec) -> frozenset[tuple[bool, int]]:
     """Of the matrices that `w4_linear` multiplies by: whether they are an MLP's, and columns."""
     layers = range(spec.num_layers)
     kinds = {
-        (spec.has_experts(layer), spec.is_linear(layer), spec.intermediate(layer)): layer
+        (spec.has_experts(layer), spec.is_recurrent(layer), spec.intermediate(layer)): layer
         for layer in layers
     }
     return frozenset(

@@ -18,6 +18,7 @@ from . import gguf_experts as experts
 from . import gguf_gemma as gemma
 from . import gguf_latent as latent
 from . import gguf_linear as linear
+from . import gguf_short_conv as short_conv
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
 
@@ -60,7 +61,7 @@ class Architecture:
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
     may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. index_pairs, split_gates,
     linear (that of most layers): as `TensorNames` has them. modules: its own names of modules.
-    base: what is in place of the fields that all have alike.
+    norm: the last one. base: what is in place of the fields that all have alike.
     """
 
     model_type: str
@@ -72,6 +73,7 @@ class Architecture:
     split_gates: bool = False
     modules: Mapping[str, str] | None = None
     linear: Literal["", "z", "all"] = ""
+    norm: str = "output_norm"
     base: Callable[[Metadata], Config] | None = None
 
     def config(self, metadata: Metadata) -> Config:
@@ -90,7 +92,7 @@ class Architecture:
             layer="blk.{}.",
             modules={**_MODULES, **(self.modules or {})},
             embedding=EMBEDDING,
-            norm="output_norm",
+            norm=self.norm,
             head=HEAD,
             per_layer=gemma.PER_LAYER,
             streams=gemma.STREAMS,
@@ -99,7 +101,7 @@ class Architecture:
             fused_gate_up=self.fused_gate_up,
             stacked_experts=stacked(metadata),
             split_linear=self.linear,
-            linear_of_ggml=bool(self.linear),
+            linear_of_ggml=True,
             rope_pairs=self.rope_pairs,
             index_pairs=self.index_pairs,
         )
@@ -139,6 +141,13 @@ _INDEXED = replace(
 _SHARED = "expert_shared_feed_forward_length"
 _GRANITE_SHARED = Architecture("granitemoeshared", experts.granite_moe_shared, rope_pairs=True)
 _OLMO3 = Architecture("olmo3", dense.olmo3)
+_LFM2 = Architecture(
+    "lfm2",
+    short_conv.lfm2,
+    modules={"short_conv": "shortconv"},
+    norm="token_embd_norm",
+    base=short_conv.base,
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
     "deepseek32": _INDEXED,
@@ -192,6 +201,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         linear="all",
         base=linear.qwen3_5_moe_base,
     ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(_LFM2, model_type="lfm2_moe", fields=short_conv.lfm2_moe),
     "olmoe": Architecture("olmoe", experts.olmoe),
     "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
     "afmoe": Architecture(

@@ -26,7 +26,7 @@ from .gguf_architectures import ARCHITECTURES
 from .gguf_metadata import HEAD, Metadata
 
 # Those that it reads, that are compared with what it reads by a test, and that run.
-BY_TRANSFORMERS = ("bloom", "falcon", "gpt2", "lfm2", "mamba", "stablelm")
+BY_TRANSFORMERS = ("bloom", "falcon", "gpt2", "mamba", "stablelm")
 _TIED = ("bloom",)  # whose head is the embedding whatever the file has
 # Keys that say nothing of what is computed, or nothing that the tensors do not say.
 _WITHOUT_EFFECT = ("context_length", "vocab_size", "use_parallel_residual")
