@@ -26,11 +26,17 @@ PARTS = (
         "linear.dequantize",
         "moe.job",
     ),
-    ("attention.prefill", "attention.decode", "attention.latent", "attention.gate"),
+    ("attention.append", "attention.prefill", "attention.decode", "attention.gate"),
+    ("attention.latent", "indexed.choose_job", "indexed.attend_job"),
     ("jit.read_queue", "jit.reads", "jit.slots", "jit.copies", "sampling.job", "steps"),
     ("optim.job", "optim.rows_job"),
-    ("delta.job", "moe.route", "expert_cache.jobs", "packed_attention.pack_job", "embedding"),
-    ("streams.mixing", "streams.matched", "streams.sparse_gate"),
+    ("delta.job", "delta.short_conv", "moe.route", "expert_cache.jobs", "embedding"),
+    (
+        "streams.mixing",
+        "streams.matched",
+        "streams.sparse_gate",
+        "packed_attention.pack_job",
+    ),
 )
 _MARK = "QOFF_COMPILES_A_PART"  # in the environment of the processes that do
 _PROCESS_BYTES = 768 << 20  # that each of them takes, and some to spare

@@ -16,6 +16,7 @@ from .experts_form import activation_of, experts_form, experts_of
 
 _EXACT = (
     *(".in_proj_ba", ".in_proj_a", ".in_proj_b"),  # what linear attention forgets by
+    *(".indexer.wk", ".indexer.weights_proj"),  # what tokens are chosen by
     *(".laurel.linear_left", ".laurel.linear_right"),  # of Gemma 3n, as what follows
 )
 _STREAMS = ("altup_projections", "altup_unembed_projections")  # lists of matrices
