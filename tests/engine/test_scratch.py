@@ -73,7 +73,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3-next-head64", {}, {"prefill_tokens": 64}),
     ("lfm2-moe", {"num_dense_layers": 3}, {"prefill_tokens": 64}),
     ("deepseek-v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {"prefill_tokens": 16}),
-    ("glm-5", {"index_n_heads": 64, "index_topk": 100}, {}),
+    ("glm-5", {"index_topk": 100}, {"prefill_tokens": 64}),
 ]
 
 
