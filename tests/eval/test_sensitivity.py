@@ -153,6 +153,7 @@ def test_models_without_floats_or_with_layers_that_need_more_are_refused(
     file = GGUFModel("llama").write(tmp_path / "model.gguf")
     with pytest.raises(QuantizationError, match="is quantized already"):
         NativeSensitivities(Unconverted.of(open_source(file)), texts(1, 8))
-    lending = tiny_model(tmp_path_factory.getbasetemp(), "gemma4-small")
-    with pytest.raises(UnsupportedModelError, match="given more than hidden states"):
-        NativeSensitivities(Unconverted.of(open_source(lending)), texts(1, 8))
+    for family in ("gemma4-small", "glm-5"):
+        lending = tiny_model(tmp_path_factory.getbasetemp(), family)
+        with pytest.raises(UnsupportedModelError, match="given more than hidden states"):
+            NativeSensitivities(Unconverted.of(open_source(lending)), texts(1, 8))

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from qoff.checkpoint import Checkpoint, WeightFile
 from qoff.checkpoint.layout import layer_file
 from qoff.errors import UnsupportedModelError
+from qoff.kvcache import KVQuant
 from qoff.memory.plan import LM_HEAD, plan_residency
 from qoff.models.families import tensor_names
 from qoff.models.layer_weights import layer_weights
 from qoff.models.names import layer_prefix
 from qoff.plan import Plan
+from qoff.plan.kv_blocks import KVBlocks
 from qoff.plan.sizes import ModelSizes, planned_file
+from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
-from tests.plan.machines import SMALL
-from tests.tiny_families import FAMILIES
+from tests.plan.machines import SMALL, machine
+from tests.tiny_families import FAMILIES, TINY
 from tests.tiny_models import QUANT, tiny_checkpoint, tiny_model
 
 
@@ -109,3 +113,25 @@ def test_logits_of_every_row_of_every_pass_are_counted() -> None:
     plan = Plan(batch_size=3, batches=4, context=128, draft_tokens=2)
     logits, tokens = 3 * 4 * (1 + 2) * 1000, 3 * 4 * 128
     assert plan.logits_bytes(1000) == 4 * (logits + tokens)
+
+
+def test_an_index_is_on_cpus_alone_and_bounds_what_is_attended() -> None:
+    config = {**TINY, **FAMILIES["deepseek-v3.2"], "index_topk": 2048}
+    sizes, on_gpu = (ModelSizes.of(config, on_gpu=on) for on in (False, True))
+    layers = sizes.spec.num_layers
+    assert [shape.indexes for shape in sizes.shapes] == [True, False] * layers
+    assert sizes.readers == (1,) * (2 * layers)
+    assert sizes.attention == on_gpu.attention == on_gpu.shapes[0]
+    assert len(on_gpu.shapes) == layers
+    assert (sizes.spec.position_limit, on_gpu.spec.position_limit) == (None, 2048)
+
+    def seconds(of: ModelSizes, tokens: int) -> float:
+        """Of attention of a token to so many packed ones, in the model of costs."""
+        blocks = KVBlocks(of, KVQuant(), Workload(Lengths.of(tokens)), True, False)
+        found = blocks.attention_s(machine().device, np.ones(1), np.array([float(tokens)]))
+        return float(found[0]) * tokens
+
+    assert seconds(on_gpu, 65536) == pytest.approx(32 * seconds(on_gpu, 2048))
+    scanned = seconds(sizes, 2048) - seconds(on_gpu, 2048)
+    assert scanned > 0
+    assert seconds(sizes, 65536) == pytest.approx(seconds(on_gpu, 2048) + 32 * scanned)
