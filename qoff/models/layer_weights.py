@@ -6,30 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from qoff.errors import UnsupportedModelError
-from qoff.kernels.layout.delta import DeltaShape
-from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
+from .attention_weights import AttentionWeights, with_bias
 from .families import tensor_names
 from .families.family import TensorNames
 from .names import (
-    BA,
     CONTEXT,
     CONTEXT_NORM,
-    CONV,
     CORRECTION,
     CORRECTION_OF_STREAMS,
-    DECAY,
-    DELTA_NORM,
     DENSE_NORM,
-    DT_BIAS,
     GAINS,
-    INDEX_KEYS,
-    INDEX_NORM,
-    INDEX_Q,
     JOINED,
-    KV_B,
     KV_NORM,
     LAUREL_LEFT,
     LAUREL_NORM,
@@ -40,20 +29,12 @@ from .names import (
     LAYER_SCALE,
     MIXTURE_NORM,
     NORM,
-    OUT,
-    POSITIONS,
     PREDICTION,
-    Q_B,
     Q_NORM,
-    QKV,
-    QKVZ,
     ROUTED_NORM,
     ROUTER,
     ROUTING_NORM,
     SHARED_GATE,
-    SHORT_CONV,
-    SHORT_IN,
-    SHORT_OUT,
     SPLIT,
     STREAM_NORM,
     STREAM_ROUTER,
@@ -61,22 +42,9 @@ from .names import (
     Part,
     Weight,
 )
-from .row_order import (
-    ROW_BLOCK,
-    Order,
-    after,
-    from_groups,
-    from_halves,
-    from_heads,
-    from_pairs,
-    in_order,
-    in_turn,
-    indexed,
-    unpaired,
-    with_gates,
-)
+from .row_order import ROW_BLOCK, Order, from_halves, from_pairs, in_order, in_turn
 from .spec import DecoderSpec
-from .spec_parts import ExpertsSpec, IndexSpec, LatentSpec, PerLayerSpec, StreamsSpec
+from .spec_parts import ExpertsSpec, PerLayerSpec, StreamsSpec
 
 
 def layer_weights(
@@ -112,32 +80,8 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
     return tuple(found)
 
 
-def output_of(spec: DecoderSpec, layer: int) -> str:
-    """The last matrix of attention, or of what a layer has in its place."""
-    if not spec.is_recurrent(layer):
-        return "self_attn.o_proj"
-    return OUT if isinstance(spec.state_shape, DeltaShape) else SHORT_OUT
-
-
-class _Layer:
-    """The weights of one layer."""
-
-    def __init__(self, spec: DecoderSpec, layer: int, names: TensorNames) -> None:
-        self._spec, self._layer, self._names = spec, layer, names
-        kv_heads, self._dim = spec.heads(layer)
-        self._q, self._kv = spec.num_heads * self._dim, kv_heads * self._dim
-        self._inner, self._lent = spec.intermediate(layer), spec.kv_layers[layer] != layer
-        sizes = {"head_dim": self._dim, "intermediate_size": self._inner}
-        if spec.latent is not None:
-            sizes["q_lora_rank"] = spec.latent.query_latent
-        if spec.experts is not None:
-            sizes["moe_intermediate_size"] = spec.experts.intermediate_size
-            sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
-        for key, size in sizes.items():
-            if size % ROW_BLOCK:
-                raise UnsupportedModelError(
-                    f"config.json: {key} is {size}; supported: multiples of {ROW_BLOCK}"
-                )
+class _Layer(AttentionWeights):
+    """The weights of one layer: norms, streams, MLP and experts beside attention's."""
 
     def weights(self) -> tuple[Weight, ...]:
         spec, experts = self._spec, self._spec.experts
@@ -161,16 +105,6 @@ class _Layer:
         vectors = (w for w in attention + rest if w.columns is None)
         return (*vectors, *(w for w in matrices if w.columns is not None))
 
-    def _source(self, module: str, tensor: str = "weight") -> str:
-        return self._names.in_layer(self._layer, module, tensor)
-
-    def _part(self, module: str, rows: int, order: Order = in_order, unit: int = ROW_BLOCK) -> Part:
-        return Part(self._source(module), rows, order, unit)
-
-    def _vector(self, module: str, rows: int, tensor: str = "weight") -> Weight:
-        plus = self._names.norm_offset if tensor == "weight" else 0.0
-        return Weight(f"{module}.{tensor}", (Part(self._source(module, tensor), rows, plus=plus),))
-
     def _norms(self) -> Iterator[Weight]:
         spec = self._spec
         before = spec.pre_norm or spec.norm_after_add
@@ -190,168 +124,22 @@ class _Layer:
         if spec.layer_scale:
             yield self._bare(LAYER_SCALE, 1)
 
-    def _bare(self, name: str, rows: int) -> Weight:
-        """A vector whose name in the source has no last part of its own."""
-        return Weight(name, (Part(self._source(name, ""), rows),))
-
-    def _attention(self) -> Iterator[Weight]:
-        spec, o = self._spec, "self_attn.o_proj"
-        parts = self._qkv() if spec.latent is None else self._compressed(spec.latent)
-        yield from _linear(QKV, parts, spec.hidden_size, spec.qkv_bias)
-        if spec.latent is not None:
-            yield from self._expanding(spec.latent)
-        if spec.index is not None and spec.index.layers[self._layer]:
-            yield from self._index(spec.index)
-        columns = self._q if spec.latent is None else spec.o_columns
-        yield from _linear(o, (self._part(o, spec.hidden_size),), columns, spec.o_bias)
-        if spec.sinks:
-            yield self._vector("self_attn", spec.num_heads, "sinks")
-        if spec.learned_positions and self._layer == 0:
-            part = Part(self._names.positions, spec.learned_positions)
-            yield Weight(POSITIONS, (part,), spec.hidden_size)
-
-    def _qkv(self) -> tuple[Part, ...]:
-        spec, names = self._spec, self._names
-        q, kv, dim = self._q, 0 if self._lent else self._kv, self._dim
-        if names.fused_qkv == "heads":
-            return (self._part(QKV, 3 * q, from_heads(spec.num_heads, dim)),)
-        rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
-        pairs = rope.dim if names.rope_pairs and rope is not None else 0
-        if names.fused_qkv == "rows":
-            order = unpaired(0, dim, pairs, q + kv) if pairs else in_order
-            return (self._part(QKV, q + 2 * kv, order, dim if pairs else ROW_BLOCK),)
-        full = spec.full_heads if spec.sliding_window[self._layer] is None else None
-        values = "k" if full is not None and full.values_are_keys else "v"
-        parts, first = [], 0
-        if spec.gated_attention and not names.split_gates:
-            order = with_gates(dim, q + 2 * kv)
-            parts.append(self._part("self_attn.q_proj", 2 * q, order, 2 * dim))
-            first = q
-        matrices = (("q", q, pairs), ("k", kv, pairs), (values, kv, 0))
-        for x, rows, turned in matrices[len(parts) : 1 if self._lent else 3]:
-            order = unpaired(first, dim, turned, rows) if turned else after(first)
-            unit = dim if turned else ROW_BLOCK
-            parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
-            first += rows
-        if spec.gated_attention and names.split_gates:
-            parts.append(self._part("self_attn.gate_proj", q, after(first)))
-        return tuple(parts)
-
-    def _recurrent(self) -> Iterator[Weight]:
-        shape = self._spec.state_shape
-        if isinstance(shape, DeltaShape):
-            return self._linear_attention(shape)
-        assert isinstance(shape, ShortConvShape)
-        return self._short_conv(shape)
-
-    def _short_conv(self, shape: ShortConvShape) -> Iterator[Weight]:
-        hidden = self._spec.hidden_size
-        yield Weight(SHORT_CONV, (self._convolution(SHORT_CONV, shape),))
-        yield Weight(SHORT_IN, (self._part(SHORT_IN, shape.width),), hidden)
-        yield Weight(SHORT_OUT, (self._part(SHORT_OUT, hidden),), shape.channels)
-
-    def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:
-        """Gated DeltaNet."""
-        hidden, heads = self._spec.hidden_size, shape.value_heads
-        yield Weight(CONV, (self._convolution(CONV, shape),))
-        logs = self._names.linear_of_ggml
-        yield Weight(DECAY, (Part(self._source(DECAY, ""), heads, of_exponential=logs),))
-        yield Weight(DT_BIAS, (Part(self._source(DT_BIAS, ""), heads),))
-        norm = Part(self._source(DELTA_NORM.removesuffix(".weight")), shape.value_dim)
-        yield Weight(DELTA_NORM, (norm,))
-        yield Weight(QKVZ, self._qkvz(shape), hidden)
-        yield Weight(BA, self._ba(shape), hidden)
-        yield Weight(OUT, (self._part(OUT, hidden),), shape.values)
-
-    def _convolution(self, name: str, shape: DeltaShape | ShortConvShape) -> Part:
-        taps, channels = shape.taps, shape.channels
-        return Part(
-            self._source(name.removesuffix(".weight")),
-            taps * channels,
-            lambda at: at % taps * channels + at // taps,
-            stored=(channels, taps) if self._names.linear_of_ggml else (channels, 1, taps),
-        )
-
-    def _qkvz(self, shape: DeltaShape) -> tuple[Part, ...]:
-        if self._names.split_linear:
-            mixed = self._part("linear_attn.in_proj_qkv", shape.channels)
-            z = self._part("linear_attn.in_proj_z", shape.values, after(shape.channels))
-            return mixed, z
-        group = shape.values // shape.key_heads
-        sizes = (shape.key_dim, shape.key_dim, group, group)
-        order = from_groups(sizes, shape.key_heads)
-        return (self._part("linear_attn.in_proj_qkvz", shape.width, order, sum(sizes)),)
-
-    def _ba(self, shape: DeltaShape) -> tuple[Part, ...]:
-        heads = shape.value_heads
-        if self._names.split_linear == "all":
-            if heads % ROW_BLOCK:
-                raise UnsupportedModelError(
-                    f"config.json: linear_num_value_heads is {heads}; supported: multiples of "
-                    f"{ROW_BLOCK}"
-                )
-            b = self._part("linear_attn.in_proj_b", heads)
-            return b, self._part("linear_attn.in_proj_a", heads, after(heads))
-        group = heads // shape.key_heads
-        order = from_groups((group, group), shape.key_heads)
-        return (self._part("linear_attn.in_proj_ba", 2 * heads, order, 2 * heads),)
-
-    def _compressed(self, latent: LatentSpec) -> tuple[Part, ...]:
-        """What queries, keys and values come of; channels that RoPE rotates are in halves."""
-        q, kv = self._spec.q_rows, latent.latent + latent.rope_dim
-        queries = self._part(
-            "self_attn.q_proj", q, *self._rotated(0, latent.nope_dim, latent.rope_dim)
-        )
-        if latent.query_latent:
-            q = latent.query_latent
-            queries = self._part("self_attn.q_a_proj", q)
-        order = self._rotated(q, latent.latent, latent.rope_dim)
-        return (queries, self._part("self_attn.kv_a_proj_with_mqa", kv, *order))
-
-    def _expanding(self, latent: LatentSpec) -> Iterator[Weight]:
-        """The matrices of what is compressed."""
-        spec = self._spec
-        if latent.query_latent:
-            order = self._rotated(0, latent.nope_dim, latent.rope_dim)
-            yield Weight(Q_B, (self._part(Q_B, spec.q_rows, *order),), latent.query_latent)
-        rows = latent.shape(spec.num_heads).rows
-        yield Weight(KV_B, (self._part(KV_B, rows),), latent.latent)
-
-    def _index(self, index: IndexSpec) -> Iterator[Weight]:
-        """What chooses tokens."""
-        assert self._spec.latent is not None
-        order = indexed(index.dim, index.rope_dim, self._names.index_pairs)
-        for tensor in ("weight", "bias"):
-            part = Part(self._source(INDEX_NORM, tensor), index.dim, order)
-            yield Weight(f"{INDEX_NORM}.{tensor}", (part,))
-        queries = self._part(INDEX_Q, index.heads * index.dim, order, index.dim)
-        yield Weight(INDEX_Q, (queries,), self._spec.latent.query_latent)
-        keys = self._part("self_attn.indexer.wk", index.dim, order, index.dim)
-        heads = self._part("self_attn.indexer.weights_proj", index.heads, after(index.dim))
-        yield Weight(INDEX_KEYS, (keys, heads), self._spec.hidden_size)
-
-    def _rotated(self, first: int, start: int, turned: int) -> tuple[Order, int]:
-        """Where rows go of heads that rotate from channel `start` on, and how many a head has."""
-        if not self._names.rope_pairs:
-            return after(first), ROW_BLOCK
-        return unpaired(first, start + turned, turned, 1 << 62, start), start + turned
-
     def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
         """An MLP, or an expert."""
         hidden, up, down = self._spec.hidden_size, f"{module}.up_proj", f"{module}.down_proj"
         fused = f"{module}.gate_up_proj"
         if not self._spec.gated:
-            yield from _linear(up, (self._part(up, inner),), hidden, bias)
+            yield from with_bias(up, (self._part(up, inner),), hidden, bias)
         elif self._names.fused_gate_up:
             part = self._part(fused, 2 * inner, from_halves(inner))
-            yield from _linear(fused, (part,), hidden, bias)
+            yield from with_bias(fused, (part,), hidden, bias)
         else:
             parts = (
                 self._part(name, inner, partial(in_turn, part=i))
                 for i, name in enumerate((f"{module}.gate_proj", up))
             )
-            yield from _linear(fused, tuple(parts), hidden, bias)
-        yield from _linear(down, (self._part(down, hidden),), inner, bias)
+            yield from with_bias(fused, tuple(parts), hidden, bias)
+        yield from with_bias(down, (self._part(down, hidden),), inner, bias)
 
     def _per_layer(self, by: PerLayerSpec) -> Iterator[Weight]:
         """What is done with embeddings of layers; the first one has what all of them need."""
@@ -391,7 +179,7 @@ class _Layer:
 
     def _mixture(self, experts: ExpertsSpec) -> Iterator[Weight]:
         hidden, parts = self._spec.hidden_size, (self._part(ROUTER, experts.count),)
-        router, *bias = _linear(ROUTER, parts, hidden, experts.router_bias)
+        router, *bias = with_bias(ROUTER, parts, hidden, experts.router_bias)
         yield from bias
         if experts.correction:
             source, count = self._source(CORRECTION, ""), experts.count
@@ -445,15 +233,6 @@ class _Layer:
         bare = transposed or self._names.stacked_experts == "bare-halves"
         source = self._source(f"mlp.experts.{name}", "" if bare else "weight")
         return Part(source, rows, order, unit, transposed=transposed)
-
-
-def _linear(name: str, parts: tuple[Part, ...], columns: int, bias: bool) -> Iterator[Weight]:
-    """A matrix, and a bias of the same parts."""
-    yield Weight(name, parts, columns)
-    if bias:
-        sources = (part.source.removesuffix("weight") + "bias" for part in parts)
-        biases = (replace(p, source=s) for p, s in zip(parts, sources, strict=True))
-        yield Weight(f"{name}.bias", tuple(biases))
 
 
 def _biases(part: Part, experts: int, each: int) -> Part:

@@ -10,8 +10,9 @@ import torch
 from qoff.checkpoint import Checkpoint, QuantEntry, WeightFile
 from qoff.errors import FormatError
 
+from .attention_weights import output_of
 from .families.family import TensorNames
-from .layer_weights import layer_weights, outer_weights, output_of
+from .layer_weights import layer_weights, outer_weights
 from .names import ROUTER, Weight, layer_prefix
 from .spec import DecoderSpec
 
