@@ -79,6 +79,14 @@ def all_weights(path: Path) -> dict[str, list[Tensor]]:
     }
 
 
+def assert_same_weights(found: Path, wanted: Path) -> None:
+    """Every weight of two checkpoints is the same to the bit."""
+    weights, same = all_weights(found), all_weights(wanted)
+    assert weights.keys() == same.keys()
+    for name, parts in weights.items():
+        assert all(map(torch.equal, parts, same[name])), name
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITHOUT])
 def test_files_of_every_family(family: str, base: Path, tmp_path: Path) -> None:
     source = source_of(base, family)
@@ -122,10 +130,7 @@ def test_files_of_another_architecture(
     ropes = [(spec.rope.kind, spec.rope.theta, spec.rope.dim) for spec in specs if spec.rope]
     assert ropes[0] == ropes[1]
     assert specs[0] == replace(specs[1], **{name: getattr(specs[0], name) for name in apart})
-    weights, same = all_weights(found), all_weights(wanted)
-    assert weights.keys() == same.keys()
-    for name, parts in weights.items():
-        assert all(map(torch.equal, parts, same[name])), name
+    assert_same_weights(found, wanted)
 
 
 def test_mistral_large_3_is_a_file_of_deepseek_2(base: Path, tmp_path: Path) -> None:
@@ -136,10 +141,7 @@ def test_mistral_large_3_is_a_file_of_deepseek_2(base: Path, tmp_path: Path) -> 
     wanted = tiny_checkpoint(base, "mistral4")
     specs = [DecoderSpec.from_config(Checkpoint.open(x).config) for x in (found, wanted)]
     assert specs[0] == specs[1]
-    weights, same = all_weights(found), all_weights(wanted)
-    assert weights.keys() == same.keys()
-    for name, parts in weights.items():
-        assert all(map(torch.equal, parts, same[name])), name
+    assert_same_weights(found, wanted)
 
 
 def test_the_first_qwen_becomes_the_second(base: Path, tmp_path: Path) -> None:
@@ -154,10 +156,7 @@ def test_the_first_qwen_becomes_the_second(base: Path, tmp_path: Path) -> None:
     wanted = tiny_checkpoint(base, "qwen2")
     specs = [DecoderSpec.from_config(Checkpoint.open(x).config) for x in (found, wanted)]
     assert specs[0] == specs[1]
-    weights, same = all_weights(found), all_weights(wanted)
-    assert weights.keys() == same.keys()
-    for name, parts in weights.items():
-        assert all(map(torch.equal, parts, same[name])), name
+    assert_same_weights(found, wanted)
 
 
 @pytest.mark.parametrize("key", ["embedding_scale", "residual_scale"])
