@@ -16,7 +16,6 @@ from .kv_format import BLOCK_TOKENS, KVFormat
 from .ragged import Ragged
 from .steady import SteadyMemory
 
-ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
 # Partial results of decode attention are of so many tokens that are not packed, or packed blocks;
 # fixed, so that threads change no bit.
 RUN_TOKENS = 512
@@ -73,13 +72,13 @@ class BlockTable:
             items += [
                 (
                     span.start + first,
-                    min(ITEM_TOKENS, span.count - first),
+                    rows,
                     span.slot,
                     past + first,
                     count,
                     before,
                 )
-                for first in range(0, span.count, ITEM_TOKENS)
+                for first, rows in span.items()
             ]
         for name, value in (
             ("items", torch.tensor(items)),

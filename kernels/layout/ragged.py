@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +14,8 @@ from qoff.errors import OpError
 
 from .steady import SteadyMemory
 
+ITEM_TOKENS = 16  # new tokens of a sequence that are attended together
+
 
 @dataclass(frozen=True)
 class Span:
@@ -23,6 +25,11 @@ class Span:
     start: int  # its first row among all new tokens
     count: int  # how many new tokens, at least 1
     past: int  # tokens of this sequence that are in the cache already
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        """Tokens that are attended together: the first one's number here, and how many."""
+        for first in range(0, self.count, ITEM_TOKENS):
+            yield first, min(ITEM_TOKENS, self.count - first)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,12 @@ class Ragged:
         if self.is_decode:
             return slots
         return slots.repeat_interleave(torch.tensor([span.count for span in self.spans]))
+
+    @cached_property
+    def items(self) -> Tensor:
+        """int64 [items, 2], first row and number of rows of each item (`Span.items`)."""
+        each = ((span, item) for span in self.spans for item in span.items())
+        return torch.tensor([(span.start + first, rows) for span, (first, rows) in each])
 
     @classmethod
     def of(cls, counts: Sequence[int], pasts: Sequence[int]) -> Ragged:

@@ -223,9 +223,9 @@ class Executor(ABC):
     def _layer_numbers(self) -> Sequence[int]:
         """The model's numbers of the layers whose keys the cache keeps."""
         spec = self.spec
-        cached = frozenset(spec.cached_layers)
-        layers = enumerate(spec.cache_places[: spec.num_layers - spec.shared_kv])
-        return [layer for layer, places in layers for place in places if place in cached]
+        if spec.index is None:
+            return spec.attention_layers
+        return [layer for layer, places in enumerate(spec.cache_places) for _ in places]
 
     def adapter_bytes(self, plan: Plan) -> int:
         """What adapters take on the device with a plan, at most: layers may stream in tiles."""

@@ -152,9 +152,9 @@ class CostModel:
         own = np.minimum(piece, work.prompt.mean)
         attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
         for shape, readers in attending:
-            seen = own / 2 if shape.indexes else self.kv_blocks.attended(own / 2)
+            part = 1.0 if shape.indexes else self.kv_blocks.chosen(own / 2)
             width = readers * shape.heads * shape.cached_width / 2
-            seconds = seconds + device.prompt_s(own) * width * read * seen
+            seconds = seconds + device.prompt_s(own) * width * read * own / 2 * part
         seconds = seconds + self._states(read, passes * prompts)
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS

@@ -106,21 +106,22 @@ class KVBlocks:
                 of_index = indexing.heads if indexing.indexes else 0
                 heads[self.forms[layer], of_index] += self._read_heads(layer)
             for (form, of_index), count in heads.items():
-                mine, asking = past * part, queries
+                share, asking = part, queries
                 if of_index:  # all tokens, by other heads
                     asking = queries * of_index / self.sizes.attention.heads
                 else:
-                    mine = self.attended(mine)
-                tokens = np.maximum(BLOCK_TOKENS, mine)
-                share = mine / np.maximum(1e-9, past) if self.sizes.spec.index else part
+                    share = part * self.chosen(past * part)
+                tokens = np.maximum(BLOCK_TOKENS, past * share)
                 each.append(share * count * processor.attention_s(form, asking, tokens))
         seconds: Array = np.sum(each, axis=0)
         return seconds
 
-    def attended(self, tokens: Array) -> Array:
-        """So many of these tokens does attention go to: those that an index chooses."""
+    def chosen(self, tokens: Array) -> Array:
+        """The part of so many tokens that attention goes to where an index chooses, else 1."""
         index = self.sizes.spec.index
-        return tokens if index is None else np.minimum(tokens, index.top)
+        most = np.inf if index is None else index.top
+        found: Array = np.minimum(1.0, most / np.maximum(1.0, tokens))
+        return found
 
     def choosing_s(self, machine: MachineProfile, blocks: Array, passes: Array) -> Array:
         """Seconds in which a GPU chooses from so many blocks: bounds of K, and two calls a layer.

@@ -26,7 +26,6 @@ from . import scratch as sizes
 from .scratch import RUN_CHOSEN
 
 _thread_bytes = inner(sizes.attend_thread_bytes)
-_NARROW = HAS_BF16
 
 
 class AttendArguments(ctypes.Structure):
@@ -177,7 +176,7 @@ def _attend_item(args, group, row, head, scratch):
     rounded_keys = rounded_weights + 2 * lanes * RUN_CHOSEN
     source = simd.peek_i64(args + QUERIES) + row * simd.peek_i64(args + STRIDE) + 4 * dim * head
     r.turn_heads(source, heads, dim, lanes, queries)
-    narrow = _NARROW and r.packed_before(tokens, group) > 0
+    narrow = HAS_BF16 and r.packed_before(tokens, group) > 0
     if narrow:
         pair_keys(queries, lanes // 16, dim, pairs)
     slot = simd.peek_i64(simd.peek_i64(tokens + r.SLOTS) + 8 * row)

@@ -18,8 +18,7 @@ from qoff.kernels.cpu.jit.compiled import inner
 from qoff.kernels.cpu.jit.simd import f32x16, vector_intrinsic
 from qoff.kernels.cpu.operands import int64s, offsets
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kernels.layout.layer_cache import ITEM_FIELDS, ITEM_TOKENS, PackedTokens
-from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.layer_cache import ITEM_FIELDS, PackedTokens
 
 _ITEM_BYTES = 8 * len(ITEM_FIELDS)
 _SLOT, _PACKED, _BEFORE = (
@@ -37,9 +36,8 @@ class TokensPart(ctypes.Structure):
 class Tokens(ctypes.Structure):
     """Where the keys of the sequences of a pass are.
 
-    groups: address of the first row and the number of rows of each group of neighbours of one
-    sequence, 0 where each row is a group; `each` has room for its rows. keys: those that are not
-    packed, for `capacity` tokens of each sequence.
+    groups: address of `Ragged.items`, 0 where each row is one; `each`: the most rows of one. keys:
+    those that are not packed, for `capacity` tokens of each sequence.
     """
 
     _fields_ = int64s(
@@ -65,15 +63,6 @@ def described(packed: Sequence[PackedTokens]) -> ctypes.Array[TokensPart]:
             for part in packed
         )
     )  # fmt: skip
-
-
-def groups_of(ragged: Ragged) -> list[tuple[int, int]]:
-    """First row and number of rows of each item of a block table of this pass."""
-    return [
-        (span.start + first, min(ITEM_TOKENS, span.count - first))
-        for span in ragged.spans
-        for first in range(0, span.count, ITEM_TOKENS)
-    ]
 
 
 @vector_intrinsic(f32x16, *[types.int64] * 3)

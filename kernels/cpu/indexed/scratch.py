@@ -7,7 +7,7 @@ thread has, which therefore call nothing.
 from __future__ import annotations
 
 from qoff.kernels.cpu.attention.scratch import TILE_ROWS
-from qoff.kernels.layout.layer_cache import ITEM_TOKENS
+from qoff.kernels.layout.ragged import ITEM_TOKENS
 
 RUN_KEYS = 256  # keys that are scored together
 RUN_CHOSEN = 128  # tokens that are attended together

@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qoff.kernels.cpu.operands import fail
+from qoff.kernels.cpu.operands import address, fail
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS
-from qoff.kernels.layout.layer_cache import ITEM_TOKENS, RUN_TOKENS, LayerCache
-from qoff.kernels.layout.ragged import Ragged
+from qoff.kernels.layout.layer_cache import RUN_TOKENS, LayerCache
+from qoff.kernels.layout.ragged import ITEM_TOKENS, Ragged
 
-from .rows import Tokens, described, groups_of
+from .rows import Tokens, described
 
 
 def check_chosen(op: str, chosen: Tensor, rows: int) -> None:
@@ -38,17 +38,14 @@ def most_tokens(cache: LayerCache) -> int:
 def tokens_of(cache: LayerCache, ragged: Ragged) -> tuple[Tokens, object]:
     """Where the keys of a layer are, and memory that this has the address of."""
     parts = described(cache.packed)
-    groups: Tensor | None = None
-    count, each = ragged.tokens, 1
-    if not ragged.is_decode:
-        groups = torch.tensor(groups_of(ragged))
-        count, each = len(groups), ITEM_TOKENS
+    groups = None if ragged.is_decode else ragged.items
+    count, each = (ragged.tokens, 1) if groups is None else (len(groups), ITEM_TOKENS)
     *_, blocks, dim, lanes = cache.keys.shape
     bits = k_scale = 0
     for part in cache.packed:
         bits, k_scale = part.form.k_bits, part.form.k_scale
     tokens = Tokens(
-        groups=0 if groups is None else groups.data_ptr(), group_count=count, each=each,
+        groups=address(groups), group_count=count, each=each,
         positions=ragged.positions.data_ptr(), slots=ragged.slots.data_ptr(),
         keys=cache.keys.data_ptr(), capacity=blocks * lanes, dim=dim, bits=bits, k_scale=k_scale,
         parts=ctypes.addressof(parts), part_count=len(cache.packed),

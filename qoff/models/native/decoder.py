@@ -182,8 +182,7 @@ class Decoder:
         ids = run.tokens
         check_ids(ids, self.spec.vocab_size)
         run.cached = cached = run.cache.begin(ragged)
-        shared = self.spec.shared_kv or self.spec.index
-        run.cache_places = self.spec.cache_places if shared else ()
+        run.cache_places = self.spec.cache_places
         tables = [table.upto(ragged.longest + 1) for table in self._rotary]
         key: Hashable | None = None
         on_gpu = cached if isinstance(cached, DeviceCachePass) else None

@@ -22,11 +22,6 @@ class Index:
         self._spec, self._shape, self._ops = spec, spec.shape, ops
         self._linear, self._exact_linear = Linear(ops), Linear(exact(ops))
 
-    @property
-    def columns(self) -> int:
-        """Numbers of a token that it computes."""
-        return self._spec.columns
-
     def steps(
         self,
         layer: int,

@@ -43,9 +43,9 @@ class Latent:
             out = self._columns(workspace, spec.qkv_rows, spec.q_rows)
             by = self._norm(weights, names.Q_NORM)
             q = q if self._ops.USES_OUT else q.contiguous()
-            if self._index is not None and len(spec.cache_places[layer]) > 1:
+            if self._index is not None and spec.index is not None and spec.index.layers[layer]:
                 place, compressed = spec.cache_places[layer][0], (q, by)
-                memory = self._columns(workspace, spec.qkv_rows, self._index.columns)
+                memory = self._columns(workspace, spec.qkv_rows, spec.index.columns)
                 yield from self._index.steps(layer, place, run, weights, norm, compressed, memory)
             q = yield from self._linear(run, weights, names.Q_B, q, out=out, norm=by)
         by = self._norm(weights, names.KV_NORM)
