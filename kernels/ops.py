@@ -22,6 +22,7 @@ from .layout.heads import HeadShape
 from .layout.index import IndexShape
 from .layout.latent import LatentShape
 from .layout.low_rank import LowRanks
+from .layout.mamba import MambaShape, MambaWeights
 from .layout.qexperts import ExpertsMlp
 from .layout.qtensor import QTensor
 from .layout.ragged import Ragged
@@ -193,6 +194,17 @@ class Ops(Protocol):
         bcx: Tensor,
         weight: Tensor,
         shape: ShortConvShape,
+        states: Any,  # as in `delta`
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def mamba(
+        self,
+        zxbcdt: Tensor,
+        weights: MambaWeights,
+        shape: MambaShape,
         states: Any,  # as in `delta`
         ragged: Ragged,
         *,

@@ -7,8 +7,6 @@ from qoff.kernels.reference.experts import add_experts
 from .attention.attention import attention
 from .attention.gate import gate
 from .attention.latent import absorb, expand
-from .delta.delta import delta
-from .delta.short_conv import short_conv
 from .indexed.choose import choose
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
@@ -17,6 +15,9 @@ from .linear.low_rank import low_rank
 from .linear.norm import norm
 from .moe.experts import experts
 from .moe.route import route
+from .recurrent.delta import delta
+from .recurrent.mamba import mamba
+from .recurrent.short_conv import short_conv
 from .streams.matched import matched
 from .streams.mixing import correct, predict
 from .streams.sparse_gate import sparse_gate
@@ -42,6 +43,7 @@ __all__ = [
     "experts",
     "gate",
     "low_rank",
+    "mamba",
     "matched",
     "norm",
     "predict",

@@ -1,7 +1,8 @@
 """What recurrent layers remember of a sequence: states of a fixed size.
 
 Every one has a causal convolution of each channel, and remembers its newest inputs. Gated DeltaNet
-(`layout.delta`) has a memory beside, short convolutions (`layout.short_conv`) have none.
+(`layout.delta`) and Mamba 2 (`layout.mamba`) have a memory beside, short convolutions
+(`layout.short_conv`) have none.
 """
 
 from __future__ import annotations

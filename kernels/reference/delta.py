@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights
+from qoff.kernels.layout.panels import panels, whole
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.states import LayerStates
 
@@ -67,9 +68,9 @@ def _sequence(
     decay = (-weights.decay.exp() * F.softplus(a + weights.dt_bias)).exp()
     found, memory = _recurrence(
         query * shape.key_dim**-0.5, key, value, decay, b.sigmoid(),
-        _whole(states.memory[slot], fresh).to(query.dtype),
+        whole(states.memory[slot], fresh).to(query.dtype),
     )  # fmt: skip
-    states.memory[slot] = _panels(memory.detach(), shape)
+    states.memory[slot] = panels(memory.detach(), shape.panel)
     found = rms_norm(found.to(qkvz.dtype), weights.norm, shape.norm_eps)
     return found.flatten(1) * F.silu(z)
 
@@ -92,14 +93,3 @@ def _recurrence(
         memory = memory + k[:, :, None] * ((v - known) * b[:, None])[:, None]
         found.append(torch.einsum("hkv,hk->hv", memory, q))
     return torch.stack(found), memory
-
-
-def _whole(memory: Tensor, fresh: bool) -> Tensor:
-    """[heads, panels, key_dim, panel] as [heads, key_dim, value_dim]."""
-    whole = memory.transpose(1, 2).flatten(2)
-    return torch.zeros_like(whole) if fresh else whole
-
-
-def _panels(memory: Tensor, shape: DeltaShape) -> Tensor:
-    """The way back."""
-    return memory.unflatten(2, (-1, shape.panel)).transpose(1, 2)

@@ -24,6 +24,7 @@ from .kv_blocks import rope_keys
 from .latent import absorb, expand
 from .linear import ended, normalized
 from .low_rank import low_rank
+from .mamba import mamba
 from .remembered import append_heads, packed_tokens, remembered
 from .select_blocks import select_blocks
 from .short_conv import short_conv
@@ -49,6 +50,7 @@ __all__ = [
     "experts",
     "gate",
     "low_rank",
+    "mamba",
     "matched",
     "norm",
     "predict",

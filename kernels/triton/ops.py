@@ -18,6 +18,7 @@ from qoff.kernels.layout.ending import PLAIN, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.mamba import MambaShape, MambaWeights
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.short_conv import ShortConvShape
@@ -32,8 +33,6 @@ from qoff.kernels.reference.streams import correct, matched, predict, sparse_gat
 
 from .attention.offloaded import joined_bytes
 from .attention.op import attend_to_heads, heads_bytes
-from .delta import op as linear_attention
-from .delta import short_conv as convolution
 from .elementwise.rms_norm import rms_norm
 from .latent.op import attend_to_latents, latents_bytes
 from .latent.products import absorb, expand
@@ -41,6 +40,9 @@ from .linear import linear
 from .linear.product import Epilogue
 from .linear.scratch import Scratch
 from .moe.experts import add_experts, experts
+from .recurrent import delta as linear_attention
+from .recurrent import mamba as state_space
+from .recurrent import short_conv as convolution
 
 PACKING = "split32"
 CACHE = "device"
@@ -66,6 +68,7 @@ __all__ = [
     "experts",
     "gate",
     "low_rank",
+    "mamba",
     "matched",
     "norm",
     "predict",
@@ -163,7 +166,7 @@ def delta(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Linear attention of the rows for which the states were opened: see `delta.op.delta`."""
+    """The rows for which the states were opened: see `recurrent.delta.delta`."""
     with torch.cuda.device_of(qkvz):
         return linear_attention.delta(qkvz, ba, weights, shape, states, out=out)
 
@@ -177,15 +180,31 @@ def short_conv(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The rows for which the states were opened: see `delta.short_conv.short_conv`."""
+    """The rows for which the states were opened: see `recurrent.short_conv.short_conv`."""
     with torch.cuda.device_of(bcx):
         return convolution.short_conv(bcx, weight, shape, states, out=out)
+
+
+def mamba(
+    zxbcdt: Tensor,
+    weights: MambaWeights,
+    shape: MambaShape,
+    states: DeviceLayerStates,
+    ragged: Ragged,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The rows for which the states were opened: see `recurrent.mamba.mamba`."""
+    with torch.cuda.device_of(zxbcdt):
+        return state_space.mamba(zxbcdt, weights, shape, states, out=out)
 
 
 def states_bytes(tokens: int, shape: StateShape, sequences: int, dtype: torch.dtype) -> int:
     """The most bytes that the op of a recurrent layer allocates, as if it freed nothing."""
     if isinstance(shape, DeltaShape):
         return linear_attention.delta_bytes(tokens, shape, sequences, dtype)
+    if isinstance(shape, MambaShape):
+        return state_space.mamba_bytes(tokens, shape, dtype)
     assert isinstance(shape, ShortConvShape)
     return convolution.short_conv_bytes(tokens, shape, dtype)
 

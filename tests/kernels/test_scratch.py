@@ -11,7 +11,6 @@ import torch
 
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.attention import scratch as attention
-from qoff.kernels.cpu.delta.scratch import delta_bytes, short_conv_bytes
 from qoff.kernels.cpu.jit.emit import HAS_BF16
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.linear.dequantize import dequantize
@@ -22,6 +21,7 @@ from qoff.kernels.cpu.optim.update import Moments, Rule, update
 from qoff.kernels.cpu.packed_attention import scratch as packed
 from qoff.kernels.cpu.packed_attention.pack import pack_blocks
 from qoff.kernels.cpu.packed_attention.places import Origins
+from qoff.kernels.cpu.recurrent.scratch import conv_bytes, delta_bytes
 from qoff.kernels.cpu.sampling.sampling import draw, follows_torch, multinomial
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes
 from qoff.kernels.layout.delta import DeltaShape
@@ -31,6 +31,7 @@ from qoff.kernels.layout.heads import HeadShape, cache_shapes
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.layout.layer_cache import LayerCache
 from qoff.kernels.layout.low_rank import LowRanks
+from qoff.kernels.layout.mamba import MambaShape
 from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.routing import Routing
@@ -40,6 +41,7 @@ from tests.kernels import (
     test_delta,
     test_latent,
     test_low_rank,
+    test_mamba,
     test_packed_attention,
     test_packed_select,
     test_short_conv,
@@ -115,12 +117,20 @@ def test_linear_attention(asked: Asked, threads: int, shape: DeltaShape) -> None
     assert asked(lambda: cpu.delta(*operands)) == [delta_bytes(threads, shape)]
 
 
+@pytest.mark.parametrize("shape", test_mamba.SHAPES, ids=str)
+def test_mamba_layers(asked: Asked, threads: int, shape: MambaShape) -> None:
+    ragged = Ragged.of([7, 1], [0, 0])
+    weights, states = test_mamba.weights_of(shape), test_mamba.states(shape, ragged, [0, 1])
+    operands = (test_mamba.inputs(shape, 8), weights, shape, states, ragged)
+    assert asked(lambda: cpu.mamba(*operands)) == [conv_bytes(threads, shape)]
+
+
 @pytest.mark.parametrize("shape", test_short_conv.SHAPES, ids=str)
 def test_short_convolutions(asked: Asked, threads: int, shape: ShortConvShape) -> None:
     ragged = Ragged.of([7, 1], [0, 0])
     weight, states = test_short_conv.weight_of(shape), test_short_conv.states(shape, ragged, [0, 1])
     operands = (test_short_conv.inputs(shape, 8), weight, shape, states, ragged)
-    assert asked(lambda: cpu.short_conv(*operands)) == [short_conv_bytes(threads, shape)]
+    assert asked(lambda: cpu.short_conv(*operands)) == [conv_bytes(threads, shape)]
 
 
 def attend(

@@ -18,7 +18,7 @@ from tests.kernels.test_delta import inputs, weights
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
-op = triton_module("delta.op")
+op = triton_module("recurrent.delta")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"

@@ -17,7 +17,7 @@ from tests.kernels.test_triton_delta import device_states, states_of
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
-op = triton_module("delta.short_conv")
+op = triton_module("recurrent.short_conv")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"

@@ -10,11 +10,12 @@ from typing import Any
 # The ops, the most important first, and what part of the time for timing each may take.
 SHARES: Mapping[str, float] = MappingProxyType(
     {
-        "w4_linear": 0.35,
+        "w4_linear": 0.33,
         "decode_attention": 0.18,
         "prefill_attention": 0.12,
         "latent_attention": 0.04,
         "delta": 0.02,
+        "mamba": 0.02,
         "short_conv": 0.01,
         "experts": 0.06,
         "kv_append": 0.06,

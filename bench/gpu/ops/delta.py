@@ -15,7 +15,7 @@ from qoff.kernels.layout.device_cache import PassTables
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.states import DeviceLayerStates, LayerStates
 from qoff.kernels.reference import delta as reference
-from qoff.kernels.triton.delta.op import delta
+from qoff.kernels.triton.recurrent.delta import delta
 from qoff.kvcache.device.tables import DeviceTables, pass_tables
 
 OP = "delta"

@@ -15,7 +15,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import DeviceLayerStates, LayerStates
 from qoff.kernels.reference.short_conv import short_conv as reference
-from qoff.kernels.triton.delta.short_conv import short_conv
+from qoff.kernels.triton.recurrent.short_conv import short_conv
 
 OP = "short_conv"
 _MODELS = {"LFM2-8B-A1B": ShortConvShape(2048, 3)}

@@ -30,7 +30,14 @@ PARTS = (
     ("attention.latent", "indexed.choose_job", "indexed.attend_job"),
     ("jit.read_queue", "jit.reads", "jit.slots", "jit.copies", "sampling.job", "steps"),
     ("optim.job", "optim.rows_job"),
-    ("delta.job", "delta.short_conv", "moe.route", "expert_cache.jobs", "embedding"),
+    (
+        "recurrent.delta_job",
+        "recurrent.short_conv",
+        "recurrent.mamba_job",
+        "moe.route",
+        "expert_cache.jobs",
+        "embedding",
+    ),
     (
         "streams.mixing",
         "streams.matched",

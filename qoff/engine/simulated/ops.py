@@ -20,6 +20,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.layer_cache import LayerCache, PackedTokens, kept_blocks
 from qoff.kernels.layout.low_rank import LowRanks
+from qoff.kernels.layout.mamba import MambaShape, MambaWeights
 from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.ragged import Ragged
@@ -201,6 +202,18 @@ class SimulatedOps:
         out: Tensor | None = None,
     ) -> Tensor:
         return self._recurrent(bcx, shape, ragged, out)
+
+    def mamba(
+        self,
+        zxbcdt: Tensor,
+        weights: MambaWeights,
+        shape: MambaShape,
+        states: LayerStates,
+        ragged: Ragged,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._recurrent(zxbcdt, shape, ragged, out)
 
     def _recurrent(
         self, given: Tensor, shape: StateShape, ragged: Ragged, out: Tensor | None

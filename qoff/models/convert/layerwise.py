@@ -309,6 +309,11 @@ class _DenseOps:
         ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
         return _into(out, ops.short_conv(*operands, **options))
 
+    def mamba(self, *operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+        """See `kernels.reference.mamba.mamba`."""
+        ops = reference_ops if torch.is_grad_enabled() else ops_for(operands[0].device)
+        return _into(out, ops.mamba(*operands, **options))
+
     gate = staticmethod(reference_ops.gate)
     predict = staticmethod(reference_ops.predict)
     correct = staticmethod(reference_ops.correct)

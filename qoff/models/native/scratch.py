@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from qoff.kernels.cpu.attention import scratch as attention
-from qoff.kernels.cpu.delta.scratch import states_bytes
 from qoff.kernels.cpu.indexed import scratch as indexed
 from qoff.kernels.cpu.linear.scratch import linear_bytes
 from qoff.kernels.cpu.moe.scratch import ExpertSizes, route_bytes
 from qoff.kernels.cpu.packed_attention import scratch as packed
+from qoff.kernels.cpu.recurrent.scratch import states_bytes
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat

@@ -16,7 +16,7 @@ from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import SPAN_FIELDS, LayerStates
 
 from .convolution import convolve
-from .scratch import TOGETHER, short_conv_bytes
+from .scratch import TOGETHER, conv_bytes
 
 _SPAN_BYTES = 8 * len(SPAN_FIELDS)
 
@@ -56,7 +56,9 @@ def _part(args, span, first, width, before):
     for token in range(count):
         at = token * stride
         _multiply(x + at, b + at, x + at, 4 * width)
-    convolve(x, stride, count, state, 4 * channels, past, fresh, weight, 4 * width, before, False)
+    convolve(
+        x, stride, count, state, 4 * channels, past, fresh, weight, 0, 4 * width, before, False
+    )
     for token in range(count):
         at = token * stride
         _multiply(x + at, c + at, out + token * out_stride, 4 * width)
@@ -103,9 +105,9 @@ def short_conv(
         conv=states.conv.data_ptr(), spans=states.spans.data_ptr(),
         positions=ragged.positions.data_ptr(), sequences=len(states.spans),
         channels=shape.channels, taps=shape.taps, out=out.data_ptr(), out_stride=4 * out.stride(0),
-        scratch_each=short_conv_bytes(1, shape),
+        scratch_each=conv_bytes(1, shape),
     )  # fmt: skip
     with pool.lock:
-        arguments.scratch = pool.workspace(short_conv_bytes(pool.threads, shape))
+        arguments.scratch = pool.workspace(conv_bytes(pool.threads, shape))
         pool.run(short_conv_job.address, arguments)
     return out

@@ -21,6 +21,7 @@ from qoff.kernels.layout.delta import L2_EPS
 from qoff.kernels.layout.states import SPAN_FIELDS
 
 from .convolution import clear, convolve
+from .step import softplus
 
 _SILU = NUMBERS["silu"]
 _EPS = np.float32(L2_EPS)
@@ -71,7 +72,7 @@ def _convolve(args, span, channel, width, before):
     state = simd.peek_i64(args + CONV) + simd.peek_i64(span + 16) * past * row + 4 * channel
     weight = simd.peek_i64(args + TAPS_WEIGHT) + 4 * channel
     fresh = _is_fresh(args, first)
-    convolve(x, stride, count, state, row, past, fresh, weight, 4 * width, before, True)
+    convolve(x, stride, count, state, row, past, fresh, weight, 0, 4 * width, before, True)
 
 
 @inner
@@ -99,10 +100,7 @@ def _gates(args, span, head):
     rate = np.exp(simd.peek_f32(simd.peek_i64(args + DECAY) + 4 * head))
     bias, one = simd.peek_f32(simd.peek_i64(args + DT_BIAS) + 4 * head), np.float32(1.0)
     for _ in range(count):
-        step = simd.peek_f32(a) + bias
-        if step <= np.float32(20.0):  # as torch's softplus
-            step = np.log1p(np.exp(step))
-        simd.poke_f32(a, np.exp(-rate * step))
+        simd.poke_f32(a, np.exp(-rate * softplus(simd.peek_f32(a) + bias)))
         simd.poke_f32(b, one / (one + np.exp(-simd.peek_f32(b))))
         a, b = a + stride, b + stride
 

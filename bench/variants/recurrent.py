@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -11,10 +13,12 @@ from bench.variants.attention import cache_of
 from bench.variants.variant import DTYPES, TENSOR_CORES, Variant, empty, float_types
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.kv_format import KVFormat
+from qoff.kernels.layout.mamba import MambaShape, MambaWeights
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import DeviceLayerStates, StateShape
-from qoff.kernels.triton.delta.op import delta
-from qoff.kernels.triton.delta.short_conv import short_conv
+from qoff.kernels.triton.recurrent.delta import delta
+from qoff.kernels.triton.recurrent.mamba import mamba
+from qoff.kernels.triton.recurrent.short_conv import short_conv
 
 _SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one that is padded
     DeltaShape(16, 16, 128, 128, 4),
@@ -26,30 +30,42 @@ _KERNELS = {
     "delta_recur_kernel": (1, 4096),
     "delta_solve_kernel": (4096,),
     "delta_chunk_kernel": (4096,),
-    "delta_norm_kernel": (1, 4096),
+    "gated_norm_kernel": (1, 4096),
+}
+_MAMBA_SHAPES = (  # one that is padded; of Granite 4 Tiny and Nemotron 3 Nano
+    MambaShape(4, 48, 2, 80, 3),
+    MambaShape(48, 64, 1, 128, 4),
+    MambaShape(64, 64, 8, 128, 4),
+)
+_MAMBA_KERNELS = {
+    "mamba_convolve_kernel": (1, 4096),
+    "mamba_recur_kernel": (1, 4096),
+    "mamba_chunk_kernel": (4096,),
+    "gated_norm_kernel": (1, 4096),
 }
 _CONVOLUTIONS = (ShortConvShape(2048, 3), ShortConvShape(1040, 4))  # of LFM2; and one in parts
-_CHUNKED = ("delta_solve_kernel", "delta_chunk_kernel")
+_CHUNKED = ("delta_solve_kernel", "delta_chunk_kernel", "mamba_chunk_kernel")
 
 
 def variants(capability: int) -> Iterator[Variant]:
     """Steps of decoding, and prompts: on Turing token by token, as it has no tensor cores here."""
     types = float_types(capability)
-    for kernel, rows in _KERNELS.items():
-        chunked = kernel in _CHUNKED
-        if chunked and capability < 80:
-            continue
-        for shape in _SHAPES:
-            for count in rows:
-                for dtype in types:
-                    yield _variant(kernel, shape, count, dtype, chunked)
+    ops: tuple[tuple[Mapping[str, tuple[int, ...]], Sequence[Any], Callable[..., Variant]], ...]
+    ops = (_KERNELS, _SHAPES, _delta), (_MAMBA_KERNELS, _MAMBA_SHAPES, _mamba)
+    for kernels, shapes, build in ops:
+        for kernel, rows in kernels.items():
+            chunked = kernel in _CHUNKED
+            if chunked and capability < 80:
+                continue
+            for shape, count, dtype in product(shapes, rows, types):
+                yield build(kernel, shape, count, dtype, chunked)
     for convolution in _CONVOLUTIONS:
         for count in (1, 4096):
             for dtype in types:
                 yield _convolution(convolution, count, dtype)
 
 
-def _variant(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool) -> Variant:
+def _delta(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool) -> Variant:
     states = _states(shape, rows, dtype)
     sizes = (shape.taps * shape.channels, shape.value_heads, shape.value_heads, shape.value_dim)
     weights = DeltaWeights(*(empty(torch.float32, size) for size in sizes))
@@ -66,6 +82,22 @@ def _variant(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: boo
     name += f"-{dtype}-{shape.value_heads}x{shape.key_dim}x{shape.value_dim}-{rows}rows"
     traits = frozenset({TENSOR_CORES} if chunked else ())
     return Variant("delta", name, kernel, launch, traits)
+
+
+def _mamba(kernel: str, shape: MambaShape, rows: int, dtype: str, chunked: bool) -> Variant:
+    sizes = (shape.taps * shape.channels, shape.channels, *[shape.heads] * 3, shape.values)
+    launch = partial(
+        mamba,
+        empty(DTYPES[dtype], rows, shape.width),
+        MambaWeights(*(empty(torch.float32, size) for size in sizes)),
+        shape,
+        _states(shape, rows, dtype),
+        chunked=chunked,
+    )
+    name = kernel.removeprefix("mamba_").removesuffix("_kernel")
+    name += f"-{dtype}-{shape.heads}x{shape.head_dim}x{shape.state}-{rows}rows"
+    traits = frozenset({TENSOR_CORES} if chunked else ())
+    return Variant("mamba", name, kernel, launch, traits)
 
 
 def _convolution(shape: ShortConvShape, rows: int, dtype: str) -> Variant:

@@ -20,18 +20,16 @@ from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import next_power_of_2
 
+from .step import softplus
+
 _COLUMNS = 32  # of a state that a program has
 
 
 @triton.jit
 def gates(b, a, decay, dt_bias, head):
     """Of tokens, the logarithm of what a head's state is multiplied by, and how much it learns."""
-    step = a.to(tl.float32) + tl.load(dt_bias + head)
-    e = tl.exp(tl.minimum(step, 20.0))
-    # log(1 + e), as torch's softplus; 1 + e has few digits of a small e.
-    soft = tl.where(e < 1e-2, e * (1.0 - e * (0.5 - e * (1.0 / 3.0))), tl.log(1.0 + e))
-    forgets = -tl.exp(tl.load(decay + head)) * tl.where(step > 20.0, step, soft)
-    return forgets, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+    step = softplus(a.to(tl.float32) + tl.load(dt_bias + head))
+    return -tl.exp(tl.load(decay + head)) * step, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from qoff.kernels.triton.launch.options import use_asm
 from qoff.kernels.triton.launch.sizes import cdiv
 from qoff.kernels.triton.linear.nibbles import dot16
 
-from .recur import gates, state_at, tile_sizes
+from .delta_recur import gates, state_at, tile_sizes
 
 CHUNK = tl.constexpr(64)
 # Of a token, as a logarithm: beyond, what is left is less than any rounding, and sums stay exact.

@@ -24,11 +24,12 @@ def clear(target, nbytes):
 
 
 @inner
-def convolve(x, stride, count, state, row, past, fresh, weight, nbytes, before, silu):
+def convolve(x, stride, count, state, row, past, fresh, weight, bias, nbytes, before, silu):
     """Some channels of `count` tokens, in their place, and their `state`: of `past` tokens.
 
     nbytes: of these channels of a token; row: of all channels, in a state and a tap's weights.
-    fresh: the sequence remembers nothing. before: room for these channels of `past` tokens.
+    fresh: the sequence remembers nothing. bias: of these channels; 0: none. before: room for these
+    channels of `past` tokens.
     """
     for i in range(past):
         if fresh:
@@ -41,7 +42,7 @@ def convolve(x, stride, count, state, row, past, fresh, weight, nbytes, before, 
         _copy(source, state + i * row, nbytes)
     for token in range(count - 1, -1, -1):  # what is overwritten is not read again
         for i in range(0, nbytes, 64):
-            total = simd.splat_f32(np.float32(0.0))
+            total = simd.load_f32(bias + i) if bias != 0 else simd.splat_f32(np.float32(0.0))
             for tap in range(past + 1):
                 at = token - past + tap
                 source = x + at * stride if at >= 0 else before + (at + past) * nbytes

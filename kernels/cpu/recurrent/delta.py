@@ -10,7 +10,7 @@ from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.states import SPAN_FIELDS, LayerStates
 
-from .job import DeltaArguments, delta_job
+from .delta_job import DeltaArguments, delta_job
 from .scratch import delta_bytes
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.layout.mamba import MambaShape
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import StateShape
 
-TOGETHER = 128  # channels of a short convolution that a thread takes at once
+TOGETHER = 128  # channels that a thread convolves at once
 
 
 def delta_bytes(threads: int, shape: DeltaShape) -> int:
@@ -15,8 +16,8 @@ def delta_bytes(threads: int, shape: DeltaShape) -> int:
     return threads * 4 * (shape.taps - 1) * max(shape.key_dim, group)
 
 
-def short_conv_bytes(threads: int, shape: ShortConvShape) -> int:
-    """`short_conv`, of any number of tokens: of each thread what its channels had before."""
+def conv_bytes(threads: int, shape: ShortConvShape | MambaShape) -> int:
+    """`short_conv`, `mamba`, of any number of tokens: of each thread what channels had before."""
     return threads * 4 * (shape.taps - 1) * min(TOGETHER, shape.channels)
 
 
@@ -24,5 +25,5 @@ def states_bytes(threads: int, shape: StateShape) -> int:
     """The op of a recurrent layer."""
     if isinstance(shape, DeltaShape):
         return delta_bytes(threads, shape)
-    assert isinstance(shape, ShortConvShape)
-    return short_conv_bytes(threads, shape)
+    assert isinstance(shape, ShortConvShape | MambaShape)
+    return conv_bytes(threads, shape)
