@@ -640,6 +640,46 @@ FAMILIES |= {
         "use_expert_bias": True,
     },
 }
+_MAMBA = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+}
+_GRANITE_H = {
+    "model_type": "granitemoehybrid",
+    **_MAMBA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "num_local_experts": 0,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
+FAMILIES |= {
+    "granite-h": {
+        **_GRANITE_H,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_conv_bias": False,
+        "tie_word_embeddings": True,
+        "position_embedding_type": "rope",
+    },
+    "granite-h-moe": {
+        **_GRANITE_H,
+        "mamba_n_groups": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "bamba": {
+        "model_type": "bamba",
+        **_MAMBA,
+        "attn_layer_indices": [1, 2],
+        "mamba_d_conv": 3,
+    },
+}
 EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.delta import DeltaShape
+from qoff.kernels.layout.mamba import MambaShape
 from qoff.kernels.layout.short_conv import ShortConvShape
 
 from .families.family import TensorNames
@@ -20,6 +22,14 @@ from .names import (
     INDEX_NORM,
     INDEX_Q,
     KV_B,
+    MAMBA_CONV,
+    MAMBA_CONV_BIAS,
+    MAMBA_DECAY,
+    MAMBA_DT_BIAS,
+    MAMBA_IN,
+    MAMBA_NORM,
+    MAMBA_OUT,
+    MAMBA_SKIP,
     OUT,
     POSITIONS,
     Q_B,
@@ -43,14 +53,19 @@ from .row_order import (
     with_gates,
 )
 from .spec import DecoderSpec
-from .spec_parts import IndexSpec, LatentSpec
+from .spec_parts import IndexSpec, LatentSpec, MambaSpec
 
 
 def output_of(spec: DecoderSpec, layer: int) -> str:
     """The last matrix of attention, or of what a layer has in its place."""
-    if not spec.is_recurrent(layer):
+    if spec.state_shape is None or not spec.is_recurrent(layer):
         return "self_attn.o_proj"
-    return OUT if isinstance(spec.state_shape, DeltaShape) else SHORT_OUT
+    return _OUTPUTS[type(spec.state_shape)]
+
+
+_OUTPUTS: Mapping[type, str] = MappingProxyType(
+    {DeltaShape: OUT, ShortConvShape: SHORT_OUT, MambaShape: MAMBA_OUT}
+)
 
 
 class AttentionWeights:
@@ -137,6 +152,8 @@ class AttentionWeights:
         shape = self._spec.state_shape
         if isinstance(shape, DeltaShape):
             return self._linear_attention(shape)
+        if isinstance(shape, MambaShape):
+            return self._mamba(shape)
         assert isinstance(shape, ShortConvShape)
         return self._short_conv(shape)
 
@@ -145,6 +162,29 @@ class AttentionWeights:
         yield Weight(SHORT_CONV, (self._convolution(SHORT_CONV, shape),))
         yield Weight(SHORT_IN, (self._part(SHORT_IN, shape.width),), hidden)
         yield Weight(SHORT_OUT, (self._part(SHORT_OUT, hidden),), shape.channels)
+
+    def _mamba(self, shape: MambaShape) -> Iterator[Weight]:
+        """Mamba 2."""
+        hidden, spec = self._spec.hidden_size, self._spec.recurrent
+        assert isinstance(spec, MambaSpec)
+        yield Weight(MAMBA_CONV, (self._convolution(MAMBA_CONV, shape),))
+        if spec.conv_bias:
+            yield self._bare(MAMBA_CONV_BIAS, shape.channels)
+        logs = self._names.linear_of_ggml
+        yield Weight(MAMBA_DECAY, (self._by_head(MAMBA_DECAY, shape, of_exponential=logs),))
+        yield Weight(MAMBA_DT_BIAS, (Part(self._source(MAMBA_DT_BIAS, ""), shape.heads),))
+        yield Weight(MAMBA_SKIP, (self._by_head(MAMBA_SKIP, shape),))
+        stored = (shape.groups, shape.values // shape.groups) if logs else None
+        norm = self._source(MAMBA_NORM.removesuffix(".weight"))
+        yield Weight(MAMBA_NORM, (Part(norm, shape.values, stored=stored),))
+        yield Weight(MAMBA_IN, (self._part(MAMBA_IN, shape.width),), hidden)
+        yield Weight(MAMBA_OUT, (self._part(MAMBA_OUT, hidden),), shape.values)
+
+    def _by_head(self, name: str, shape: MambaShape, of_exponential: bool = False) -> Part:
+        """A vector of numbers of heads, which GGUF files have as [heads, 1]."""
+        stored = (shape.heads, 1) if self._names.linear_of_ggml else None
+        source = self._source(name, "")
+        return Part(source, shape.heads, stored=stored, of_exponential=of_exponential)
 
     def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:
         """Gated DeltaNet."""
@@ -159,7 +199,7 @@ class AttentionWeights:
         yield Weight(BA, self._ba(shape), hidden)
         yield Weight(OUT, (self._part(OUT, hidden),), shape.values)
 
-    def _convolution(self, name: str, shape: DeltaShape | ShortConvShape) -> Part:
+    def _convolution(self, name: str, shape: DeltaShape | ShortConvShape | MambaShape) -> Part:
         taps, channels = shape.taps, shape.channels
         return Part(
             self._source(name.removesuffix(".weight")),

@@ -222,13 +222,15 @@ class ForwardPass:
         assert found is not None
         return found
 
-    def keep(self, rows: Sequence[int] | None, attended: Tensor) -> Tensor:
-        """Go on with these rows alone, ascending, in the place of the first ones; None: with all.
+    def kept(self, rows: Sequence[int] | None, attended: Tensor) -> Tensor:
+        """Go on with these rows alone: see `keep`. Returns those of `attended`, its first ones."""
+        self.keep(rows)
+        return attended if rows is None else moved_up(attended, rows)
 
-        Returns those of `attended`, in its first rows.
-        """
+    def keep(self, rows: Sequence[int] | None) -> None:
+        """Go on with these rows alone, ascending, in the place of the first ones; None: all."""
         if rows is None:
-            return attended
+            return
         self.hidden, self.active, self.base, self.per_layer = (
             None if x is None else moved_up(x, rows)
             for x in (self.hidden, self.active, self.base, self.per_layer)
@@ -238,7 +240,6 @@ class ForwardPass:
         if self.adapters is not None:
             of, key = self.adapters, tuple(self.adapters.key[row] for row in rows)
             self.adapters = AdaptedRows(key, of.which[list(rows)], of.layers)
-        return moved_up(attended, rows)
 
     def prefetch(self, unit: Unit) -> None:
         """Start to bring what the pass, under way, will want for a unit, weights aside."""

@@ -12,6 +12,7 @@ from .attention_weights import AttentionWeights, with_bias
 from .families import tensor_names
 from .families.family import TensorNames
 from .names import (
+    BEFORE,
     CONTEXT,
     CONTEXT_NORM,
     CORRECTION,
@@ -85,8 +86,11 @@ class _Layer(AttentionWeights):
 
     def weights(self) -> tuple[Weight, ...]:
         spec, experts = self._spec, self._spec.experts
-        attends = self._recurrent() if spec.is_recurrent(self._layer) else self._attention()
-        attention = [*self._norms(), *attends]
+        attention = list(self._norms())
+        if spec.attends(self._layer):
+            attention += self._attention()
+        elif spec.has_mixer(self._layer):
+            attention += self._recurrent()
         if spec.streams is not None:
             attention = [*self._before(spec.streams), *attention]
         if experts is not None and spec.has_experts(self._layer):
@@ -96,7 +100,8 @@ class _Layer(AttentionWeights):
             # What lies at the end stays in memory first: experts come before the other matrices.
             matrices = rest + attention
         else:
-            rest = list(self._mlp("mlp", self._inner, spec.mlp_bias))
+            has_mlp = spec.has_mlp(self._layer)
+            rest = list(self._mlp("mlp", self._inner, spec.mlp_bias)) if has_mlp else []
             if spec.per_layer is not None:
                 rest += self._per_layer(spec.per_layer)
             if spec.streams is not None and self._layer == spec.num_layers - 1:
@@ -108,12 +113,14 @@ class _Layer(AttentionWeights):
     def _norms(self) -> Iterator[Weight]:
         spec = self._spec
         before = spec.pre_norm or spec.norm_after_add
-        modules = ["input_layernorm", "post_attention_layernorm"] if before else []
-        modules += ["self_attn.post_norm", "mlp.post_norm"] if spec.post_norm else []
+        parts = {"self_attn": spec.has_mixer(self._layer), "mlp": spec.has_mlp(self._layer)}
+        there = [part for part, is_there in parts.items() if is_there]
+        modules = [BEFORE[part] for part in there] if before else []
+        modules += [f"{part}.post_norm" for part in there] if spec.post_norm else []
         biased = spec.norm == "layer" and spec.norm_bias
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)
-        if spec.qk_norm in ("head", "rotated", "all") and not spec.is_recurrent(self._layer):
+        if spec.qk_norm in ("head", "rotated", "all") and spec.attends(self._layer):
             for x, rows in (("q", self._q), ("k", self._kv))[: 1 if self._lent else 2]:
                 each = rows if spec.qk_norm == "all" else self._dim
                 yield self._vector(f"self_attn.{x}_norm", each)

@@ -30,6 +30,12 @@ and those with short convolutions (`kernels.layout.short_conv`)
     short_conv.in_proj, short_conv.out_proj     as they are: b, c and x, one below the other
     short_conv.conv                             the convolution, tap by tap
 
+and those with Mamba 2 (`kernels.layout.mamba`)
+
+    mamba.in_proj, mamba.out_proj     as they are: z, x, B, C and dt, one below the other
+    mamba.conv1d                      the convolution, tap by tap
+    mamba.A_log, mamba.dt_bias, mamba.D, mamba.norm
+
 Whatever a family calls its tensors, weights are stored under Llama's names, with
 
     input_layernorm, post_attention_layernorm      the norms before attention and MLP
@@ -64,6 +70,7 @@ Inside a file every name has the prefix of its layer, "model.layers.0.".
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -74,6 +81,9 @@ from qoff.quant.matrix import ROUTER_BITS
 
 from .row_order import ROW_BLOCK, Order, in_order
 
+BEFORE = MappingProxyType(  # norms of what goes into a part of a layer
+    {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+)
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
 Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
@@ -85,6 +95,10 @@ CONV, DELTA_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 DECAY, DT_BIAS = "linear_attn.A_log", "linear_attn.dt_bias"
 SHORT_IN, SHORT_OUT = "short_conv.in_proj", "short_conv.out_proj"
 SHORT_CONV = "short_conv.conv.weight"
+MAMBA_IN, MAMBA_OUT = "mamba.in_proj", "mamba.out_proj"
+MAMBA_CONV, MAMBA_CONV_BIAS = "mamba.conv1d.weight", "mamba.conv1d.bias"
+MAMBA_DECAY, MAMBA_DT_BIAS, MAMBA_SKIP = "mamba.A_log", "mamba.dt_bias", "mamba.D"
+MAMBA_NORM = "mamba.norm.weight"
 ROUTER, SHARED_GATE = "mlp.router", "mlp.shared_expert_gate"
 CORRECTION = "mlp.router.correction"  # of what experts are chosen by
 GAINS = "mlp.router.gains"  # of their weights

@@ -20,6 +20,7 @@ from .spec_parts import (
     IndexSpec,
     LatentSpec,
     LinearSpec,
+    MambaSpec,
     PerLayerSpec,
     RopeSpec,
     ShortConvSpec,
@@ -88,7 +89,10 @@ class DecoderSpec:
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
     all_attended: int = 0  # tokens of a sequence that are all attended to, and no more; 0: any
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
-    recurrent: LinearSpec | ShortConvSpec | None = None  # what some layers have for attention
+    recurrent: LinearSpec | ShortConvSpec | MambaSpec | None = None  # of layers for attention
+    # Per layer, whether it has attention or what is in its place; an MLP or experts. None: all do.
+    mixers: tuple[bool, ...] | None = None
+    mlps: tuple[bool, ...] | None = None
     # The last layers that attend to K and V of an earlier one: the last before them of their kind,
     # with a sliding window or without; and how wide their MLPs are (0: as others).
     shared_kv: int = 0
@@ -120,6 +124,8 @@ class DecoderSpec:
             ("no_rope_layers", self.scaled_layers or self.rope_layers),
             ("mlp_only_layers", self.experts.layers if self.experts else self.rope_layers),
             ("layer_types", self.recurrent.layers if self.recurrent else self.rope_layers),
+            ("layer_types", self.mixers or self.rope_layers),
+            ("layer_types", self.mlps or self.rope_layers),
             ("activation_sparsity_pattern", self.sparsity or self.rope_layers),
             ("indexer_types", self.index.layers if self.index else self.rope_layers),
         ):
@@ -263,11 +269,22 @@ class DecoderSpec:
         """Whether a layer has states in place of K and V."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
+    def has_mixer(self, layer: int) -> bool:
+        """Whether a layer has attention, or what is in its place."""
+        return self.mixers is None or self.mixers[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts."""
+        return self.mlps is None or self.mlps[layer]
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return self.has_mixer(layer) and not self.is_recurrent(layer)
+
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """Those that attend to K and V of their own, and have a KV cache."""
-        own = range(self.num_layers - self.shared_kv)
-        return tuple(i for i in own if not self.is_recurrent(i))
+        return tuple(i for i in range(self.num_layers - self.shared_kv) if self.attends(i))
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from qoff.errors import OpError, UnsupportedModelError
 from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.latent import LatentShape
+from qoff.kernels.layout.mamba import MambaShape
 from qoff.kernels.layout.routing import Routing
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.schema import is_number, shown
@@ -247,6 +248,36 @@ class ShortConvSpec:
     def shape(self, norm_eps: float) -> ShortConvShape:
         """The same of one layer, which has no norm of its own."""
         return ShortConvShape(self.channels, self.taps)
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Mamba 2 in place of attention, in some layers: `layout.mamba.MambaShape`.
+
+    conv_bias: of the convolution. Raises UnsupportedModelError for sizes without a kernel, and
+    where no layer attends.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+    conv_bias: bool
+    layers: tuple[bool, ...]  # per layer: whether it is Mamba
+
+    def __post_init__(self) -> None:
+        if all(self.layers):
+            raise unsupported("layer_types", "linear_attention alone", "a full_attention layer")
+        try:
+            self.shape(0.0)
+        except OpError as error:
+            raise UnsupportedModelError(f"config.json: {error}") from error
+
+    def shape(self, norm_eps: float) -> MambaShape:
+        """The same of one layer."""
+        sizes = self.heads, self.head_dim, self.groups, self.state, self.taps
+        return MambaShape(*sizes, norm_eps)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,9 @@ class ModelSizes:
     def last_columns(self) -> int:
         """The part of `layer_columns` in the last layer behind attention: for rows of logits."""
         spec, last = self.spec, self.spec.num_layers - 1
-        if spec.state_shape is not None and spec.is_recurrent(last):
+        if not spec.has_mixer(last):
+            attended = 0
+        elif spec.state_shape is not None and spec.is_recurrent(last):
             attended = spec.state_shape.values
         else:
             attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
@@ -176,6 +178,8 @@ class ModelSizes:
 
     def _attention_columns(self, layer: int) -> int:
         spec = self.spec
+        if not spec.has_mixer(layer):
+            return 0
         if spec.state_shape is not None and spec.is_recurrent(layer):
             return spec.hidden_size * (sum(spec.state_shape.projections) + spec.state_shape.values)
         if spec.latent is not None:
@@ -192,7 +196,7 @@ class ModelSizes:
 
     def _mlp_columns(self, layer: int) -> int:
         spec, each = self.spec, 3 if self.spec.gated else 2
-        inner = spec.intermediate(layer)
+        inner = spec.intermediate(layer) if spec.has_mlp(layer) else 0
         if spec.experts is not None and spec.has_experts(layer):
             inner = spec.intermediate_size * spec.experts.beside + spec.experts.shared_size
         return each * spec.hidden_size * inner

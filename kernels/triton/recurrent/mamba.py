@@ -88,7 +88,7 @@ def mamba(
 
     zxbcdt: float16 or bfloat16 [M, shape.width]; its rows, which may lie apart, are those of the
     batch of `states.step`. out: [M, shape.values], contiguous; rows of no token are 0 there.
-    chunked: whether 64 tokens are computed together, in 16 bits; None: where a sequence has many,
+    chunked: whether many tokens are computed together, in 16 bits; None: where a sequence has many,
     and the GPU has tensor cores. Raises OpError.
     """
     step, device, small = states.step, zxbcdt.device, (torch.float32,)

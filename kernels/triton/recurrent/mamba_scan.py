@@ -1,4 +1,4 @@
-"""The recurrence of Mamba 2 on a GPU: token by token, or in chunks of 64 on tensor cores.
+"""The recurrence of Mamba 2 on a GPU: token by token, or in chunks on tensor cores.
 
 A program has some columns of the state of a head of a sequence in registers, while all new tokens
 of the sequence go by. With G the sum of the logarithms of what the state is multiplied by, from
@@ -31,7 +31,6 @@ from qoff.kernels.triton.linear.nibbles import dot16
 from .delta_recur import state_at
 from .step import softplus
 
-CHUNK = tl.constexpr(64)
 # Of a token, as a logarithm: beyond, what is left is less than any rounding, and sums stay exact.
 LEAST = tl.constexpr(-30.0)
 _COLUMNS = 32  # of a state that a program has
@@ -90,7 +89,7 @@ def mamba_chunk_kernel(
     mixed, dt, order, row_start, start, decay, dt_bias, skip, memory, out, dt_stride,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     PAD: tl.constexpr, PANEL: tl.constexpr, COLUMNS: tl.constexpr, ORDERED: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The same in chunks: operands as of `mamba_recur_kernel`."""
     VALUES: tl.constexpr = HEADS * HEAD_DIM
@@ -184,5 +183,7 @@ def _bound(
     tiles = shape.head_dim // min(_COLUMNS, shape.panel)
     if not chunked:
         return BoundKernel(mamba_recur_kernel, **sizes, num_warps=4), tiles
-    warps = 4 if capability == 90 else 8  # others have operands in registers, too
-    return BoundKernel(mamba_chunk_kernel, **sizes, ASM=use_asm(), num_warps=warps), tiles
+    # `wgmma` takes 64 rows. Others have operands in registers, too, and spill with so many.
+    chunk, warps = (64, 4) if capability == 90 else (32, 8)
+    kernel = BoundKernel(mamba_chunk_kernel, **sizes, ASM=use_asm(), CHUNK=chunk, num_warps=warps)
+    return kernel, tiles

@@ -197,6 +197,15 @@ _GRANITE_NAMES = TensorNames(
     },
     stacked_experts="halves",
 )
+GRANITE_SHARED = replace(
+    _GRANITE_NAMES,
+    fused_gate_up=True,
+    modules={
+        **_GRANITE_NAMES.modules,
+        "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+    },
+)
 FAMILIES = {
     "mixtral": Family(
         "Mixtral 8x7B, 8x22B",
@@ -213,15 +222,7 @@ FAMILIES = {
     "granitemoeshared": Family(
         "Granite 3 MoE with a shared expert",
         _granite_moe_shared,
-        replace(
-            _GRANITE_NAMES,
-            fused_gate_up=True,
-            modules={
-                **_GRANITE_NAMES.modules,
-                "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
-                "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
-            },
-        ),
+        GRANITE_SHARED,
     ),
     "mellum": Family("Mellum 2", _mellum, _QWEN_NAMES),
     "llama4_text": Family(

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import corrected, experts, gemma, hunyuan, latent, layer_norm, linear, llama, short_conv
+from . import (
+    corrected,
+    experts,
+    gemma,
+    hunyuan,
+    latent,
+    layer_norm,
+    linear,
+    llama,
+    mamba,
+    short_conv,
+)
 from .family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -19,5 +30,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **latent.FAMILIES,
         **linear.FAMILIES,
         **short_conv.FAMILIES,
+        **mamba.FAMILIES,
     }
 )

@@ -34,7 +34,7 @@ class Attention:
         cached = dict(zip(spec.cached_layers, shapes, strict=True))
         self._places = [places[-1] for places in spec.cache_places]
         self._shapes = {
-            i: cached[self._places[i]] for i in range(spec.num_layers) if not spec.is_recurrent(i)
+            i: cached[self._places[i]] for i in range(spec.num_layers) if spec.attends(i)
         }
         for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
             self._shapes[i] = replace(self._shapes[i], appends=False)
@@ -87,7 +87,7 @@ class Attention:
         attended = by_parts(run, self._places[layer], attend, memory, qkv)
         if gates is not None:
             attended = self._ops.gate(attended, gates, out=memory)
-        attended = run.keep(keep, attended)
+        attended = run.kept(keep, attended)
         return attended if self._latent is None else self._latent.values(run, weights, attended)
 
     def _head_norms(self, layer: int, weights: Weights) -> tuple[Tensor | None, Tensor | None]:

@@ -19,21 +19,22 @@ from qoff.memory.experts import StreamedExperts
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
-from qoff.models.spec_parts import LinearSpec, ShortConvSpec
+from qoff.models.spec_parts import LinearSpec, MambaSpec, ShortConvSpec
 
 from .attention import Attention
 from .choices import Choice, Chosen
 from .experts import Experts, likeliest
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .linear_attention import LinearAttention
+from .mamba import Mamba
 from .per_layer import PerLayer
 from .short_conv import ShortConv
 from .streams import HALVED, Streams
 
-_RECURRENT: Mapping[type, Callable[[DecoderSpec, Ops], LinearAttention | ShortConv]] = (
-    MappingProxyType({LinearSpec: LinearAttention, ShortConvSpec: ShortConv})
+Recurrent = LinearAttention | ShortConv | Mamba
+_RECURRENT: Mapping[type, Callable[[DecoderSpec, Ops], Recurrent]] = MappingProxyType(
+    {LinearSpec: LinearAttention, ShortConvSpec: ShortConv, MambaSpec: Mamba}
 )
-_NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 class Layer:
@@ -58,7 +59,7 @@ class Layer:
         self._activation = Ending(spec.activation, spec.gated)
         self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         self._attention = Attention(spec, ops, shapes, device)
-        self._recurrent: LinearAttention | ShortConv | None = None
+        self._recurrent: Recurrent | None = None
         if spec.recurrent is not None:
             self._recurrent = _RECURRENT[type(spec.recurrent)](spec, ops)
         self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
@@ -79,7 +80,7 @@ class Layer:
         attended = yield from self._attended(layer, weights, run, keep)
         if self._spec.has_experts(layer):
             yield from self._mixture(layer, weights, run)
-        else:
+        elif self._spec.has_mlp(layer):
             yield from self._mlp(layer, weights, run, attended if self._spec.parallel else None)
         return (yield from self._end(layer, weights, run))
 
@@ -120,6 +121,9 @@ class Layer:
             norm = self._norm_before(weights, "self_attn")
             assert norm is not None
             yield from self.streams.begin(run, weights, norm)
+        if not self._spec.has_mixer(layer):
+            run.keep(keep)
+            return run.input
         attended = yield from self._attend(layer, weights, run, keep)
         return attended if self.streams is None else self.streams.attended(run)
 
@@ -159,7 +163,7 @@ class Layer:
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
     ) -> Steps:
         """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
-        attention: Attention | LinearAttention | ShortConv = self._attention
+        attention: Attention | Recurrent = self._attention
         if self._spec.is_recurrent(layer):
             assert self._recurrent is not None
             attention = self._recurrent
@@ -293,7 +297,7 @@ class Layer:
         spec, ops = self._spec, self._exact_ops
         assert spec.experts is not None
         beside = spec.experts.beside
-        norm = norm_of(spec, weights, names.ROUTED_NORM if beside else _NORMS["mlp"])
+        norm = norm_of(spec, weights, names.ROUTED_NORM if beside else names.BEFORE["mlp"])
         own = norm_of(spec, weights, names.ROUTING_NORM) if beside else norm
         if norm is None or own is None:
             return None
@@ -383,7 +387,7 @@ class Layer:
 
     def _norm_before(self, weights: Weights, module: str) -> Norm | None:
         """Of the input of attention or MLP."""
-        return norm_of(self._spec, weights, _NORMS[module]) if self._spec.pre_norm else None
+        return norm_of(self._spec, weights, names.BEFORE[module]) if self._spec.pre_norm else None
 
     def _ending(self, layer: int, weights: Weights, module: str) -> Ending:
         """What follows the last projection of attention or MLP."""
@@ -395,6 +399,6 @@ class Layer:
         return Ending(
             post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
             scale=spec.residual_scale,
-            sum_norm=norm_of(spec, weights, _NORMS[module]) if spec.norm_after_add else None,
+            sum_norm=norm_of(spec, weights, names.BEFORE[module]) if spec.norm_after_add else None,
             sum_scale=self._layer_scale(layer, weights) if last else halved,
         )

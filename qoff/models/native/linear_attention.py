@@ -60,4 +60,4 @@ class LinearAttention:
         ) -> Tensor:
             return self._ops.delta(qkvz, ba, vectors, shape, states, part.ragged, out=out)
 
-        return run.keep(keep, by_parts(run, layer, attend, out, qkvz, ba))
+        return run.kept(keep, by_parts(run, layer, attend, out, qkvz, ba))

@@ -135,7 +135,13 @@ def _matrices(spec: DecoderSpec) -> frozenset[tuple[bool, int]]:
     """Of the matrices that `w4_linear` multiplies by: whether they are an MLP's, and columns."""
     layers = range(spec.num_layers)
     kinds = {
-        (spec.has_experts(layer), spec.is_recurrent(layer), spec.intermediate(layer)): layer
+        (
+            spec.has_experts(layer),
+            spec.has_mlp(layer),
+            spec.attends(layer),
+            spec.has_mixer(layer),
+            spec.intermediate(layer),
+        ): layer
         for layer in layers
     }
     return frozenset(

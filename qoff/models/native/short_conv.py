@@ -53,4 +53,4 @@ class ShortConv:
         def convolve(part: ForwardPass, states: Any, out: Tensor | None, bcx: Tensor) -> Tensor:
             return self._ops.short_conv(bcx, conv, shape, states, part.ragged, out=out)
 
-        return run.keep(keep, by_parts(run, layer, convolve, out, bcx))
+        return run.kept(keep, by_parts(run, layer, convolve, out, bcx))
