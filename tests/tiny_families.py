@@ -673,6 +673,19 @@ FAMILIES |= {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "layers_block_type": [
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+        ],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "time_step_min": 1e-9,  # transformers bounds steps of prompts by it, and of no others
+    },
     "bamba": {
         "model_type": "bamba",
         **_MAMBA,

@@ -35,6 +35,7 @@ from .names import (
     Q_B,
     QKV,
     QKVZ,
+    ROUTER,
     SHORT_CONV,
     SHORT_IN,
     SHORT_OUT,
@@ -57,7 +58,9 @@ from .spec_parts import IndexSpec, LatentSpec, MambaSpec
 
 
 def output_of(spec: DecoderSpec, layer: int) -> str:
-    """The last matrix of attention, or of what a layer has in its place."""
+    """The last matrix of attention, or of what a layer has in its place; or one of its MLP."""
+    if not spec.has_mixer(layer):
+        return ROUTER if spec.has_experts(layer) else "mlp.down_proj"
     if spec.state_shape is None or not spec.is_recurrent(layer):
         return "self_attn.o_proj"
     return _OUTPUTS[type(spec.state_shape)]

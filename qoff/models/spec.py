@@ -298,22 +298,24 @@ class DecoderSpec:
     def cache_places(self) -> tuple[tuple[int, ...], ...]:
         """What each layer opens of a KV cache, one after the other; the last is its K and V.
 
-        An index, which comes before them, is a layer of the cache of its own.
+        Or its states. An index, which comes before them, is a layer of the cache of its own. A
+        layer without a mixer has none.
         """
-        if self.index is None:
+        if self.index is None and self.mixers is None:
             return tuple((layer,) for layer in self.kv_layers)
         found, count = [], 0
-        for own in self.index.layers:
-            found.append(tuple(range(count, count + 1 + own)))
-            count += 1 + own
+        for layer in range(self.num_layers):
+            indexes = self.index is not None and self.index.layers[layer]
+            own = self.has_mixer(layer) * (1 + indexes)
+            found.append(tuple(range(count, count + own)))
+            count += own
         return tuple(found)
 
     @cached_property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers of a KV cache that K and V, or keys of an index, are in."""
-        if self.index is None:
-            return self.attention_layers
-        return tuple(place for places in self.cache_places for place in places)
+        own = self.attention_layers
+        return tuple(place for layer in own for place in self.cache_places[layer])
 
     @cached_property
     def lent_layers(self) -> frozenset[int]:

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from qoff.models.spec_parts import MambaSpec, unsupported
 
+from .corrected import deepseek_experts
 from .experts import GRANITE_SHARED
-from .family import Family, Fields, TensorNames, biases, mixture
+from .family import Config, Family, Fields, Has, TensorNames, activation, biases, mixture
 from .llama import granite
 
 _NO_LIMIT = (0.0, float("inf"))
+_SIZES = {
+    "heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "groups": "mamba_n_groups",
+    "state": "mamba_d_state",
+    "taps": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+}
+_NEMOTRON_SIZES = {
+    "heads": "mamba_num_heads",
+    "head_dim": "mamba_head_dim",
+    "groups": "n_groups",
+    "state": "ssm_state_size",
+    "taps": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+}
 
 
-def _spec(config: Any, layers: Sequence[bool]) -> MambaSpec | None:
-    """By the names that most configs have. layers: that are Mamba."""
+def _spec(
+    config: Any, layers: Sequence[bool], sizes: Mapping[str, str] = _SIZES
+) -> MambaSpec | None:
+    """layers: that are Mamba. sizes: the keys of a config."""
     if getattr(config, "mamba_proj_bias", False):
         raise unsupported("mamba_proj_bias", True, "false")
     limit = config.time_step_limit or _NO_LIMIT
@@ -25,13 +44,7 @@ def _spec(config: Any, layers: Sequence[bool]) -> MambaSpec | None:
     if not any(layers):
         return None
     return MambaSpec(
-        heads=config.mamba_n_heads,
-        head_dim=config.mamba_d_head,
-        groups=config.mamba_n_groups,
-        state=config.mamba_d_state,
-        taps=config.mamba_d_conv,
-        conv_bias=bool(config.mamba_conv_bias),
-        layers=tuple(layers),
+        **{field: getattr(config, key) for field, key in sizes.items()}, layers=tuple(layers)
     )
 
 
@@ -74,7 +87,64 @@ def _bamba(config: Any) -> Fields:
     }
 
 
+def _nemotron_h(config: Any) -> Fields:
+    """Each layer has attention without RoPE, Mamba, an MLP or experts, none of them gated."""
+    for key, wanted in (("use_bias", False), ("mamba_hidden_act", "silu")):
+        if getattr(config, key) != wanted:
+            raise unsupported(key, getattr(config, key), str(wanted).lower())
+    kinds = _kinds(config, ("linear_attention", "full_attention", "mlp", "moe"))
+    mlps = tuple(kind in ("mlp", "moe") for kind in kinds)
+    act = activation(config.mlp_hidden_act)
+    found = {
+        "norm_eps": config.layer_norm_epsilon,
+        "gated": False,
+        "activation": act,
+        "mlp_bias": config.mlp_bias,
+        "recurrent": _spec(config, [kind == "linear_attention" for kind in kinds], _NEMOTRON_SIZES),
+        "mixers": tuple(not mlp for mlp in mlps),
+        "mlps": mlps,
+    }
+    if "moe" not in kinds:
+        return found
+    experts = deepseek_experts(config, (kind == "moe" for kind in kinds))
+    shared = config.moe_shared_expert_intermediate_size
+    experts = replace(experts, activation=act, shared_size=shared)
+    if "mlp" not in kinds:
+        found["intermediate_size"] = shared
+    return {**found, "experts": experts}
+
+
+def _backbone(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
+    """The source as it is published, or as transformers saves it."""
+    if not has("backbone.embeddings.weight"):
+        return dict(config), _NEMOTRON
+    names = replace(
+        _NEMOTRON,
+        layer="backbone.layers.{}.",
+        embedding="backbone.embeddings.weight",
+        norm="backbone.norm_f",
+    )
+    return dict(config), names
+
+
+_NEMOTRON = TensorNames(
+    modules={
+        "input_layernorm": "norm",
+        "post_attention_layernorm": "norm",
+        "self_attn": "mixer",
+        "mamba": "mixer",
+        "mlp": "mixer",
+        "mlp.router": "mixer.gate",
+        "mlp.router.correction": "mixer.gate.e_score_correction_bias",
+        "mlp.shared_expert": "mixer.shared_experts",
+    },
+    embedding="model.embeddings.weight",
+    norm="model.norm_f",
+)
 FAMILIES = {
+    "nemotron_h": Family(
+        "Nemotron 3 Nano, Super, Ultra; Nemotron H, Nano 2", _nemotron_h, _NEMOTRON, _backbone
+    ),
     "granitemoehybrid": Family(
         "Granite 4 Micro, H-Micro, H-Tiny and H-Small",
         _granite,

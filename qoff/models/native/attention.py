@@ -32,10 +32,9 @@ class Attention:
         """shapes: of `spec.cached_layers`. device: of hidden states."""
         self._spec, self._ops = spec, ops
         cached = dict(zip(spec.cached_layers, shapes, strict=True))
-        self._places = [places[-1] for places in spec.cache_places]
-        self._shapes = {
-            i: cached[self._places[i]] for i in range(spec.num_layers) if spec.attends(i)
-        }
+        layers = filter(spec.attends, range(spec.num_layers))
+        self._places = {layer: spec.cache_places[layer][-1] for layer in layers}
+        self._shapes = {layer: cached[place] for layer, place in self._places.items()}
         for i in range(spec.num_layers - spec.shared_kv, spec.num_layers):
             self._shapes[i] = replace(self._shapes[i], appends=False)
         self._linear = Linear(ops)

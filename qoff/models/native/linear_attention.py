@@ -26,6 +26,7 @@ class LinearAttention:
 
     def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
         assert isinstance(spec.state_shape, DeltaShape)
+        self._places = spec.cache_places
         self._shape, self._ops = spec.state_shape, ops
         self._linear, self._exact_linear = Linear(ops), Linear(exact(ops))
 
@@ -60,4 +61,4 @@ class LinearAttention:
         ) -> Tensor:
             return self._ops.delta(qkvz, ba, vectors, shape, states, part.ragged, out=out)
 
-        return run.kept(keep, by_parts(run, layer, attend, out, qkvz, ba))
+        return run.kept(keep, by_parts(run, self._places[layer][-1], attend, out, qkvz, ba))

@@ -26,6 +26,7 @@ class Mamba:
 
     def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
         assert isinstance(spec.state_shape, MambaShape)
+        self._places = spec.cache_places
         self._shape, self._ops, self._linear = spec.state_shape, ops, Linear(ops)
 
     def steps(
@@ -56,4 +57,4 @@ class Mamba:
         def mix(part: ForwardPass, states: Any, out: Tensor | None, x: Tensor) -> Tensor:
             return self._ops.mamba(x, vectors, shape, states, part.ragged, out=out)
 
-        return run.kept(keep, by_parts(run, layer, mix, out, x))
+        return run.kept(keep, by_parts(run, self._places[layer][-1], mix, out, x))

@@ -26,6 +26,7 @@ class ShortConv:
 
     def __init__(self, spec: DecoderSpec, ops: Ops) -> None:
         assert isinstance(spec.state_shape, ShortConvShape)
+        self._places = spec.cache_places
         self._shape, self._ops, self._linear = spec.state_shape, ops, Linear(ops)
 
     def steps(
@@ -53,4 +54,4 @@ class ShortConv:
         def convolve(part: ForwardPass, states: Any, out: Tensor | None, bcx: Tensor) -> Tensor:
             return self._ops.short_conv(bcx, conv, shape, states, part.ragged, out=out)
 
-        return run.kept(keep, by_parts(run, layer, convolve, out, bcx))
+        return run.kept(keep, by_parts(run, self._places[layer][-1], convolve, out, bcx))
