@@ -675,8 +675,9 @@ FAMILIES |= {
     },
     "nemotron-h": {
         "model_type": "nemotron_h",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "num_attention_heads": 2,
+        "head_dim": 64,
         "layers_block_type": [
             *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
         ],
