@@ -651,6 +651,8 @@ _MAMBA = {
 _GRANITE_H = {
     "model_type": "granitemoehybrid",
     **_MAMBA,
+    "mamba_n_heads": 16,  # whole blocks of rows of `in_proj`, which may be adapted
+    "mamba_expand": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "shared_intermediate_size": 64,
     "num_local_experts": 0,

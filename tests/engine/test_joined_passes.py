@@ -44,15 +44,28 @@ CONVOLUTIONS = {
     "num_hidden_layers": 12,
     "max_position_embeddings": 1024,
 }
-# Their changes, and whether layers follow from others: experts and linear attention are told each
-# time.
+# Their changes, and whether layers follow from others: experts are told each time.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-biased": (DEEP, True),
     "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
     "gpt-neox": (WIDE, True),  # attention and MLP side by side
     "opt": (WIDE, True),  # learned positions
     "qwen3-moe": (DEEP, False),
-    "qwen3-next-head64": ({"max_position_embeddings": 1024}, False),
+    "qwen3-next-head64": (
+        CONVOLUTIONS
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 6,
+            "mlp_only_layers": list(range(12)),
+        },
+        True,
+    ),
+    "nemotron-h": (
+        {
+            "max_position_embeddings": 1024,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 3,
+        },
+        True,
+    ),
     "lfm2": (CONVOLUTIONS, True),
 }
 

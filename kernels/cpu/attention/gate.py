@@ -20,6 +20,7 @@ _TOGETHER = 1024  # numbers of a row that are an item
 class GateArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes."""
 
+    OF_LAYER = ()  # all of it is the pass's
     _fields_ = int64s(
         "x", "x_stride", "by", "by_stride", "out", "out_stride", "tokens", "columns", "plain"
     )

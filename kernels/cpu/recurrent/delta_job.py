@@ -31,6 +31,7 @@ _SPAN_BYTES = 8 * len(SPAN_FIELDS)
 class DeltaArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes; `scratch_each` bytes are a thread's."""
 
+    OF_LAYER = ("taps_weight", "decay", "dt_bias", "norm", "conv", "memory")
     _fields_ = (
         *int64s(
             "x", "x_stride", "ba", "ba_stride", "taps_weight", "decay", "dt_bias", "norm", "conv",

@@ -29,6 +29,9 @@ _SPAN_BYTES = 8 * len(SPAN_FIELDS)
 class MambaArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes; `scratch_each` bytes are a thread's."""
 
+    OF_LAYER = (
+        "taps_weight", "conv_bias", "decay", "dt_bias", "skip", "norm", "conv", "memory",
+    )  # fmt: skip
     _fields_ = (
         *int64s(
             "x", "x_stride", "tokens", "taps_weight", "conv_bias", "decay", "dt_bias", "skip",
