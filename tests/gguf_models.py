@@ -21,7 +21,7 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from tests import gguf_linear
+from tests import gguf_linear, gguf_mamba
 
 Array = NDArray[Any]
 ARCHITECTURES = {  # by model_type
@@ -60,6 +60,8 @@ ARCHITECTURES = {  # by model_type
     "qwen3_next": ARCH.QWEN3NEXT,
     "qwen3_5_text": ARCH.QWEN35,
     "qwen3_5_moe_text": ARCH.QWEN35MOE,
+    "granitemoehybrid": ARCH.GRANITE_HYBRID,
+    "nemotron_h": ARCH.NEMOTRON_H,
     "lfm2": ARCH.LFM2,
     "lfm2_moe": ARCH.LFM2MOE,
     "olmoe": ARCH.OLMOE,
@@ -89,6 +91,7 @@ _PERMUTED = (
     "granite",
     "granitemoe",
     "granitemoeshared",
+    "granitemoehybrid",
 )
 _PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -166,6 +169,7 @@ class GGUFModel:
         """
         config = json.loads((directory / "config.json").read_text())
         config["model_type"] = model_type or config["model_type"]
+        config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
         kind = ARCHITECTURES[config["model_type"]]
         name = _NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[kind])
         found = cls(name, _metadata(config), {})
@@ -240,15 +244,16 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if head_dim is not None:
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     model_type = config["model_type"]
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
     if "sliding_attention" in rope:
         found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    found["rope.freq_base"] = float(rope["rope_theta"])
-    found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * size)
-    if rope["rope_type"] in ("linear", "yarn"):
+    if rope:
+        found["rope.freq_base"] = float(rope["rope_theta"])
+        found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * size)
+    if rope.get("rope_type") in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
-    if rope["rope_type"] != "llama3":
+    if rope.get("rope_type") != "llama3":
         found |= {f"rope.{key}": rope[name] for name, key in _ROPE.items() if rope.get(name)}
     if model_type in ("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "exaone_moe", "afmoe"):
         slides = [kind == "sliding_attention" for kind in config["layer_types"]]
@@ -267,6 +272,10 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if model_type == "qwen3_5_moe_text":  # whose layers all have experts
         del found["feed_forward_length"]
+    if {"mamba_d_state", "ssm_state_size"} & config.keys():
+        if "moe" not in config.get("layers_block_type", ["moe"]):  # whose keys a config has, too
+            found = {key: x for key, x in found.items() if not key.startswith("expert_")}
+        found |= gguf_mamba.metadata(config)
     if "conv_L_cache" in config:
         found |= _short_conv(config)
     if "indexer_types" in config:
@@ -379,13 +388,12 @@ def _renamed(
         elif model_type in ("afmoe", "lfm2_moe") and name.endswith("expert_bias"):
             yield f"{name}.bias", values
         elif "shared_mlp.input_linear" in name:
+            stem = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
             for which, part in zip(("gate", "up"), np.split(values, 2), strict=True):
-                yield (
-                    name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{which}_proj"),
-                    part,
-                )
+                yield name.replace("shared_mlp.input_linear", f"{stem}.{which}_proj"), part
         elif "shared_mlp.output_linear" in name:
-            yield name.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj"), values
+            stem = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
+            yield name.replace("shared_mlp.output_linear", f"{stem}.down_proj"), values
         elif model_type in ("gemma4_text", "mistral4") and ".experts." in name:
             yield f"{name}.weight", values
         elif ".mlp.experts." in name:
@@ -405,6 +413,8 @@ def _renamed(
         elif "query_key_value" in name:
             heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             yield name, heads.swapaxes(0, 1).reshape(values.shape)
+        elif ".mamba." in name or ".mixer." in name:
+            yield from gguf_mamba.renamed(config, name, values)
         elif ".linear_attn." in name:
             yield from gguf_linear.renamed(config, name, values)
         elif model_type in _LESS_ONE and name.endswith("norm.weight"):
@@ -443,7 +453,7 @@ def _gpt_oss_experts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
 
 def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
     """Divisors of frequencies: of Phi-3, and those of Llama 3.1 as its formula gives them."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {}
     if "full_attention" in rope and rope["full_attention"]["rope_type"] == "proportional":
         full = next(x["head_dim"] for x in config["per_layer_config"].values())
         turned = int(full * rope["full_attention"]["partial_rotary_factor"]) // 2

@@ -18,6 +18,7 @@ from . import gguf_experts as experts
 from . import gguf_gemma as gemma
 from . import gguf_latent as latent
 from . import gguf_linear as linear
+from . import gguf_mamba as mamba
 from . import gguf_short_conv as short_conv
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
@@ -148,6 +149,9 @@ _LFM2 = Architecture(
     norm="token_embd_norm",
     base=short_conv.base,
 )
+_NEMOTRON_H = Architecture(
+    "nemotron_h", mamba.nemotron, modules=mamba.NEMOTRON_MODULES, base=mamba.nemotron_base
+)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
     "deepseek32": _INDEXED,
@@ -203,6 +207,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "lfm2": _LFM2,
     "lfm2moe": replace(_LFM2, model_type="lfm2_moe", fields=short_conv.lfm2_moe),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        mamba.granite,
+        rope_pairs=True,
+        modules=mamba.MODULES,
+        base=mamba.granite_base,
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": replace(_NEMOTRON_H, fields=mamba.nemotron_moe),
     "olmoe": Architecture("olmoe", experts.olmoe),
     "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
     "afmoe": Architecture(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from qoff.errors import FormatError
+from qoff.schema import shown
 
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
 from .gguf_rope import rope_parameters
@@ -102,14 +105,32 @@ def stacked(metadata: Metadata) -> Any:
     return "rows" if any(name.endswith(".ffn_up_exps.weight") for name in names) else ""
 
 
-def scales(metadata: Metadata, config: Config) -> Config:
-    """Granite's factors: one of 0 or none is none."""
-    metadata.only("rope.scaling.finetuned", True)
+def by_layer(metadata: Metadata, key: str) -> list[int]:
+    """A size of each layer: 0, or what all others have."""
+    full = f"{metadata.architecture}.{key}"
+    found: Any = metadata.values.get(full)
+    if not isinstance(found, np.ndarray):
+        return [int(metadata.need(key))] * metadata.layers
+    sizes = [int(x) for x in found] if found.dtype.kind in "iu" else []
+    sizes = sizes[: metadata.layers] if len(sizes) == metadata.blocks else sizes
+    if len(sizes) != metadata.layers or min(sizes) < 0 or len({*sizes} - {0}) != 1:
+        raise FormatError(
+            f"{metadata.path}: {full} is {shown(found.tolist())}; expected for each of "
+            f"{metadata.layers} layers 0, or what others have"
+        )
+    return sizes
+
+
+def scales(metadata: Metadata, config: Config, any_rope: bool = False) -> Config:
+    """Granite's factors: one of 0 or none is none. any_rope: also without RoPE, or a factor."""
+    if not any_rope:
+        metadata.only("rope.scaling.finetuned", True)
+        metadata.need("logit_scale")
     return {
         "embedding_multiplier": float(metadata.get("embedding_scale") or 1.0),
         "residual_multiplier": float(metadata.get("residual_scale") or 1.0),
         "attention_multiplier": float(
             metadata.get("attention.scale") or config["head_dim"] ** -0.5
         ),
-        "logits_scaling": float(metadata.need("logit_scale")),
+        "logits_scaling": float(metadata.get("logit_scale", 1.0)),
     }

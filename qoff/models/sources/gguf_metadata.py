@@ -74,6 +74,7 @@ _FIELDS: Fields = {  # after the architecture's name
     **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count"), _COUNT),
     **dict.fromkeys(("ssm.time_step_rank", "ssm.inner_size", "full_attention_interval"), _COUNT),
     "shortconv.l_cache": _COUNT,
+    "moe_latent_size": _SIZE,
     "logit_scale": _SCALE,
     "use_parallel_residual": SWITCH,
 }
@@ -104,7 +105,7 @@ _HEEDED = {
         ("deepseek2", "deepseek32", "glm-dsa", "mistral4"),
         ("expert_group_count", _LOG_MULTIPLIER, _TEMPERATURE),
     ),
-    "exaone-moe": ("expert_group_count",),
+    **dict.fromkeys(("exaone-moe", "nemotron_h_moe"), ("expert_group_count",)),
     "mistral3": (_TEMPERATURE, _LOG_MULTIPLIER),
 }
 

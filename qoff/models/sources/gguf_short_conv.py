@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from qoff.errors import FormatError
-from qoff.schema import shown
-
 from .gguf_experts import mixture
-from .gguf_fields import Config, common
+from .gguf_fields import Config, by_layer, common
 from .gguf_metadata import Metadata
 
 _KV_HEADS = "attention.head_count_kv"
@@ -19,7 +12,7 @@ _SIGMOID = 2  # of `expert_gating_func`
 
 def base(metadata: Metadata) -> Config:
     """What all have; and which layers convolve."""
-    heads = _kv_heads(metadata)
+    heads = by_layer(metadata, _KV_HEADS)
     return {
         **common(metadata, kv_heads=max(heads)),
         "norm_eps": metadata.need("attention.layer_norm_rms_epsilon"),
@@ -47,18 +40,3 @@ def lfm2_moe(metadata: Metadata, config: Config) -> Config:
         "routed_scaling_factor": float(metadata.get("expert_weights_scale") or 1.0),
         "use_expert_bias": any(metadata.has(f"blk.{i}.exp_probs_b.bias") for i in layers),
     }
-
-
-def _kv_heads(metadata: Metadata) -> list[int]:
-    """KV heads of each layer: as many in all that attend, and none in others."""
-    key = f"{metadata.architecture}.{_KV_HEADS}"
-    found: Any = metadata.values.get(key)
-    if not isinstance(found, np.ndarray):
-        return [int(metadata.need(_KV_HEADS))] * metadata.layers
-    heads = [int(x) for x in found] if found.dtype.kind in "iu" else []
-    if len(heads) != metadata.layers or min(heads) < 0 or len({*heads} - {0}) != 1:
-        raise FormatError(
-            f"{metadata.path}: {key} is {shown(found.tolist())}; expected for each of "
-            f"{metadata.layers} layers 0, or what others have"
-        )
-    return heads

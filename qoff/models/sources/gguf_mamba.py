@@ -1,0 +1,148 @@
+"""Mamba 2 in GGUF files: Granite 4 (and Bamba, which is called so, too), Nemotron H and 3.
+
+Layers of Mamba have no KV heads. Those of Nemotron have a mixer or an MLP: the latter says so by
+its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qoff.errors import FormatError
+
+from .gguf_experts import SIGMOID, groups, mixture
+from .gguf_fields import Config, by_layer, common, scales
+from .gguf_metadata import Metadata
+
+MODULES = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.A_log": "ssm_a",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.D": "ssm_d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+}
+NEMOTRON_MODULES = {
+    **MODULES,
+    "post_attention_layernorm": "attn_norm",
+    "mlp.latent_in": "ffn_latent_down",
+    "mlp.latent_out": "ffn_latent_up",
+}
+_KV_HEADS, _INNER = "attention.head_count_kv", "feed_forward_length"
+_SHARED = "expert_shared_feed_forward_length"
+_ROPE = "rope.scaling.finetuned"  # whether there is one
+
+
+def granite_base(metadata: Metadata) -> Config:
+    """What all have, which layers attend, and sizes of the others."""
+    heads = by_layer(metadata, _KV_HEADS)
+    (inner, sizes), hidden = _mamba(metadata), metadata.need("embedding_length")
+    if inner % hidden:
+        raise FormatError(
+            f"{metadata.path}: {metadata.architecture}.ssm.inner_size is {inner}; expected a "
+            f"multiple of the embedding's {hidden}"
+        )
+    return {
+        **common(metadata, partial=_turns_in_part(metadata), kv_heads=max(heads)),
+        "rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["full_attention" if x else "linear_attention" for x in heads],
+        "mamba_expand": inner // hidden,
+        "mamba_n_heads": sizes["heads"],
+        "mamba_d_head": sizes["head_dim"],
+        "mamba_n_groups": sizes["groups"],
+        "mamba_d_state": sizes["state"],
+        "mamba_d_conv": sizes["taps"],
+        "mamba_conv_bias": sizes["conv_bias"],
+    }
+
+
+def granite(metadata: Metadata, config: Config) -> Config:
+    """An MLP for all tokens, or experts beside it."""
+    found: Config = {
+        **scales(metadata, config, any_rope=True),
+        "attention_bias": False,
+        "position_embedding_type": "rope" if metadata.get(_ROPE, True) else None,
+        "shared_intermediate_size": config["intermediate_size"],
+        "num_local_experts": 0,
+    }
+    if metadata.get("expert_count", 0):
+        found |= mixture(metadata, "num_local_experts")
+        found["shared_intermediate_size"] = metadata.need(_SHARED)
+    return found
+
+
+def nemotron_base(metadata: Metadata) -> Config:
+    """What all have, what each layer is, and sizes of Mamba. There is no RoPE."""
+    heads, inner = by_layer(metadata, _KV_HEADS), by_layer(metadata, _INNER)
+    kinds = [_kind(metadata, i, *of) for i, of in enumerate(zip(heads, inner, strict=True))]
+    _, sizes = _mamba(metadata)
+    found = common(metadata, kv_heads=max(heads), inner=max(inner))
+    del found["rope_parameters"]
+    eps = metadata.get("attention.layer_norm_rms_epsilon")
+    return {
+        **found,
+        "layer_norm_epsilon": eps or metadata.need("attention.layer_norm_epsilon"),
+        "layers_block_type": kinds,
+        "mlp_bias": any(metadata.has(f"blk.{i}.ffn_up.bias") for i in range(metadata.layers)),
+        "mamba_num_heads": sizes["heads"],
+        "mamba_head_dim": sizes["head_dim"],
+        "n_groups": sizes["groups"],
+        "ssm_state_size": sizes["state"],
+        "conv_kernel": sizes["taps"],
+        "use_conv_bias": sizes["conv_bias"],
+    }
+
+
+def nemotron(metadata: Metadata, config: Config) -> Config:
+    metadata.only("expert_count", 0)
+    return {}
+
+
+def nemotron_moe(metadata: Metadata, config: Config) -> Config:
+    """Experts, and one for all tokens beside them."""
+    latent = metadata.get("moe_latent_size", 0)
+    return {
+        **mixture(metadata, "n_routed_experts", SIGMOID, scaled=True),
+        **groups(metadata),
+        "moe_intermediate_size": metadata.need("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.need(_SHARED),
+        "norm_topk_prob": metadata.get("expert_weights_norm", False),
+        "routed_scaling_factor": float(metadata.get("expert_weights_scale") or 1.0),
+        **({"moe_latent_size": latent} if latent else {}),
+    }
+
+
+def _turns_in_part(metadata: Metadata) -> bool:
+    """Whether RoPE rotates a part of each head, as Bamba has it."""
+    each = metadata.need("embedding_length") // metadata.need("attention.head_count")
+    dim = metadata.get("attention.key_length", each)
+    return bool(metadata.get("rope.dimension_count", dim) != dim)
+
+
+def _kind(metadata: Metadata, layer: int, kv_heads: int, inner: int) -> str:
+    """What a layer of Nemotron is."""
+    if not inner:
+        return "full_attention" if kv_heads else "linear_attention"
+    return "moe" if metadata.has(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
+
+
+def _mamba(metadata: Metadata) -> tuple[int, dict[str, Any]]:
+    """Channels of x, and sizes of a layer."""
+    inner, heads = metadata.need("ssm.inner_size"), metadata.need("ssm.time_step_rank")
+    if inner % heads:
+        raise FormatError(
+            f"{metadata.path}: {metadata.architecture}.ssm.inner_size is {inner}; expected a "
+            f"multiple of {heads} heads"
+        )
+    layers = range(metadata.layers)
+    first = next((i for i in layers if metadata.has(f"blk.{i}.ssm_in.weight")), 0)
+    sizes = {
+        "heads": heads,
+        "head_dim": inner // heads,
+        "groups": metadata.need("ssm.group_count"),
+        "state": metadata.need("ssm.state_size"),
+        "taps": metadata.need("ssm.conv_kernel"),
+        "conv_bias": metadata.has(f"blk.{first}.ssm_conv1d.bias"),
+    }
+    return inner, sizes
