@@ -1,4 +1,4 @@
-"""Mamba 2 in GGUF files: Granite 4 (and Bamba, which is called so, too), Nemotron H and 3.
+"""Mamba 2 in GGUF files: Granite 4, Nemotron H and 3.
 
 Layers of Mamba have no KV heads. Those of Nemotron have a mixer or an MLP: the latter says so by
 its size.
@@ -44,7 +44,7 @@ def granite_base(metadata: Metadata) -> Config:
             f"multiple of the embedding's {hidden}"
         )
     return {
-        **common(metadata, partial=_turns_in_part(metadata), kv_heads=max(heads)),
+        **common(metadata, kv_heads=max(heads)),
         "rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon"),
         "layer_types": ["full_attention" if x else "linear_attention" for x in heads],
         "mamba_expand": inner // hidden,
@@ -111,13 +111,6 @@ def nemotron_moe(metadata: Metadata, config: Config) -> Config:
         "routed_scaling_factor": float(metadata.get("expert_weights_scale") or 1.0),
         **({"moe_latent_size": latent} if latent else {}),
     }
-
-
-def _turns_in_part(metadata: Metadata) -> bool:
-    """Whether RoPE rotates a part of each head, as Bamba has it."""
-    each = metadata.need("embedding_length") // metadata.need("attention.head_count")
-    dim = metadata.get("attention.key_length", each)
-    return bool(metadata.get("rope.dimension_count", dim) != dim)
 
 
 def _kind(metadata: Metadata, layer: int, kv_heads: int, inner: int) -> str:
