@@ -696,7 +696,11 @@ FAMILIES |= {
         "mamba_d_conv": 3,
     },
 }
-EXPERTS = [name for name, config in FAMILIES.items() if "experts" in str(config)]
+EXPERTS = [
+    name
+    for name, config in FAMILIES.items()
+    if any("experts" in key and value for key, value in config.items())
+]
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (
     *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
