@@ -689,6 +689,22 @@ FAMILIES |= {
         "ssm_state_size": 32,
         "time_step_min": 1e-9,  # transformers bounds steps of prompts by it, and of no others
     },
+    "nemotron-h-moe": {
+        "model_type": "nemotron_h",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 4,
+        "ssm_state_size": 16,
+        "time_step_min": 1e-9,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
+    },
     "bamba": {
         "model_type": "bamba",
         **_MAMBA,

@@ -40,6 +40,7 @@ _PAIRS: tuple[_Form, ...] = (
     ("fp16", 4, 32, "", {"scale": "fp32", "bias": True}),
     ("fp16", 8, 64, "gelu", {"bias": True}),
     ("bf16", 8, 128, "", {}),
+    ("bf16", 4, 64, "relu2", {"gated": False}),
 )
 _TILES: tuple[_Form, ...] = (
     ("fp16", 4, 64, "silu", {"block": 16}),
@@ -52,6 +53,7 @@ _TILES: tuple[_Form, ...] = (
     ("fp16", 4, 128, "gelu_tanh", {"block": 64}),
     ("bf16", 4, 64, "", {"block": 64, "even": False, "scale": "fp32"}),
     ("fp16", 8, 64, "gelu", {"block": 64, "bias": True}),
+    ("bf16", 4, 64, "relu2", {"block": 64, "gated": False}),
 )
 # Bits, group and scales of experts that are repacked.
 _REPACKED = (
@@ -109,8 +111,10 @@ def _product(
     even: bool = True,
     scale: str = "fp16",
     bias: bool = False,
+    gated: bool = True,
 ) -> Variant:
-    launch = _call(dtype, bits, group, activation or "silu", block, even, scale, bias)
+    how = (activation or "silu", block, even, scale, bias)
+    launch = _call(dtype, bits, group, *how, gated=gated)
     name = f"{kind}-{dtype}-{bits}bit-group{group}-{activation or 'down'}"
     name += ("" if scale == "fp16" else f"-scale{scale}") + "-bias" * bias
     name += (f"-m{block}" if block else "") + ("" if even else "-uneven")
@@ -129,6 +133,7 @@ def _call(
     scale: str = "fp16",
     bias: bool = False,
     top_k: int = 2,
+    gated: bool = True,
 ) -> partial[Tensor]:
     """A call of the op on 3 tokens."""
     row_bytes = _ROW_BYTES + (0 if even else max(16, group * bits // 8))
@@ -140,7 +145,7 @@ def _call(
         return QExperts(codes, scale_min, (rows, width), bits, group, "split32")
 
     x = empty(DTYPES[dtype], 3, width)
-    mlp = ExpertsMlp(weight(2 * width), weight(width), activation)
+    mlp = ExpertsMlp(weight((1 + gated) * width), weight(width), activation, gated=gated)
     if bias:
         biases = (empty(DTYPES[dtype], _EXPERTS, rows) for rows in (2 * width, width))
         mlp = ExpertsMlp(mlp.gate_up, mlp.down, activation, *biases)

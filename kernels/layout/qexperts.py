@@ -1,8 +1,8 @@
 """QExperts: the matrices of all experts of a layer, one behind the other in memory.
 
-An expert's weights are one range of the layer's file: codes and scales of gate_up, then those of
-down. Its codes are therefore as far from the next expert's codes as its scales are from the next
-one's scales, and all experts together are two strided tensors.
+An expert's weights are one range of the layer's file: codes and scales of gate_up, or of up alone,
+then those of down. Its codes are therefore as far from the next expert's codes as its scales are
+from the next one's scales, and all experts together are two strided tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from qoff.errors import OpError
 
+from . import ending
 from .qtensor import QTensor
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+CLAMPED_SWIGLU = "clamped_swiglu"  # of a gate alone
+ACTIVATIONS = (*ending.ACTIVATIONS, CLAMPED_SWIGLU)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +116,9 @@ class ExpertsMlp:
     """The MLP of a layer's experts: down @ f(gate_up @ x + bias) + bias, each of E experts.
 
     Raises OpError for matrices that do not fit each other, and for an unknown activation. I is a
-    multiple of 16, as groups divide it. weighs_input: a pair's weight multiplies what goes into
-    gate_up, in place of what comes out of down.
+    multiple of 32, as groups divide it. weighs_input: a pair's weight multiplies what goes into
+    gate_up, in place of what comes out of down. Where it is not `gated`, gate_up has the rows of up
+    alone, [I, H], and f is of each of its outputs.
     """
 
     gate_up: QExperts  # E x [2I, H], rows in blocks of 16 of gate and of up in turn
@@ -124,13 +127,15 @@ class ExpertsMlp:
     gate_up_bias: Tensor | None = None  # [E, 2I], in the order of the rows
     down_bias: Tensor | None = None  # [E, H]
     weighs_input: bool = field(default=False, kw_only=True)
+    gated: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
         (rows, hidden), (out, inner) = gate_up.shape, down.shape
-        if rows != 2 * inner or out != hidden or gate_up.count != down.count:
+        if rows != (1 + self.gated) * inner or out != hidden or gate_up.count != down.count:
+            first = "gate_up is {} x [2I, H]" if self.gated else "up is {} x [I, H]"
             raise OpError(
-                f"gate_up is {gate_up.count} x [2I, H] and down {down.count} x [H, I], "
+                f"{first.format(gate_up.count)} and down {down.count} x [H, I], "
                 f"not {[rows, hidden]} and {[out, inner]} of as many experts"
             )
         if gate_up.device != down.device:
@@ -138,6 +143,8 @@ class ExpertsMlp:
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise OpError(f"unknown activation {self.activation!r}; known are {known}")
+        if self.activation == CLAMPED_SWIGLU and not self.gated:
+            raise OpError(f"{CLAMPED_SWIGLU} is of gate and up, and there is no gate")
 
 
 def _form(matrix: QTensor) -> tuple[object, ...]:

@@ -315,7 +315,8 @@ def _experts_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
         return 0
     experts, hidden = spec.experts, spec.hidden_size
     some, together = min(tokens, MLP_TOKENS), mlp_tokens(tokens, tiled)
-    each = 3 * experts.intermediate_size + hidden + 3  # with an id and a weight
+    inner = experts.intermediate_size * (3 if experts.gated else 2)
+    each = inner + hidden + 3  # with an id and a weight
     floats = together * (hidden + experts.count + experts.shared_size + 1)
     floats += some * experts.top_k * each
     if tiled:

@@ -131,11 +131,13 @@ class _Layer(AttentionWeights):
         if spec.layer_scale:
             yield self._bare(LAYER_SCALE, 1)
 
-    def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
-        """An MLP, or an expert."""
+    def _mlp(
+        self, module: str, inner: int, bias: bool = False, gated: bool | None = None
+    ) -> Iterator[Weight]:
+        """An MLP, or an expert; gated: None for what MLPs are."""
         hidden, up, down = self._spec.hidden_size, f"{module}.up_proj", f"{module}.down_proj"
         fused = f"{module}.gate_up_proj"
-        if not self._spec.gated:
+        if not (self._spec.gated if gated is None else gated):
             yield from with_bias(up, (self._part(up, inner),), hidden, bias)
         elif self._names.fused_gate_up:
             part = self._part(fused, 2 * inner, from_halves(inner))
@@ -202,7 +204,8 @@ class _Layer(AttentionWeights):
             yield from self._stacked(experts)
         else:
             for e in range(experts.count):
-                yield from self._mlp(f"mlp.experts.{e}", experts.intermediate_size)
+                inner, gated = experts.intermediate_size, experts.gated
+                yield from self._mlp(f"mlp.experts.{e}", inner, gated=gated)
         yield router
         if experts.shared_size:
             yield from self._mlp("mlp.shared_expert", experts.shared_size)
@@ -212,9 +215,12 @@ class _Layer(AttentionWeights):
     def _stacked(self, experts: ExpertsSpec) -> Iterator[Weight]:
         """Experts of tensors that hold all of them: their biases one after the other, matrices."""
         inner, hidden = experts.intermediate_size, self._spec.hidden_size
-        columns = {"gate_up_proj": hidden, "down_proj": inner}
-        parts = {"gate_up_proj": self._stacked_gate_up(inner)}
-        parts["down_proj"] = (self._stacked_part("down_proj", hidden),)
+        first, second = experts.matrices
+        columns = {first: hidden, second: inner}
+        parts: dict[str, tuple[Part, ...]] = {first: (self._stacked_part(first, inner),)}
+        if experts.gated:
+            parts = {first: self._stacked_gate_up(inner)}
+        parts[second] = (self._stacked_part(second, hidden),)
         for name, found in parts.items() if experts.bias else ():
             rows = sum(part.rows for part in found)
             biases = (_biases(part, experts.count, rows) for part in found)

@@ -5,6 +5,7 @@
     mlp.gate_up_proj     the rows of gate_proj and up_proj, "rows16": blocks of 16 rows in
                          turn, gate 0..15, up 0..15, gate 16..31, up 16..31, ..., so that
                          silu(gate) * up of 16 outputs needs two neighbouring blocks of rows
+    mlp.up_proj          in place of these, where an MLP has no gate
     mlp.experts.<e>.*    the same two matrices of an expert; each expert's are neighbours
     everything else      one tensor each
 

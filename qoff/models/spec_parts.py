@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 from qoff.errors import OpError, UnsupportedModelError
 from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.latent import LatentShape
 from qoff.kernels.layout.mamba import MambaShape
+from qoff.kernels.layout.qexperts import ACTIVATIONS as EXPERT_ACTIVATIONS
+from qoff.kernels.layout.qexperts import CLAMPED_SWIGLU, ExpertsMlp, QExperts
 from qoff.kernels.layout.routing import Routing
 from qoff.kernels.layout.short_conv import ShortConvShape
+from qoff.memory.plan.experts import matrices
 from qoff.schema import is_number, shown
 
-EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -99,6 +103,7 @@ class ExpertsSpec:
     beside: bool = False
     weighs_input: bool = False  # weights multiply inputs of experts in place of outputs
     activation: str = "silu"
+    gated: bool = True  # an expert is down(act(gate(x)) * up(x)), or else down(act(up(x)))
     router_bias: bool = False
     bias: bool = False  # of the experts' matrices
     shared_size: int = 0  # intermediate size of an MLP that all tokens go through too; 0: none
@@ -120,10 +125,35 @@ class ExpertsSpec:
             )
         if self.activation not in EXPERT_ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, ", ".join(EXPERT_ACTIVATIONS))
+        if self.activation == CLAMPED_SWIGLU and not self.gated:
+            raise unsupported("hidden_act", self.activation, "one of experts without a gate")
         try:
             self.routing.check(self.count)
         except OpError as error:
             raise UnsupportedModelError(f"config.json: {error}; correct n_group") from error
+
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of those of an expert."""
+        return matrices(self.gated)
+
+    def mlp(
+        self,
+        gate_up: QExperts,
+        down: QExperts,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> ExpertsMlp:
+        """How experts with these matrices and biases compute."""
+        return ExpertsMlp(
+            gate_up,
+            down,
+            self.activation,
+            gate_up_bias,
+            down_bias,
+            weighs_input=self.weighs_input,
+            gated=self.gated,
+        )
 
     @property
     def routing(self) -> Routing:

@@ -222,7 +222,7 @@ class ModelSizes:
         experts = self.spec.experts
         if experts is None:
             return 0
-        each = 3 if self.spec.gated else 2
+        each = 3 if experts.gated else 2
         return sum(experts.layers) * each * self.spec.hidden_size * experts.intermediate_size
 
     @property

@@ -48,12 +48,16 @@ def random_experts(
     *,
     packing: str = "rows16",
     scale_dtype: torch.dtype = torch.float16,
+    gated: bool = True,
 ) -> tuple[QExperts, QExperts]:
-    """gate_up and down of `count` experts in one buffer, expert by expert as in a layer's file."""
+    """gate_up and down of `count` experts in one buffer, expert by expert as in a layer's file.
+
+    Where they are not gated, up and down.
+    """
     form = {"packing": packing, "scale_dtype": scale_dtype}
     matrices = [
         (
-            random_weight(2 * inner, hidden, bits, group_size, **form),
+            random_weight((1 + gated) * inner, hidden, bits, group_size, **form),
             random_weight(hidden, inner, bits, group_size, **form),
         )
         for _ in range(count)

@@ -15,13 +15,17 @@ from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.linear.linear import w4_linear
 from qoff.kernels.cpu.moe.experts import experts
 from qoff.kernels.cpu.moe.route import route
-from qoff.kernels.layout.ending import GATED_SILU
+from qoff.kernels.layout import ending
+from qoff.kernels.layout.ending import GATED_SILU, Ending
 from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.routing import Routing
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.operands import random_experts, random_weight
 from tests.tolerances import INT8_EXPERTS, INT16_EXPERTS, RELATIVE_RMS, assert_close, relative_rms
+
+# Activations, and whether there is a gate.
+KINDS = [(name, True) for name in ACTIVATIONS] + [(name, False) for name in ending.ACTIVATIONS]
 
 
 def routed(tokens: int, count: int, per_token: int) -> tuple[Tensor, Tensor]:
@@ -34,8 +38,11 @@ def expected(x: Tensor, *operands) -> Tensor:
     return reference_ops.experts(x.double(), *operands)
 
 
-def random_mlp(count: int, hidden: int, inner: int, *options, activation="silu") -> ExpertsMlp:
-    return ExpertsMlp(*random_experts(count, hidden, inner, *options), activation)
+def random_mlp(
+    count: int, hidden: int, inner: int, *options, activation="silu", gated=True
+) -> ExpertsMlp:
+    matrices = random_experts(count, hidden, inner, *options, gated=gated)
+    return ExpertsMlp(*matrices, activation, gated=gated)
 
 
 @given(
@@ -45,7 +52,7 @@ def random_mlp(count: int, hidden: int, inner: int, *options, activation="silu")
     groups=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     group_size=st.sampled_from([32, 64, 128]),
     bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
-    activation=st.sampled_from(ACTIVATIONS),
+    kind=st.sampled_from(KINDS),
     with_bias=st.booleans(),
     weighs_input=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -57,17 +64,19 @@ def test_equals_reference(
     groups: tuple[int, int],
     group_size: int,
     bits: int,
-    activation: str,
+    kind: tuple[str, bool],
     with_bias: bool,
     weighs_input: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     hidden, inner = (group_size * n for n in groups)
-    mlp = random_mlp(count, hidden, inner, bits, group_size, activation=activation)
+    activation, gated = kind
+    mlp = random_mlp(count, hidden, inner, bits, group_size, activation=activation, gated=gated)
     x, routing = torch.randn(tokens, hidden), routed(tokens, count, min(per_token, count))
     if with_bias:
-        biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+        biases = (torch.randn(count, q.shape[0]) for q in (mlp.gate_up, mlp.down))
+        biases = tuple(biases)
         mlp = replace(mlp, gate_up_bias=biases[0], down_bias=biases[1])
     mlp = replace(mlp, weighs_input=weighs_input)
     found = experts(x, *routing, mlp)
@@ -76,35 +85,39 @@ def test_equals_reference(
 
 @pytest.mark.parametrize("weighs_input", [False, True])
 @pytest.mark.parametrize("packing", ["split32", "rows16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_reference_is_the_formula(activation: str, packing: str, weighs_input: bool) -> None:
+@pytest.mark.parametrize(("activation", "gated"), KINDS)
+def test_the_reference_is_the_formula(
+    activation: str, gated: bool, packing: str, weighs_input: bool
+) -> None:
     """Token by token, with gate and up apart, as a model's own code has it."""
-    gate_up, down = random_experts(3, 64, 32, packing=packing)
+    gate_up, down = random_experts(3, 64, 32, packing=packing, gated=gated)
     x, (topk_ids, topk_weights) = torch.randn(4, 64, dtype=torch.double), routed(4, 3, 2)
     functions = {
         "silu": lambda g, u: g * torch.sigmoid(g) * u,
         "gelu": lambda g, u: g * (1 + torch.erf(g / 2**0.5)) / 2 * u,
         "gelu_tanh": lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u,
+        "relu": lambda g, u: g * (g > 0) * u,
+        "relu2": lambda g, u: g**2 * (g > 0) * u,
         "clamped_swiglu": lambda g, u: (
             (u.clamp(-7, 7) + 1) * g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7))
         ),
     }
-    mlp = ExpertsMlp(gate_up, down, activation, weighs_input=weighs_input)
+    mlp = ExpertsMlp(gate_up, down, activation, weighs_input=weighs_input, gated=gated)
     found = reference_ops.experts(x, topk_ids, topk_weights, mlp)
     for m in range(4):
         total = torch.zeros(64, dtype=torch.double)
         for e, s in zip(topk_ids[m].tolist(), topk_weights[m].tolist(), strict=True):
             before, behind = (s, 1) if weighs_input else (1, s)
             z = gate_up.expert(e).dequantize().double() @ (before * x[m])
-            gate, up = z.view(2, 2, 16).transpose(0, 1).reshape(2, 32)
+            gate, up = z.view(2, 2, 16).transpose(0, 1).reshape(2, 32) if gated else (z, 1)
             value = functions[activation](gate, up)
             total += behind * (down.expert(e).dequantize().double() @ value)
         assert_close(found[m], total)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_large_gates(activation: str) -> None:
-    mlp = random_mlp(2, 64, 32, activation=activation)
+@pytest.mark.parametrize(("activation", "gated"), KINDS)
+def test_large_gates(activation: str, gated: bool) -> None:
+    mlp = random_mlp(2, 64, 32, activation=activation, gated=gated)
     x, routing = 40 * torch.randn(3, 64), routed(3, 2, 1)
     found = experts(x, *routing, mlp)
     assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
@@ -118,12 +131,13 @@ def test_other_scales_and_strided_rows(scale_dtype: torch.dtype) -> None:
     assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
-def test_one_expert_is_a_plain_mlp() -> None:
-    gate_up, down = random_experts(1, 64, 96, 4, 32)
+@pytest.mark.parametrize("end", [GATED_SILU, Ending("relu2")])
+def test_one_expert_is_a_plain_mlp(end: Ending) -> None:
+    mlp = random_mlp(1, 64, 96, 4, 32, activation=end.activation, gated=end.gated)
     x, ones = torch.randn(6, 64), torch.ones(6, 1)
-    inner = w4_linear(x, gate_up.expert(0), end=GATED_SILU)
-    plain = w4_linear(inner, down.expert(0))
-    found = experts(x, ones.long() - 1, ones, ExpertsMlp(gate_up, down, "silu"))
+    inner = w4_linear(x, mlp.gate_up.expert(0), end=end)
+    plain = w4_linear(inner, mlp.down.expert(0))
+    found = experts(x, ones.long() - 1, ones, mlp)
     assert torch.equal(found, plain)
 
 
@@ -158,10 +172,17 @@ def test_an_expert_chosen_twice_counts_twice() -> None:
     assert relative_rms(found, truth) < INT16_EXPERTS
 
 
-@given(tokens=st.integers(1, 40), threads=st.integers(1, 4), seed=st.integers(0, 2**31))
-def test_bits_do_not_depend_on_batch_or_threads(tokens: int, threads: int, seed: int) -> None:
+@given(
+    tokens=st.integers(1, 40),
+    threads=st.integers(1, 4),
+    gated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_bits_do_not_depend_on_batch_or_threads(
+    tokens: int, threads: int, gated: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
-    mlp = random_mlp(6, 64, 96)
+    mlp = random_mlp(6, 64, 96, gated=gated)
     x, (topk_ids, topk_weights) = torch.randn(tokens, 64), routed(tokens, 6, 3)
     alone = torch.cat(
         [
@@ -185,9 +206,9 @@ def test_activations_of_8_bits() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_bad_activations_are_not_hidden(activation: str, bad: float) -> None:
-    mlp = random_mlp(2, 64, 32, activation=activation)
+@pytest.mark.parametrize(("activation", "gated"), KINDS)
+def test_bad_activations_are_not_hidden(activation: str, gated: bool, bad: float) -> None:
+    mlp = random_mlp(2, 64, 32, activation=activation, gated=gated)
     x, routing = torch.randn(2, 64), routed(2, 2, 1)
     x[1, 40] = bad
     y = experts(x, *routing, mlp)
@@ -228,7 +249,8 @@ def test_wrong_operands_are_refused(change: dict, message: str) -> None:
     [
         ({"gate_up_bias": torch.zeros(4, 32)}, "gate_up_bias must be"),
         ({"down_bias": torch.zeros(64)}, "down_bias must be"),
-        ({"activation": "relu"}, "unknown activation 'relu'"),
+        ({"activation": "tanh"}, "unknown activation 'tanh'"),
+        ({"gated": False}, r"up is 4 x \[I, H\] and down 4 x \[H, I\], not \[64, 64\]"),
         ({"gate_up": random_experts(4, 64, 32, packing="split32")[0]}, "gate_up needs packing"),
         ({"down": random_experts(3, 64, 32)[1]}, "of as many experts"),
         ({"down": random_experts(4, 64, 64)[1]}, "2I, H"),
@@ -238,6 +260,11 @@ def test_a_wrong_mlp_is_refused(change: dict, message: str) -> None:
     mlp = random_mlp(4, 64, 32)
     with pytest.raises(OpError, match=message):
         experts(torch.ones(3, 64), *routed(3, 4, 2), replace(mlp, **change))
+
+
+def test_an_activation_of_gate_and_up_wants_a_gate() -> None:
+    with pytest.raises(OpError, match="clamped_swiglu is of gate and up, and there is no gate"):
+        random_mlp(2, 64, 32, activation="clamped_swiglu", gated=False)
 
 
 def test_experts_share_memory_with_their_matrices() -> None:

@@ -188,7 +188,7 @@ def test_selecting_and_packing_blocks(asked: Asked, threads: int) -> None:
 
 def test_experts(asked: Asked, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = ExpertsMlp(*random_experts(5, 64, 96), "silu")
-    sizes = ExpertSizes(64, 192, 96, 64, (32, 32))
+    sizes = ExpertSizes(64, 96, 64, (32, 32))
     x, ids = torch.randn(11, 64), torch.rand(11, 5).argsort(1)[:, :2].contiguous()
     weights = torch.rand(11, 2)
     assert asked(lambda: cpu.experts(x, ids, weights, mlp)) == [sizes.nbytes(threads, 11, 2, 5)]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from qoff.errors import OpError
-from qoff.kernels.layout.qexperts import ACTIVATIONS, ExpertsMlp, QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.reference import ops as reference_ops
 from qoff.kernels.reference.experts import activate
 from tests.kernels.operands import random_experts
-from tests.kernels.test_experts import routed
+from tests.kernels.test_experts import KINDS, routed
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
@@ -52,12 +52,13 @@ def case(
     dtype: torch.dtype = torch.float16,
     activation: str = "silu",
     scale_dtype: torch.dtype = torch.float16,
+    gated: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, ExpertsMlp]:
     """Operands of the op, with biases."""
-    form = {"packing": "split32", "scale_dtype": scale_dtype}
+    form = {"packing": "split32", "scale_dtype": scale_dtype, "gated": gated}
     weights = random_experts(experts, hidden, inner, bits, group, **form)
-    biases = torch.randn(experts, 2 * inner).to(dtype), torch.randn(experts, hidden).to(dtype)
-    mlp = ExpertsMlp(*weights, activation, *biases)
+    biases = (torch.randn(experts, q.shape[0]).to(dtype) for q in weights)
+    mlp = ExpertsMlp(*weights, activation, *biases, gated=gated)
     return (torch.randn(tokens, hidden).to(dtype), *routed(tokens, experts, per_token), mlp)
 
 
@@ -71,8 +72,9 @@ def check(found: Tensor, operands: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("block", [0, 16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_reference(shape: tuple[int, ...], block: int) -> None:
-    operands = case(*shape)
+@pytest.mark.parametrize("gated", [True, False])
+def test_equals_reference(gated: bool, shape: tuple[int, ...], block: int) -> None:
+    operands = case(*shape, gated=gated)
     check(triton_ops.experts(*operands, block=block), operands)
 
 
@@ -96,9 +98,9 @@ def test_compact_scales(block: int) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: str, block: int) -> None:
-    x, *others = case(3, 4, 2, 64, 32, activation=activation)
+@pytest.mark.parametrize(("activation", "gated"), KINDS)
+def test_activations(activation: str, gated: bool, block: int) -> None:
+    x, *others = case(3, 4, 2, 64, 32, activation=activation, gated=gated)
     operands = (4 * x, *others)
     check(triton_ops.experts(*operands, block=block), operands)
 
@@ -109,18 +111,18 @@ def test_tiles_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     check(triton_ops.experts(*operands, block=16), operands)
 
 
-@pytest.mark.parametrize("activation", ["silu", ""])
-def test_without_tensor_cores(activation: str) -> None:
-    x, topk_ids, topk_weights, mlp = case(3, 4, 2, 96, 64)
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("relu2", False), ("", True)])
+def test_without_tensor_cores(activation: str, gated: bool) -> None:
+    x, topk_ids, topk_weights, mlp = case(3, 4, 2, 96, 64, gated=gated)
     weight, bias = (mlp.gate_up, mlp.gate_up_bias) if activation else (mlp.down, mlp.down_bias)
     x = x if activation else torch.randn(8, 64).half()
-    found = fma_pairs(Product(x, topk_ids, topk_weights, weight, bias, activation))
+    found = fma_pairs(Product(x, topk_ids, topk_weights, weight, bias, activation, gated))
     chosen = topk_ids.flatten().tolist()
     z = torch.stack([weight.expert(e).dequantize() for e in chosen])
     z = torch.einsum("prk,pk->pr", z, x.float().repeat_interleave(8 // len(x), 0))
     z = z + bias.float()[chosen]
     if activation:
-        assert_close(found, activate(z, activation).half())
+        assert_close(found, activate(z, activation, gated).half())
     else:
         assert_close(found, z * topk_weights.view(-1, 1), dtype=torch.float16)
 

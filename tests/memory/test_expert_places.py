@@ -13,7 +13,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory import place_in_host, plan_residency
 from qoff.memory.experts import ExpertWave
 from qoff.memory.plan import ChosenExperts, Residency
-from qoff.memory.plan.experts import MATRICES
+from qoff.memory.plan.experts import matrices
 from qoff.memory.store import EXPERTS
 from tests.kernels.operands import random_weight
 from tests.memory.checkpoints import Truth, check_pass, same_bits
@@ -35,7 +35,11 @@ def mixture(
 
 
 def write_mixture(
-    path: Path, bits: tuple[int, int] = (4, 4), inner: int = 512, order: tuple[int, ...] = ORDER
+    path: Path,
+    bits: tuple[int, int] = (4, 4),
+    inner: int = 512,
+    order: tuple[int, ...] = ORDER,
+    gated: bool = True,
 ) -> Checkpoint:
     """A mixture whose experts lie in the given order, with matrices of `bits`."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -46,10 +50,11 @@ def write_mixture(
                 "layer_scale": torch.randn(1),
             }
             for n in order:
-                gate_up = random_weight(2 * inner, 64, bits[0], packing=PACKING)
-                layer[f"mlp.experts.{n}.gate_up_proj"] = gate_up
+                first, second = matrices(gated)
+                up = random_weight((1 + gated) * inner, 64, bits[0], packing=PACKING)
+                layer[f"mlp.experts.{n}.{first}"] = up
                 down = random_weight(64, inner, bits[1], packing=PACKING)
-                layer[f"mlp.experts.{n}.down_proj"] = down
+                layer[f"mlp.experts.{n}.{second}"] = down
             layer["self_attn.qkv_proj"] = random_weight(192, 64, bits[0], packing=PACKING)
             writing.write_layer(i, {f"model.layers.{i}.{name}": w for name, w in layer.items()})
         outer = {"model.embed_tokens": random_weight(32, 64, 8, packing=PACKING)}
@@ -73,7 +78,7 @@ def assert_aligned(matrix: object) -> None:
         assert part.storage_offset() * part.element_size() % 16 == 0
 
 
-def check_layers(kind: str, mixture: Checkpoint) -> None:
+def check_layers(kind: str, mixture: Checkpoint, gated: bool = True) -> None:
     """That experts of a layer are one `QExperts`, where all stay and where layers stream."""
     everything = planned(kind, mixture, None)
     for memory in (None, everything.device_bytes - 1):
@@ -87,10 +92,10 @@ def check_layers(kind: str, mixture: Checkpoint) -> None:
                     assert len(experts) == 2 * COUNT
                     for matrix in experts:
                         assert_aligned(matrix)
-                    for name in MATRICES:
+                    for name in matrices(gated):
                         mine = [weights[f"mlp.experts.{n}.{name}"] for n in range(COUNT)]
-                        matrices = [m for m in mine if isinstance(m, QTensor)]
-                        assert QExperts.of(matrices).count == COUNT
+                        packed = [m for m in mine if isinstance(m, QTensor)]
+                        assert QExperts.of(packed).count == COUNT
             assert store.stats.arena_peak == plan.device_bytes
 
 
@@ -113,6 +118,17 @@ def test_files_in_another_order(kind: str, tmp_path: Path, bits: int) -> None:
 
 def test_one_by_one(kind: str, mixture: Checkpoint) -> None:
     """From their files, and from host memory."""
+    check_one_by_one(kind, mixture)
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (3, 6)])
+def test_without_a_gate(kind: str, tmp_path: Path, bits: tuple[int, int]) -> None:
+    mixture = write_mixture(tmp_path / "model", bits, gated=False)
+    check_layers(kind, mixture, gated=False)
+    check_one_by_one(kind, mixture, gated=False)
+
+
+def check_one_by_one(kind: str, mixture: Checkpoint, gated: bool = True) -> None:
     truth = Truth(mixture, PACKING)
     memory = planned(kind, mixture, None).device_bytes * 3 // 4
     plan = planned(kind, mixture, memory, one_by_one=True)
@@ -129,10 +145,11 @@ def test_one_by_one(kind: str, mixture: Checkpoint) -> None:
                         assert isinstance(wave, ExpertWave)
                         for number in wave.numbers:
                             slot = int(wave.table[number])
-                            for name, matrices in (("gate_up", wave.gate_up), ("down", wave.down)):
-                                matrix = matrices.expert(slot)
+                            both = wave.gate_up, wave.down
+                            for name, packed in zip(matrices(gated), both, strict=True):
+                                matrix = packed.expert(slot)
                                 assert_aligned(matrix)
-                                stored = f"mlp.experts.{number}.{name}_proj"
+                                stored = f"mlp.experts.{number}.{name}"
                                 assert same_bits(matrix, truth.units[layer][stored])
                         left -= set(wave.numbers)
             assert store.stats.arena_peak == plan.device_bytes

@@ -19,7 +19,7 @@ from qoff.kernels.triton.moe.experts import experts
 OP = "experts"
 GROUP = 64
 _TOKENS = (1, 16, 64, 512, 2048)
-_ACTIVATION = "silu"
+_GATED, _UNGATED = ("silu", True), ("relu2", False)  # activations
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
     for m in (1, 5) if tiny else (1, 7, 64, 300):
         for dtype in dtypes(device)[:1] if tiny else dtypes(device):
             for size in sizes:
-                for bits, group in forms:
-                    name = f"{short(dtype)} M={m} {size} {bits} bit group {group}"
-                    error = partial(_error, size, m, dtype, bits, group, device)
+                for kind, bits, group in (*((_GATED, *form) for form in forms), (_UNGATED, 4, 64)):
+                    name = f"{short(dtype)} M={m} {size} {bits} bit group {group} {kind[0]}"
+                    error = partial(_error, size, m, dtype, bits, group, kind, device)
                     # Activations are rounded once more than in the reference.
                     yield Check(OP, name, error, 2 * BOUNDS[dtype])
 
@@ -59,9 +59,10 @@ def _error(
     dtype: torch.dtype,
     bits: int,
     group: int,
+    kind: tuple[str, bool],
     device: torch.device,
 ) -> float:
-    layer = _layer(size, m, dtype, device, bits, group)
+    layer = _layer(size, m, dtype, device, bits, group, kind)
     return relative_rms(layer.run(), layer.truth())
 
 
@@ -96,18 +97,21 @@ def _layer(
     device: torch.device,
     bits: int = 4,
     group: int = GROUP,
+    kind: tuple[str, bool] = _GATED,
 ) -> RoutedLayer:
     """size: experts, of a token, H, I. Every token has random experts, none twice."""
     count, per_token, hidden, inner = size
+    activation, gated = kind
     chosen = torch.rand(m, count, device=device).topk(per_token)
     return RoutedLayer(
         torch.randn(m, hidden, device=device).to(dtype),
         chosen.indices,
         chosen.values.softmax(1),
         ExpertsMlp(
-            _matrices(count, 2 * inner, hidden, device, bits, group),
+            _matrices(count, (1 + gated) * inner, hidden, device, bits, group),
             _matrices(count, hidden, inner, device, bits, group),
-            _ACTIVATION,
+            activation,
+            gated=gated,
         ),
     )
 

@@ -61,12 +61,13 @@ def experts(
         experts=mlp.gate_up.count,
         activation=NUMBERS[mlp.activation],
         weighs_input=mlp.weighs_input,
+        gated=mlp.gated,
         residual_stride=0 if residual is None else 4 * residual.stride(0),
         out_stride=4 * out.stride(0),
         planes=activation_bits // 8,
     )
     groups = mlp.gate_up.group_size, mlp.down.group_size
-    sizes = ExpertSizes(a.gate_up.k, a.gate_up.n, a.down.k, a.down.n, groups)
+    sizes = ExpertSizes(a.gate_up.k, a.down.k, a.down.n, groups)
     together = sizes.together(a.per_token)
     with pool.lock:
         for first in range(0, len(x), together):

@@ -1,4 +1,4 @@
-"""The two compiled jobs of a mixture of experts: gate_up with its activation, down with the sum.
+"""The two compiled jobs of a mixture of experts: up with its activation, down with the sum.
 
 Pairs of a token and one of its experts are sorted by expert; a segment is the run of pairs of one
 expert. Items of work are a segment times a few blocks of rows, so an expert's weights are read
@@ -15,6 +15,7 @@ import numpy as np
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
+from qoff.kernels.cpu.linear.activation import activated
 from qoff.kernels.cpu.linear.activation import gated as gated_activation
 from qoff.kernels.cpu.linear.job import with_bias
 from qoff.kernels.cpu.linear.multiply import multiply, while_cached
@@ -44,8 +45,9 @@ class ExpertsArguments(ctypes.Structure):
         ("down", MatrixArguments),
         *int64s(
             "x", "x_stride", "tokens", "per_token", "experts", "topk_ids", "topk_weights",
-            "weighs_input", "activation", "residual", "residual_stride", "out", "out_stride",
-            "planes", "sorted", "order", "segments", "counts", "inner", "weighted", "scratch",
+            "weighs_input", "activation", "gated", "residual", "residual_stride", "out",
+            "out_stride", "planes", "sorted", "order", "segments", "counts", "inner", "weighted",
+            "scratch",
         ),
     )  # fmt: skip
 
@@ -53,8 +55,8 @@ class ExpertsArguments(ctypes.Structure):
 (N, K, CODES, CODES_STRIDE, SCALE_MIN, SCALE_MIN_STRIDE, WIDTH, GROUP, BITS, BIAS, HIGH, LOW,
  SCALES) = offsets(MatrixArguments)  # fmt: skip
 (GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, WEIGHS_INPUT,
- ACTIVATION, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS, COUNTS,
- INNER, WEIGHTED, SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
+ ACTIVATION, GATED, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS,
+ COUNTS, INNER, WEIGHTED, SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
 _COLUMNS = 512  # of a token's sum, in one item
 
 
@@ -149,6 +151,18 @@ def _write_gated(args, matrix, bias, scratch, block, place, tokens):
 
 
 @inner
+def _write_activated(args, matrix, bias, scratch, block, place, tokens):
+    """32 columns of `inner`, of which each has its own activation."""
+    n, kind = simd.peek_i64(matrix + N), simd.peek_i64(args + ACTIVATION)
+    for t in range(tokens):
+        to = simd.peek_i64(args + INNER) + (place + t) * 4 * n
+        for r in range(2):
+            row = 16 * (block + r)
+            value = with_bias(scratch + 64 * (r * tokens + t), bias, row, n)
+            simd.store_f32(to + 4 * row, activated(kind, value))
+
+
+@inner
 def _write_weighted(args, matrix, bias, scratch, block, place, tokens):
     """32 columns of outputs, weighted, to the places of their pairs in their tokens."""
     n = simd.peek_i64(matrix + N)
@@ -185,7 +199,7 @@ def _accumulate(args, matrix, scratch, expert, block, place, tokens, is_first):
 
 
 @inner
-def _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, stop):
+def _rows_of_expert(args, matrix, scratch, activates, expert, first, last, start, stop):
     """Row blocks [start, stop) of one expert times its pairs [first, last)."""
     k, bias = simd.peek_i64(matrix + K), simd.peek_i64(matrix + BIAS)
     if bias != 0:
@@ -199,16 +213,21 @@ def _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, st
                 tokens = min(end - place, PANEL_TOKENS)
                 first_ones = place == run
                 _accumulate(args, matrix, scratch, expert, block, place, tokens, first_ones)
-                if gated != 0:
+                if activates == 0:
+                    _write_weighted(args, matrix, bias, scratch, block, place, tokens)
+                elif simd.peek_i64(args + GATED) != 0:
                     _write_gated(args, matrix, bias, scratch, block, place, tokens)
                 else:
-                    _write_weighted(args, matrix, bias, scratch, block, place, tokens)
+                    _write_activated(args, matrix, bias, scratch, block, place, tokens)
                 place += tokens
 
 
 @inner
-def _multiply(pool, phase, thread, threads, args, matrix, gated):
-    """All segments, in items of a few row blocks; waits until all are done."""
+def _multiply(pool, phase, thread, threads, args, matrix, activates):
+    """All segments, in items of a few row blocks; waits until all are done.
+
+    activates: the first matrix, or else the second one.
+    """
     blocks = simd.peek_i64(matrix + N) // 16
     step = 2 * max(1, blocks // (16 * threads))
     chunks = (blocks + step - 1) // step  # of a segment
@@ -225,7 +244,7 @@ def _multiply(pool, phase, thread, threads, args, matrix, gated):
             first, last = simd.peek_i64(segment + 8), simd.peek_i64(segment + 16)
             start = place % chunks * step
             stop = min(start + step, blocks)
-            _rows_of_expert(args, matrix, scratch, gated, expert, first, last, start, stop)
+            _rows_of_expert(args, matrix, scratch, activates, expert, first, last, start, stop)
         finish(pool, phase)
         item = take(pool, phase)
     wait(pool, phase, part * threads)

@@ -12,10 +12,9 @@ _MOST = 64 << 20  # more tokens than this has room for go one part after the oth
 
 
 class ExpertSizes(NamedTuple):
-    """An expert: inputs, outputs of its first matrix, inner values, outputs; groups of both."""
+    """An expert: inputs, inner values, outputs; groups of both matrices."""
 
     columns: int
-    rows: int
     inner: int
     outputs: int
     groups: tuple[int, int]

@@ -65,7 +65,8 @@ class Form:
     even: bool  # the steps of a program end where a row does
     bias: bool
     groups: int = 1  # that a warp takes in a step
-    activation: str = ""  # of gate and up, whose rows alternate in blocks of TURN
+    activation: str = ""  # of gate and up, whose rows alternate in blocks of TURN, or of each row
+    gated: bool = True  # which of these
     tokens: int = 1
     partial: bool = False  # a program along K writes its sums for itself
     residual: bool = False

@@ -31,8 +31,8 @@ TURN = tl.constexpr(16)  # rows of gate, then as many of up
 class Product(NamedTuple):
     """One of the two products, out[p] = f(W[expert of p] x[row of p] + bias).
 
-    f is the activation of gate and up, whose rows alternate in blocks of 16, or, with activation
-    "", the pair's topk_weights times the sum.
+    f is the activation of gate and up, whose rows alternate in blocks of 16, or that of each row
+    where it is not `gated`, or, with activation "", the pair's topk_weights times the sum.
     """
 
     x: Tensor  # float16 or bfloat16, contiguous, a row of K for each token, or for each pair
@@ -41,6 +41,7 @@ class Product(NamedTuple):
     weight: QExperts  # E x [N, K], packing split32
     bias: Tensor | None  # [E, N] in the dtype of x
     activation: str = ""
+    gated: bool = True
 
     @property
     def pairs(self) -> int:
@@ -62,13 +63,13 @@ class Product(NamedTuple):
         """Launch a kernel with a row of programs for each of `programs` pairs or tiles.
 
         which: what tells it their pairs. step: bytes of a row that a program takes at once, if the
-        kernel is told how often. groups: see `Form`. Returns [pairs, N / 2] in the dtype of x, or
-        float32 [pairs, N] without an activation.
+        kernel is told how often. groups: see `Form`. Returns [pairs, N / 2], or [pairs, N] where
+        it is not gated, in the dtype of x; without an activation float32 [pairs, N].
         """
         x, weight, pairs, activation = self.x, self.weight, self.pairs, self.activation
         (n, k), row_bytes = weight.shape, weight.codes.shape[2]
         if activation:
-            out = x.new_empty(pairs, n // 2)
+            out = x.new_empty(pairs, n // (1 + self.gated))
         else:
             out = x.new_empty(pairs, n, dtype=torch.float32)
         steps = (cdiv(row_bytes, step),) if step else ()
@@ -91,6 +92,7 @@ class Product(NamedTuple):
             FORM=form(
                 config,
                 *what,
+                gated=self.gated,
                 aligned=n % TURN.value == 0,
                 whole=n % config.block_n == 0,
                 wgmma=has_wgmma(x.device),
@@ -110,19 +112,31 @@ def expert_of(codes, scale_min, expert, code_distance, scale_distance):
 
 
 @triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
+def _activated(z, ACTIVATION: tl.constexpr):
+    """An activation of each number; comparisons keep NaN."""
     if ACTIVATION == "silu":
-        value = gate / (1.0 + tl.exp(-gate)) * up
+        value = z / (1.0 + tl.exp(-z))
     elif ACTIVATION == "gelu":
-        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+        value = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
-        u = gate * (1.0 + 0.044715 * gate * gate)
-        value = gate / (1.0 + tl.exp(-1.5957691216057308 * u)) * up
-    else:  # clamped_swiglu; comparisons keep NaN
+        u = z * (1.0 + 0.044715 * z * z)
+        value = z / (1.0 + tl.exp(-1.5957691216057308 * u))
+    else:  # relu, relu2
+        value = tl.where(z < 0.0, 0.0, z)
+        if ACTIVATION == "relu2":
+            value *= value
+    return value
+
+
+@triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped_swiglu":  # comparisons keep NaN
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, up)
         up = tl.where(up < -7.0, -7.0, up)
         value = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        value = _activated(gate, ACTIVATION) * up
     return value
 
 
@@ -142,12 +156,16 @@ def finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM: t
     if ACTIVATION == "":
         y *= tl.load(topk_weights + pair, mask=keep, other=0.0)[None, :]
         tl.store(out + to[None, :] * N + row[:, None], y, mask=(row < N)[:, None] & keep[None, :])
+    elif not FORM.gated:
+        value = _activated(y, ACTIVATION).to(out.dtype.element_ty)
+        inside = (row < N)[:, None] & keep[None, :]
+        tl.store(out + to[None, :] * N + row[:, None], value, mask=inside)
     else:
         turns = tl.reshape(y, (BLOCK_N // (2 * TURN), 2, TURN, COLS))
         is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
         gate = tl.sum(tl.where(is_gate, turns, 0.0), axis=1)
         up = tl.sum(tl.where(is_gate, 0.0, turns), axis=1)
-        value = tl.reshape(_activate(gate, up, ACTIVATION), (BLOCK_N // 2, COLS))
+        value = tl.reshape(_gated(gate, up, ACTIVATION), (BLOCK_N // 2, COLS))
         column = first_row // 2 + tl.arange(0, BLOCK_N // 2)
         target = out + to[None, :] * (N // 2) + column[:, None]
         inside = (column < N // 2)[:, None] & keep[None, :]

@@ -20,7 +20,7 @@ from qoff.memory.arena import Arena
 from qoff.memory.io.transfers import Transfers, UnitRead
 from qoff.memory.io.workers import Workers
 from qoff.memory.plan import Residency
-from qoff.memory.plan.experts import CPU_PACKING, MATRICES, LayerExperts
+from qoff.memory.plan.experts import CPU_PACKING, LayerExperts
 
 T = TypeVar("T")
 AHEAD = 2  # batches of pairs that the thread is given: one is computed, the next one waits
@@ -98,7 +98,7 @@ class CpuExperts:
         table = torch.full((experts.count,), -1)
         table[numbers] = torch.arange(len(numbers))
         prefix = f"model.layers.{layer}.mlp.experts."
-        biases = tuple(self._bias(experts, prefix + name, numbers) for name in MATRICES)
+        biases = tuple(self._bias(experts, prefix + name, numbers) for name in experts.matrices)
         return CpuLayer(table, *experts.in_slots(memory), biases, memory, experts)
 
     def _bias(self, experts: LayerExperts, name: str, numbers: list[int]) -> Tensor | None:

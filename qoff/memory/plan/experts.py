@@ -24,9 +24,13 @@ from .image import Image, image_of, view
 from .reads import FileRange
 from .units import Expert, expert_number, is_expert
 
-MATRICES = ("gate_up_proj", "down_proj")  # of an expert
 CPU_PACKING = "rows16"  # of experts that a CPU computes beside a GPU
 _PASSING_BYTES = 64 << 20  # of experts that pass through the device together, about
+
+
+def matrices(gated: bool) -> tuple[str, str]:
+    """The names of an expert's matrices, in the order in which they are multiplied by."""
+    return "gate_up_proj" if gated else "up_proj", "down_proj"
 
 
 class LayerExperts:
@@ -50,17 +54,22 @@ class LayerExperts:
             self.staging_bytes = (self._first.raw_bytes + PAGE) * self._first.repacked
 
     def in_slots(self, memory: Tensor) -> tuple[QExperts, QExperts]:
-        """The `MATRICES` of experts in slots, uint8 [slots, bytes]."""
+        """The `matrices` of experts in slots, uint8 [slots, bytes]."""
         both: list[QExperts] = []
-        for name in MATRICES:
+        for name in self.matrices:
             first = view(self.placed[name], memory[0])
             assert isinstance(first, QTensor)
             both.append(QExperts.repeated(first, *memory.shape))
         return both[0], both[1]
 
     @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of those of an expert: see the function."""
+        return matrices(gated="gate_up_proj" in self.placed)
+
+    @property
     def placed(self) -> Mapping[str, QuantEntry]:
-        """How the `MATRICES` of any expert lie in its slot."""
+        """How the `matrices` of any expert lie in its slot."""
         return {
             name.rpartition(".")[2]: entry
             for name, entry in self._first.placed.items()
@@ -69,7 +78,7 @@ class LayerExperts:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of the `MATRICES` of an expert, as kernels read them; 0 for a layer without experts."""
+        """Of the `matrices` of an expert, as kernels read them; 0 for a layer without experts."""
         return sum(entry.nbytes for entry in self.placed.values()) if self.count else 0
 
     @cached_property

@@ -30,7 +30,6 @@ from qoff.kvcache import CachePass, PlainCache
 from qoff.kvcache.states import StateCache
 from qoff.memory import Weights
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
-from qoff.memory.plan.experts import MATRICES
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.native.caches import head_shapes
@@ -175,7 +174,7 @@ class _DenseExperts(Experts):
         biases = self._biases(weights)
         for e in ids.unique().tolist():
             token, place = (ids == e).nonzero(as_tuple=True)
-            matrices = [weights[f"mlp.experts.{e}.{name}"] for name in MATRICES]
+            matrices = [weights[f"mlp.experts.{e}.{name}"] for name in self.spec.matrices]
             own = [None if bias is None else bias[e] for bias in biases]
             if isinstance(matrices[0], Unsolved):
                 unsolved = cast(list[Unsolved], matrices)
@@ -187,8 +186,11 @@ class _DenseExperts(Experts):
             )
             rows, share = x[token], shares[token, place, None]
             rows = rows * share if self.spec.weighs_input else rows
-            y = down(activate(gate_up(rows), self.spec.activation))
+            y = down(self._activate(gate_up(rows)))
             hidden.index_add_(0, token, y if self.spec.weighs_input else y * share)
+
+    def _activate(self, z: Tensor) -> Tensor:
+        return activate(z, self.spec.activation, self.spec.gated)
 
     def _products(
         self,
@@ -209,7 +211,7 @@ class _DenseExperts(Experts):
         shares = torch.cat((share[:count], share[:count], share[count:]))[:, None]
         y = x[rows] * shares if self.spec.weighs_input else x[rows]
         for number, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
-            y = matrix.products(activate(y, self.spec.activation) if number else y, count)
+            y = matrix.products(self._activate(y) if number else y, count)
             y = y if bias is None else y + bias
         y = y if self.spec.weighs_input else y * shares
         hidden.index_add_(0, token, torch.cat((y[:count], y[2 * count :])))

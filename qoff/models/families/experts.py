@@ -160,9 +160,10 @@ def as_stored(names: TensorNames, has: Has) -> TensorNames:
     if names.stacked_experts not in ("", "bare-halves", "column-halves"):
         return names
     for layer in range(_FIRST_EXPERTS):
-        if has(names.in_layer(layer, "mlp.experts.0.gate_proj", "weight")):
+        if has(names.in_layer(layer, "mlp.experts.0.up_proj", "weight")):
             return replace(names, stacked_experts="")
-        if has(names.in_layer(layer, "mlp.experts.gate_up_proj", "")):
+        stacked = (f"mlp.experts.{name}" for name in ("gate_up_proj", "up_proj"))
+        if any(has(names.in_layer(layer, name, "")) for name in stacked):
             return replace(names, stacked_experts=names.stacked_experts or "bare-halves")
     return names
 

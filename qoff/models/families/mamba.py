@@ -108,7 +108,7 @@ def _nemotron_h(config: Any) -> Fields:
         return found
     experts = deepseek_experts(config, (kind == "moe" for kind in kinds))
     shared = config.moe_shared_expert_intermediate_size
-    experts = replace(experts, activation=act, shared_size=shared)
+    experts = replace(experts, activation=act, gated=False, shared_size=shared)
     if "mlp" not in kinds:
         found["intermediate_size"] = shared
     return {**found, "experts": experts}

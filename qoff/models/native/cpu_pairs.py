@@ -50,13 +50,7 @@ class CpuPairs:
     def __init__(self, layer: int, spec: ExpertsSpec, on_cpu: CpuExperts) -> None:
         self._on_cpu, self._top_k = on_cpu, spec.top_k
         self._layer = of_layer = on_cpu.layers[layer]
-        self._mlp = ExpertsMlp(
-            of_layer.gate_up,
-            of_layer.down,
-            spec.activation,
-            *of_layer.biases,
-            weighs_input=spec.weighs_input,
-        )
+        self._mlp = spec.mlp(of_layer.gate_up, of_layer.down, *of_layer.biases)
         self._mine = of_layer.table >= 0
         self._numbers = frozenset(self._mine.nonzero()[:, 0].tolist())
         self._ops = ops_for(CPU)
@@ -203,7 +197,7 @@ def cpu_pairs_bytes(spec: DecoderSpec, tokens: Sequence[int], dtype: torch.dtype
     rows = min(pairs, WAVE_PAIRS)
     results = 2 * AHEAD * _power_of_two(4 * rows * hidden)
     groups = (min(GROUP_SIZES), min(GROUP_SIZES))
-    sizes = ExpertSizes(hidden, 2 * inner, inner, hidden, groups)
+    sizes = ExpertSizes(hidden, inner, hidden, groups)
     scratch = sizes.nbytes(pool_threads(), rows, 1, spec.experts.count)
     numbers = _NUMBERS * (pairs + AHEAD * rows)
     return inputs + results + numbers + rows * hidden * (4 + dtype.itemsize) + scratch

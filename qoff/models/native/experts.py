@@ -16,7 +16,6 @@ from qoff.kernels.upload import on_device
 from qoff.memory import EXPERTS, ChosenExperts, Expert, Weights
 from qoff.memory.experts import ExpertWave
 from qoff.memory.experts.on_cpu import CpuExperts
-from qoff.memory.plan.experts import MATRICES
 from qoff.models.forward_pass import WAVE_PAIRS, ForwardPass
 from qoff.models.names import CORRECTION, GAINS
 from qoff.models.spec_parts import ExpertsSpec
@@ -50,7 +49,7 @@ class Experts:
         x: their inputs. scores: the router's, [M, experts]. into: is the sum instead.
         """
         gate_up, down = self._matrices(weights)
-        mlp = self._mlp(gate_up, down, *self._biases(weights))
+        mlp = self.spec.mlp(gate_up, down, *self._biases(weights))
         residual, out = (hidden, hidden) if into is None else (None, into)
         self._ops.experts(x, *self.route(scores, weights), mlp, residual=residual, out=out)
 
@@ -129,7 +128,7 @@ class Experts:
             wave = cast(ExpertWave, found[EXPERTS])
             if mixture.wave is not wave and wave.numbers:
                 mixture.wave = wave
-                mlp = self._mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
+                mlp = self.spec.mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
                 self._compute_wave(mixture.choices, wave, mlp, run.input if into is None else into)
             left = [number for number in left if number not in wave.numbers]
             if pairs is not None:
@@ -160,7 +159,7 @@ class Experts:
                 None if bias is None else place
                 for bias, place in zip(biases, asked.biases, strict=True)
             ]
-            mlp = self._mlp(asked.gate_up, asked.down, *places)
+            mlp = self.spec.mlp(asked.gate_up, asked.down, *places)
             residual = rows if into is None else None
             self._ops.experts(
                 choice.x, asked.slots, choice.weights, mlp, residual=residual, out=rows
@@ -205,14 +204,9 @@ class Experts:
                 choice.weighted = out.new_empty(*choice.ids.shape, shape[1])
             choice.weighted.flatten(0, 1).index_copy_(0, which, rows)
 
-    def _mlp(self, gate_up: QExperts, down: QExperts, *biases: Tensor | None) -> ExpertsMlp:
-        """How these compute."""
-        spec = self.spec
-        return ExpertsMlp(gate_up, down, spec.activation, *biases, weighs_input=spec.weighs_input)
-
     def _biases(self, weights: Weights) -> list[Tensor | None]:
         """Those of gate and up and those of down, of all experts, [E, rows]; None for none."""
-        found = (vector(weights, f"mlp.experts.{name}.bias") for name in MATRICES)
+        found = (vector(weights, f"mlp.experts.{name}.bias") for name in self.spec.matrices)
         return [None if bias is None else bias.view(self.spec.count, -1) for bias in found]
 
     def _biases_of(self, wave: ExpertWave, weights: Weights) -> list[Tensor | None]:
@@ -230,7 +224,8 @@ class Experts:
     def _matrices(self, weights: Weights) -> list[QExperts]:
         """Those of gate and up and those down, of all experts of a layer."""
         last = self.spec.count - 1
-        ends = (weights["mlp.experts.0.gate_up_proj"], weights[f"mlp.experts.{last}.down_proj"])
+        names = self.spec.matrices
+        ends = (weights[f"mlp.experts.0.{names[0]}"], weights[f"mlp.experts.{last}.{names[1]}"])
         # Layers that stream come to the same places again and again.
         key = tuple(cast(QTensor, end).codes.data_ptr() for end in ends)
         if key not in self._views:
@@ -238,7 +233,7 @@ class Experts:
                 QExperts.of(
                     [cast(QTensor, weights[f"mlp.experts.{e}.{name}"]) for e in range(last + 1)]
                 )
-                for name in MATRICES
+                for name in names
             ]
         return self._views[key]
 
