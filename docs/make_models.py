@@ -11,7 +11,7 @@ from pathlib import Path
 from qoff.models.convert.convert import open_source
 from qoff.models.families import FAMILIES, SOURCES, converted
 from qoff.models.spec import DecoderSpec
-from qoff.models.spec_parts import LinearSpec, ShortConvSpec
+from qoff.models.spec_parts import LinearSpec, MambaSpec, ShortConvSpec
 from tests.module_models import MODULES
 from tests.tiny_families import FAMILIES as TESTED
 from tests.tiny_models import save_model
@@ -88,6 +88,17 @@ tokens of K and V packed to 4 bits in one of its other layers. These models run 
 Most layers of LFM2 are gated convolutions over three tokens. Their states are the inputs of the two
 newest tokens: 16 KiB for a sequence and layer of LFM2 8B-A1B. What is said above of states and of
 `--kv` holds here, too. Convolutions are floats. A `config.json` with `conv_bias` is refused.
+
+### Mamba 2
+
+Most mixers of Granite 4, Bamba, Nemotron H and 3 are Mamba 2, a state space model. Its states take
+2.1 MiB for a sequence and layer of Nemotron 3 Nano, 4.1 MiB of Granite 4 H-Small. What is said above
+of states and of `--kv` holds here, too. `in_proj`, which makes the steps of what is forgotten as
+well, has the bits of other matrices; what else there is, is floats. A `config.json` with
+`mamba_proj_bias`, or bounds in `time_step_limit`, is refused.
+
+A layer of Nemotron has attention, Mamba, an MLP or experts: one of them. Single layers are counted
+as the model counts them, 52 in Nemotron 3 Nano.
 
 ### Gemma 4 and Gemma 3n
 
@@ -242,6 +253,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "an index of keys": spec.index is not None,
         "linear attention": isinstance(spec.recurrent, LinearSpec),
         "short convolutions": isinstance(spec.recurrent, ShortConvSpec),
+        "Mamba 2": isinstance(spec.recurrent, MambaSpec),
+        "a mixer or an MLP in each layer": spec.mixers is not None,
         "gated attention": spec.gated_attention,
         "compressed queries": spec.latent is not None and spec.latent.query_latent,
         "biases": spec.qkv_bias or spec.mlp_bias,
