@@ -58,6 +58,7 @@ _LATENT = {"num_key_value_heads": 12, "q_lora_rank": 256, "kv_lora_rank": 256, "
 _LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
            "linear_value_head_dim": 64}  # fmt: skip
 _CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention"] * 6}  # of the first layers
+_MAMBA = {"mamba_n_heads": 24, "mamba_d_head": "auto", "mamba_d_state": 128, "mamba_n_groups": 1}
 CHANGES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                 "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
@@ -82,6 +83,14 @@ CHANGES: dict[str, dict[str, Any]] = {
                   "moe_intermediate_size": 384, "shared_expert_intermediate_size": 768},
     "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": _CONVOLUTIONS | _SMALL | {"num_experts": 16},
+    "bamba": _MAMBA | {"attn_layer_indices": [3, 7, 11, 15]},
+    "granitemoehybrid": _MAMBA | {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4,
+        "num_local_experts": 0, "shared_intermediate_size": 2304},
+    "nemotron_h": _SMALL | {
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"] * 4,
+        "mamba_num_heads": 24, "mamba_head_dim": 64, "n_routed_experts": 16, "n_groups": 1,
+        "moe_shared_expert_intermediate_size": 1152},
     **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _SMALL | {"n_routed_experts": 16,
                     "n_shared_experts": 1}),
     **dict.fromkeys(("exaone_moe", "hy_v3"), _SMALL | {"num_experts": 16}),

@@ -691,8 +691,9 @@ FAMILIES |= {
     },
     "nemotron-h-moe": {
         "model_type": "nemotron_h",
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "num_attention_heads": 2,
+        "head_dim": 64,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         "mamba_num_heads": 4,
         "mamba_head_dim": 32,
