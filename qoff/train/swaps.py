@@ -61,7 +61,8 @@ class Stage:
         """A tensor that was taken."""
         # `data`: with a version counter of its own.
         whole = self.memory[: len(self.memory) // LINE * LINE].view(dtype).data
-        return whole.as_strided(shape, stride, offset // dtype.itemsize)
+        first = int(whole.storage_offset()) + offset // dtype.itemsize
+        return whole.as_strided(shape, stride, first)
 
     def done(self) -> None:
         """All is copied."""

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from qoff import train
 from qoff.errors import DiskWriteError
+from qoff.memory.arena import HUGE_PAGE, map_pages
 from qoff.train.activations import Cost, chosen, shared_out
+from qoff.train.swaps import Stage
 from tests.train.test_training import LAYERS, LR, PLACES, batch, model_of, offloaded
 
 
@@ -164,6 +166,18 @@ def test_layers_that_are_given_a_mask_save_more(
     assert (written[2] == written[1]) == (case != "window")
     assert found[0][0] == found[1][0]
     assert all(torch.equal(x, found[0][1][name]) for name, x in found[1][1].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16])
+def test_stages_of_huge_pages_give_back_what_they_took(dtype: torch.dtype) -> None:
+    """Their memory begins anywhere in its storage; part of a storage is taken with all of it."""
+    stage = Stage(map_pages(HUGE_PAGE + 4096)[4096:])
+    stage.clear(HUGE_PAGE)
+    wanted = [torch.randn(5, 3).gt(0).to(dtype), torch.arange(24).view(4, 6).to(dtype)[1:, ::2]]
+    taken = [stage.take(x) for x in wanted]
+    for x, place in zip(wanted, taken, strict=True):
+        assert place is not None
+        assert torch.equal(stage.at(*place), x)
 
 
 @given(
