@@ -67,6 +67,18 @@ def test_what_packed_layers_keep_changes_no_bit(
     assert training.stats.frozen_read > 0
 
 
+def test_experts_that_compute_as_their_module_does_find_their_matrices_again(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Those of a layer that kept its activations lie elsewhere at its backward pass."""
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "nemotron-h-moe")
+    wanted, weights, _ = steps(path, tmp_path)
+    losses, found, training = steps(path, tmp_path, activation_memory=1 << 30)
+    assert training.stats.activations_peak > 0
+    assert losses == wanted
+    assert all(torch.equal(x, weights[name]) for name, x in found.items())
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("lora", [Lora(4, 8.0), Lora(8, 8.0, 0.1)])
 def test_planned_bytes_beside_adapters_are_counted_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ from qoff.kernels.ops import ops_for
 from .module import PackedModule
 
 
-def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor, matrix: QTensor | Callable[[], QTensor], bias: Tensor | None = None
+) -> Tensor:
     """Return x @ W.T + bias in the dtype of x, differentiable in x and bias; W is frozen.
+
+    matrix: W, or what returns it, which may lie elsewhere at the backward pass.
 
     x: [..., K] of any float dtype, under autocast cast to its dtype. packed: [N, K], in the packing
     of its device. bias: [N]. The forward pass is the device's `w4_linear` (on a GPU for float16 and
     bfloat16), the backward pass is `times_matrix`. Raises OpError.
     """
+    packed = matrix() if callable(matrix) else matrix
     if x.shape[-1:] != (packed.shape[1],):
         raise OpError(f"x must be [..., {packed.shape[1]}], not {list(x.shape)}")
     kind = x.device.type
@@ -34,7 +40,7 @@ def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Ten
     rows = x.reshape(-1, packed.shape[1])
     fused = None if apart else bias
     if learns and x.requires_grad:
-        y: Tensor = _PackedLinear.apply(rows, packed, fused)
+        y: Tensor = _PackedLinear.apply(rows, packed, fused, matrix)
     else:
         y = _forward(rows, packed, fused)
     if apart and bias is not None:
@@ -44,14 +50,17 @@ def packed_linear(x: Tensor, packed: QTensor, bias: Tensor | None = None) -> Ten
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:
-        ctx.packed = packed
+    def forward(
+        ctx: Any, x: Tensor, packed: QTensor, bias: Tensor | None, matrix: Any
+    ) -> Tensor:
+        ctx.matrix = matrix
         return _forward(x, packed, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return times_matrix(grad, ctx.packed), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        packed = ctx.matrix() if callable(ctx.matrix) else ctx.matrix
+        return times_matrix(grad, packed), None, None, None
 
 
 def _forward(x: Tensor, packed: QTensor, bias: Tensor | None) -> Tensor:

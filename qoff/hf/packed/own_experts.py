@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class QoffOwnExperts(QoffExperts):
 
     def _times(self, name: str, x: Tensor, e: int) -> Tensor:
         bias = getattr(self, f"{name}_bias")[e] if self.form.has_bias else None
-        return packed_linear(x, self.matrices[name].qexperts.expert(e), bias)
+        # A layer that keeps its activations may have its weights elsewhere at its backward pass.
+        return packed_linear(x, partial(self.matrices[name].qexperts.expert, e), bias)
 
 
 def own_form(module: nn.Module) -> ExpertsForm | None:
