@@ -267,6 +267,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "an MLP beside experts": spec.experts is not None and spec.experts.beside,
         "a correction in the router": spec.experts is not None and spec.experts.correction,
         "expert groups": spec.experts is not None and spec.experts.groups > 1,
+        "experts in a narrower space": spec.latent_width,
         "a shared expert": spec.experts is not None and spec.experts.shared_size,
     }
     activation = spec.activation if spec.experts is None else spec.experts.activation

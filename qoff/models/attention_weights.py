@@ -87,6 +87,7 @@ class AttentionWeights:
             sizes["q_lora_rank"] = spec.latent.query_latent
         if spec.experts is not None:
             sizes["moe_intermediate_size"] = spec.experts.intermediate_size
+            sizes["moe_latent_size"] = spec.experts.latent_size
             sizes["shared_expert_intermediate_size"] = spec.experts.shared_size
         for key, size in sizes.items():
             if size % ROW_BLOCK:

@@ -313,21 +313,24 @@ def _experts_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
     """
     if spec.experts is None:
         return 0
-    experts, hidden = spec.experts, spec.hidden_size
+    experts, hidden, width = spec.experts, spec.hidden_size, spec.expert_width
     some, together = min(tokens, MLP_TOKENS), mlp_tokens(tokens, tiled)
     inner = experts.intermediate_size * (3 if experts.gated else 2)
-    each = inner + hidden + 3  # with an id and a weight
+    each = inner + width + 3  # with an id and a weight
     floats = together * (hidden + experts.count + experts.shared_size + 1)
     floats += some * experts.top_k * each
     if tiled:
         gathered = min(tokens * experts.top_k, WAVE_PAIRS)
-        floats += _kept_floats(spec, tokens, tiled) + 2 * gathered * hidden
-    return floats
+        return floats + _kept_floats(spec, tokens, tiled) + 2 * gathered * width
+    return floats + (together + tokens) * spec.latent_width
 
 
 def _kept_floats(spec: DecoderSpec, tokens: int, tiled: bool) -> int:
-    """Floats that a pass keeps until its experts have all come: inputs, and what each gave."""
+    """Floats that a pass keeps until its experts have all come: inputs, and what each gave.
+
+    Of experts in a narrower space their sums, too.
+    """
     if spec.experts is None or not tiled:
         return 0
-    width, hidden = spec.experts.shared_size, spec.hidden_size
-    return tokens * (hidden + width + spec.experts.top_k * (hidden + 8))
+    each = spec.hidden_size + 2 * spec.latent_width + spec.experts.shared_size
+    return tokens * (each + spec.experts.top_k * (spec.expert_width + 8))

@@ -21,6 +21,8 @@ from .names import (
     GAINS,
     JOINED,
     KV_NORM,
+    LATENT_IN,
+    LATENT_OUT,
     LAUREL_LEFT,
     LAUREL_NORM,
     LAUREL_RIGHT,
@@ -131,13 +133,16 @@ class _Layer(AttentionWeights):
         if spec.layer_scale:
             yield self._bare(LAYER_SCALE, 1)
 
-    def _mlp(
-        self, module: str, inner: int, bias: bool = False, gated: bool | None = None
+    def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
+        """An MLP."""
+        yield from self._around(module, self._spec.hidden_size, inner, self._spec.gated, bias)
+
+    def _around(
+        self, module: str, hidden: int, inner: int, gated: bool, bias: bool = False
     ) -> Iterator[Weight]:
-        """An MLP, or an expert; gated: None for what MLPs are."""
-        hidden, up, down = self._spec.hidden_size, f"{module}.up_proj", f"{module}.down_proj"
-        fused = f"{module}.gate_up_proj"
-        if not (self._spec.gated if gated is None else gated):
+        """The matrices from `hidden` numbers to `inner` ones, and back."""
+        fused, up, down = (f"{module}.{name}_proj" for name in ("gate_up", "up", "down"))
+        if not gated:
             yield from with_bias(up, (self._part(up, inner),), hidden, bias)
         elif self._names.fused_gate_up:
             part = self._part(fused, 2 * inner, from_halves(inner))
@@ -204,9 +209,13 @@ class _Layer(AttentionWeights):
             yield from self._stacked(experts)
         else:
             for e in range(experts.count):
-                inner, gated = experts.intermediate_size, experts.gated
-                yield from self._mlp(f"mlp.experts.{e}", inner, gated=gated)
+                sizes = self._spec.expert_width, experts.intermediate_size
+                yield from self._around(f"mlp.experts.{e}", *sizes, experts.gated)
         yield router
+        if experts.latent_size:
+            latent = experts.latent_size
+            yield Weight(LATENT_IN, (self._part(LATENT_IN, latent),), hidden)
+            yield Weight(LATENT_OUT, (self._part(LATENT_OUT, hidden),), latent)
         if experts.shared_size:
             yield from self._mlp("mlp.shared_expert", experts.shared_size)
             if experts.shared_gate:
@@ -214,7 +223,7 @@ class _Layer(AttentionWeights):
 
     def _stacked(self, experts: ExpertsSpec) -> Iterator[Weight]:
         """Experts of tensors that hold all of them: their biases one after the other, matrices."""
-        inner, hidden = experts.intermediate_size, self._spec.hidden_size
+        inner, hidden = experts.intermediate_size, self._spec.expert_width
         first, second = experts.matrices
         columns = {first: hidden, second: inner}
         parts: dict[str, tuple[Part, ...]] = {first: (self._stacked_part(first, inner),)}

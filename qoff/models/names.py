@@ -7,6 +7,7 @@
                          silu(gate) * up of 16 outputs needs two neighbouring blocks of rows
     mlp.up_proj          in place of these, where an MLP has no gate
     mlp.experts.<e>.*    the same two matrices of an expert; each expert's are neighbours
+    mlp.latent_in, mlp.latent_out   the matrices around experts of a narrower space
     everything else      one tensor each
 
 Latent attention (`kernels.layout.latent`) has
@@ -105,6 +106,7 @@ CORRECTION = "mlp.router.correction"  # of what experts are chosen by
 GAINS = "mlp.router.gains"  # of their weights
 ROUTED_NORM, ROUTING_NORM = "mlp.routed_norm", "mlp.routing_norm"  # of experts beside an MLP
 DENSE_NORM, MIXTURE_NORM = "mlp.dense_norm", "mlp.mixture_norm"
+LATENT_IN, LATENT_OUT = "mlp.latent_in", "mlp.latent_out"  # before and behind experts
 LAYER_SCALE = "layer_scale"
 CONTEXT, CONTEXT_NORM = "per_layer.context", "per_layer.context_norm"  # of layer 0
 LAYER_GATE, LAYER_PROJECTION = "per_layer.gate", "per_layer.projection"

@@ -368,6 +368,16 @@ class DecoderSpec:
         """Whether outputs of experts are added up by themselves, as the MLP's norm is of them."""
         return self.experts is not None and (self.experts.beside or self.post_norm)
 
+    @property
+    def expert_width(self) -> int:
+        """Numbers of a token that experts are given, and give."""
+        return self.latent_width or self.hidden_size
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers of a token between hidden states and experts; 0: there is no matrix between."""
+        return 0 if self.experts is None else self.experts.latent_size
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""
         return self.experts is not None and self.experts.layers[layer]

@@ -86,6 +86,8 @@ class ExpertsSpec:
     outputs are added up, weighted as `Routing` has it. beside: layers have their MLP, too. Router,
     experts and MLP are given the hidden states with a norm each, that of the router divided by the
     root of the hidden size; the outputs of MLP and experts are normalized, added, and normalized.
+    latent_size: a matrix projects what the router is given to what experts are (LatentMoE), and
+    another one projects the sum of their outputs back.
     """
 
     count: int
@@ -106,6 +108,7 @@ class ExpertsSpec:
     gated: bool = True  # an expert is down(act(gate(x)) * up(x)), or else down(act(up(x)))
     router_bias: bool = False
     bias: bool = False  # of the experts' matrices
+    latent_size: int = 0  # experts are given, and give, so many numbers of a token; 0: hidden_size
     shared_size: int = 0  # intermediate size of an MLP that all tokens go through too; 0: none
     shared_gate: bool = False  # its output is scaled by the sigmoid of a score
 
@@ -123,6 +126,8 @@ class ExpertsSpec:
             raise unsupported(
                 "intermediate_size of experts", self.intermediate_size, "a whole number above 0"
             )
+        if type(self.latent_size) is not int or self.latent_size < 0:
+            raise unsupported("moe_latent_size", self.latent_size, "null or a whole number above 0")
         if self.activation not in EXPERT_ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, ", ".join(EXPERT_ACTIVATIONS))
         if self.activation == CLAMPED_SWIGLU and not self.gated:

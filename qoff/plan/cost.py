@@ -349,7 +349,7 @@ class CostModel:
         return HostExperts(
             self.mixture,
             self.machine,
-            sizes.spec.hidden_size,
+            sizes.spec.expert_width,
             sizes.expert_columns,
             self.sizes.layer_bits,
             self.mixture.share * self.weight_bytes,

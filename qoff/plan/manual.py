@@ -288,7 +288,7 @@ class Plan:
         if spec.experts is None:
             return kept
         pairs = min(self.pass_tokens * spec.experts.top_k, WAVE_PAIRS)
-        return kept + 8 * pairs * spec.hidden_size
+        return kept + 8 * pairs * spec.expert_width
 
     @property
     def attends_on_cpu(self) -> bool:

@@ -28,14 +28,14 @@ _TOKENS = 1 << 14  # of a pass, at most
 class HostExperts:
     """All experts of a mixture, as if they were in host memory beside a GPU.
 
-    columns: numbers of all experts, of so many bits, nbytes together. repacked_bytes: that are read
-    and written where all of them are repacked. group_bytes: of those that one copy brings.
-    activation_bytes: of a number of the inputs.
+    width: numbers of a token that an expert is given. columns: numbers of all experts, of so many
+    bits, nbytes together. repacked_bytes: that are read and written where all of them are repacked.
+    group_bytes: of those that one copy brings. activation_bytes: of a number of the inputs.
     """
 
     mixture: Mixture
     machine: MachineProfile
-    hidden_size: int
+    width: int
     columns: float
     bits: int
     nbytes: float
@@ -67,7 +67,7 @@ class HostExperts:
 
     def crossing(self, rows: Array) -> tuple[Array, Array]:
         """Bytes of inputs, and of outputs of all pairs, of so many rows of each layer."""
-        numbers = sum(self.mixture.experts.layers) * rows * self.hidden_size
+        numbers = sum(self.mixture.experts.layers) * rows * self.width
         return numbers * self.activation_bytes, numbers * self.mixture.experts.top_k * _FLOAT
 
     def repack_s(self, nbytes: Array) -> Array:

@@ -199,6 +199,7 @@ class ModelSizes:
         inner = spec.intermediate(layer) if spec.has_mlp(layer) else 0
         if spec.experts is not None and spec.has_experts(layer):
             inner = spec.intermediate_size * spec.experts.beside + spec.experts.shared_size
+            return spec.hidden_size * (each * inner + 2 * spec.latent_width)
         return each * spec.hidden_size * inner
 
     def _per_layer_columns(self, layer: int) -> int:
@@ -223,7 +224,7 @@ class ModelSizes:
         if experts is None:
             return 0
         each = 3 if experts.gated else 2
-        return sum(experts.layers) * each * self.spec.hidden_size * experts.intermediate_size
+        return sum(experts.layers) * each * self.spec.expert_width * experts.intermediate_size
 
     @property
     def head_columns(self) -> int:

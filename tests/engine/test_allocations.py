@@ -87,11 +87,22 @@ def counted_and_taken(
     """Bytes beside weights and packed blocks, which are in arenas: those of the plan, and a run."""
     save_model(folder / "model", family, **{**SIZES, **sizes})
     convert(folder / "model", folder / "checkpoint", quant=QUANT)
+    return of_checkpoint(folder / "checkpoint", plan, ops, lengths, params)
+
+
+def of_checkpoint(
+    path: Path,
+    plan: Plan,
+    ops: Any = None,
+    lengths: Sequence[int] = LENGTHS,
+    params: SamplingParams = PARAMS,
+) -> tuple[int, int]:
+    """See `counted_and_taken`."""
     prompts = [[3 + i % 29 for i in range(length)] for length in lengths]
     tested = Instrumentation(ops=ops)
     peak, pool = Peak(), default_pool()
     pool.shrink()  # as at a start
-    with peak, LLM(folder / "checkpoint", plan, _instrumentation=tested) as llm:
+    with peak, LLM(path, plan, _instrumentation=tested) as llm:
         assert len(list(llm.generate(prompts, params))) == len(prompts)
         purposes, scratch = llm.memory.purposes["device"], len(pool._workspace)
     parts = ("recent KV", "hidden states", "working space")

@@ -50,14 +50,10 @@ def divergence(wanted: Any, found: Any, ids: Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_layer_at_a_time_is_the_whole_model(
-    family: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tiny_model(tmp_path_factory.getbasetemp(), family)
+def by_layers(path: Path, ids: Tensor) -> Tensor:
+    """The logits of texts as a conversion computes them, [texts, tokens, vocabulary]."""
     model = Unconverted.of(open_source(path))
     builder = Builder(model.source, QuantConfig(), False)
-    ids = texts(3, 20)
     run = Layerwise(model.spec, ids)
     outer = {w.name: builder.floats(w) for w in model.units[-1][1]}
     hidden = run.embedded(lambda name, ids: outer[name][ids])
@@ -70,7 +66,16 @@ def test_a_layer_at_a_time_is_the_whole_model(
         before = hidden.clone()
         hidden = run.run(layer, built, hidden)
         assert not torch.equal(hidden, before)
-    found = run.logits(outer, hidden).view(3, 20, -1)
+    return run.logits(outer, hidden).view(*ids.shape, -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_layer_at_a_time_is_the_whole_model(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, ids = tiny_model(tmp_path_factory.getbasetemp(), family), texts(3, 20)
+    found = by_layers(path, ids)
     wanted = reference(path)(ids).logits
     # OPT's table of positions is quantized above
     assert_close(found, wanted, tolerance=0.02 if family.startswith("opt") else DECODER_LOGITS)
@@ -102,12 +107,17 @@ def solved_stream(path: Path, ids: Tensor) -> tuple[Tensor, Tensor]:
     return mine, others
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_second_half_of_all_rows_is_the_source_s(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path, ids = tiny_model(tmp_path_factory.getbasetemp(), family), texts(2, 140)
+    path = tiny_model(tmp_path_factory.getbasetemp(), family)
+    check_second_half(path, texts(2, 140), monkeypatch)
+
+
+@torch.no_grad()
+def check_second_half(path: Path, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it is the source's, whatever becomes of the matrices, and the first one is not."""
     monkeypatch.setattr(solving, "aimed", lambda w, *_: w)
     monkeypatch.setattr(
         solving,

@@ -1,4 +1,7 @@
-"""Mixtures whose experts have no gate: as transformers computes them, wherever they are."""
+"""Mixtures whose experts have no gate, or compute in a narrower space, wherever they are.
+
+As transformers computes them, where Nemotron H has both.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,34 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
 from qoff.checkpoint import Checkpoint, QuantEntry
+from qoff.engine import LLM
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.ragged import Ragged
 from qoff.memory.plan.units import is_expert
 from qoff.models import families
-from qoff.models.convert.builder import Builder
 from qoff.models.convert.convert import convert
-from qoff.models.convert.layerwise import Layerwise
-from qoff.models.convert.unconverted import Unconverted
 from qoff.models.families.corrected import FAMILIES, NAMES
 from qoff.models.families.family import Family
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
-from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
+from qoff.plan import Memory
 from qoff.plan.sizes import ModelSizes
-from qoff.quant import QuantConfig
+from tests.engine.test_allocations import PLAN, of_checkpoint
+from tests.engine.test_scratch import PLAN as ASKING
+from tests.engine.test_scratch import answered, asked, counted
 from tests.models.cpu_experts import HOOKS, Model, logits_of, opened
+from tests.models.test_calibrate import by_layers, check_second_half, texts
 from tests.models.test_expert_jobs import opened as opened_in_part
 from tests.models.test_expert_jobs import replayed, tokens
 from tests.models.test_runtime import logits_of as logits_of_batch
 from tests.models.test_streamed_experts import resident_logits
 from tests.models.test_triton_decoder import KV8
 from tests.tiny_families import TINY
-from tests.tiny_models import QUANT, _state
+from tests.tiny_models import QUANT, _state, budgets
 from tests.tolerances import DECODER_LOGITS, FLOAT16_LOGITS, assert_close
+
+__all__ = ["asked"]  # a fixture
 
 CONFIG: dict[str, Any] = TINY | {
     "model_type": "solar_open",
@@ -52,7 +58,7 @@ CONFIG: dict[str, Any] = TINY | {
     "head_dim": 64,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 256,  # experts are whole blocks of their files
+    "moe_intermediate_size": 512,  # experts are whole blocks of their files
     "n_shared_experts": 1,
     "n_group": 4,
     "topk_group": 2,
@@ -60,23 +66,25 @@ CONFIG: dict[str, Any] = TINY | {
 }
 
 
-def mixed(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a spec: Solar Open's, with other experts."""
-    fields = FAMILIES["solar_open"].fields(config)
-    experts = replace(fields["experts"], gated=False, activation="relu2")
-    return {**fields, "gated": False, "activation": "relu2", "experts": experts}
+@pytest.fixture(autouse=True, scope="module", params=[0, 64], ids=["whole", "narrower"])
+def latent(request: pytest.FixtureRequest) -> Iterator[int]:
+    """What transformers calls Solar Open is a family with other experts; their `latent_size`."""
 
+    def mixed(config: Any) -> dict[str, Any]:
+        fields, other = FAMILIES["solar_open"].fields(config), {"activation": "relu2"}
+        fields |= {**other, "gated": False}
+        experts = replace(fields["experts"], **other, gated=False, latent_size=request.param)
+        return {**fields, "experts": experts}
 
-@pytest.fixture(autouse=True, scope="module")
-def family() -> Iterator[None]:
-    """What transformers calls Solar Open is the family of these tests."""
-    found = Family("of tests", mixed, replace(NAMES, stacked_experts="bare-halves"))
+    modules = {"mlp.latent_in": "mlp.fc1_latent_proj", "mlp.latent_out": "mlp.fc2_latent_proj"}
+    modules |= NAMES.modules
+    names = replace(NAMES, modules=modules, stacked_experts="bare-halves")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "_family", lambda *_: found)
-        yield
+        patch.setattr(families, "_family", lambda *_: Family("of tests", mixed, names))
+        yield request.param
 
 
-def transformers_model() -> Any:
+def transformers_model(latent: int) -> Any:
     """That of transformers, with the mixtures of Nemotron H."""
     config = AutoConfig.for_model(**CONFIG)
     model = AutoModelForCausalLM.from_config(config)
@@ -85,7 +93,7 @@ def transformers_model() -> Any:
         num_local_experts=config.n_routed_experts,
         norm_topk_prob=config.norm_topk_prob,
         moe_shared_expert_intermediate_size=config.moe_intermediate_size,
-        moe_latent_size=None,
+        moe_latent_size=latent or None,
         mlp_hidden_act="relu2",
         mlp_bias=False,
         _experts_implementation="eager",
@@ -96,10 +104,10 @@ def transformers_model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(latent: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ungated")
     torch.manual_seed(0)
-    model = transformers_model()
+    model = transformers_model(latent)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=float("norm" in name), std=0.1)
@@ -117,8 +125,8 @@ def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(source, tmp_path_factory.mktemp("checkpoint") / "cpu", quant=QUANT, for_cpu=True)
 
 
-def test_the_logits_are_those_of_transformers(checkpoint: Path) -> None:
-    model = transformers_model()
+def test_the_logits_are_those_of_transformers(checkpoint: Path, latent: int) -> None:
+    model = transformers_model(latent)
     model.load_state_dict(dict(_state(Checkpoint.open(checkpoint))))
     ids = torch.arange(5, 22)[None]
     with torch.no_grad(), Runtime(checkpoint) as runtime:
@@ -129,20 +137,12 @@ def test_the_logits_are_those_of_transformers(checkpoint: Path) -> None:
     assert_close(found, wanted, tolerance=DECODER_LOGITS)
 
 
-def test_a_conversion_runs_what_transformers_runs(source: Path) -> None:
+@torch.no_grad()
+def test_a_conversion_runs_what_transformers_runs(source: Path, latent: int) -> None:
     """Layer by layer, as it solves matrices and measures what they lose."""
-    model, ids = transformers_model(), torch.arange(3, 43).view(2, 20)
+    model, ids = transformers_model(latent), texts(2, 20)
     model.load_state_dict(load_file(source / "model.safetensors"))
-    unconverted = Unconverted.of(open_source(source))
-    builder = Builder(unconverted.source, QuantConfig(), False)
-    run = Layerwise(unconverted.spec, ids)
-    outer = {w.name: builder.floats(w) for w in unconverted.units[-1][1]}
-    with torch.no_grad():
-        hidden = run.embedded(lambda name, ids: outer[name][ids])
-        for layer, (_, weights) in enumerate(unconverted.units[:-1]):
-            hidden = run.run(layer, {w.name: builder.floats(w) for w in weights}, hidden)
-        wanted = model(ids).logits.flatten(0, 1)
-    assert_close(run.logits(outer, hidden), wanted, tolerance=DECODER_LOGITS)
+    assert_close(by_layers(source, ids), model(ids).logits, tolerance=DECODER_LOGITS)
 
 
 def test_experts_are_found_in_one_tensor_and_apart(
@@ -166,22 +166,10 @@ def test_experts_are_found_in_one_tensor_and_apart(
         assert mine.path.read_bytes() == other.path.read_bytes()
 
 
-def test_solving_loses_less_than_rounding(source: Path, tmp_path: Path) -> None:
-    ids = torch.randint(3, 128, (8, 48), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for solver in ("rtn", "gptq"):
-        quant = QuantConfig(group_size=32, solver=solver)
-        given = ids if solver == "gptq" else None
-        path = convert(source, tmp_path / solver, quant=quant, calibration=given)
-        model = transformers_model()
-        model.load_state_dict(dict(_state(Checkpoint.open(path))))
-        with torch.no_grad():
-            losses.append(model(ids).logits.log_softmax(-1))
-    model.load_state_dict(load_file(source / "model.safetensors"))
-    with torch.no_grad():
-        truth = model(ids).logits.log_softmax(-1)
-    rounded, solved = (float((truth.exp() * (truth - one)).sum(-1).mean()) for one in losses)
-    assert solved < 0.8 * rounded
+def test_what_solves_matrices_is_given_what_the_source_gives(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_second_half(source, texts(2, 40), monkeypatch)
 
 
 @pytest.mark.parametrize("packing", ["rows16", "split32"])
@@ -219,6 +207,23 @@ def test_the_cpu_computes_them_beside_a_gpu(
             assert runtime.store.stats.experts.on_cpu
 
 
+def test_plans_count_the_memory_that_passes_take(checkpoint: Path) -> None:
+    bytes_, taken = of_checkpoint(checkpoint, PLAN)
+    assert taken <= bytes_ <= 2 * taken
+    sizes = ModelSizes.of_checkpoint(Checkpoint.open(checkpoint))
+    beside = Memory.of(PLAN, sizes.spec, sizes.shapes, tiled=True).total("device")
+    memory = beside + budgets(checkpoint)[0] + 3 * sizes.expert_bytes  # of 16 experts
+    bytes_, taken = of_checkpoint(checkpoint, replace(PLAN, device_memory=memory))
+    assert taken <= bytes_ <= 2 * taken
+
+
+def test_no_op_asks_for_more_than_a_plan_counts(checkpoint: Path, asked: list[int]) -> None:
+    with LLM(checkpoint, ASKING, device="cpu") as llm:
+        answered(llm)
+        whole = counted(llm)
+        assert max(asked) <= whole <= 2 * max(asked)
+
+
 def test_plans_count_the_products_of_what_there_is(checkpoint: Path) -> None:
     opened_one = Checkpoint.open(checkpoint)
     sizes = ModelSizes.of_checkpoint(opened_one)
@@ -233,8 +238,10 @@ def test_plans_count_the_products_of_what_there_is(checkpoint: Path) -> None:
     assert planned.expert_bytes == sizes.expert_bytes
 
 
-def test_an_activation_of_gate_and_up_wants_a_gate(checkpoint: Path) -> None:
+def test_what_experts_cannot_be_is_refused(checkpoint: Path) -> None:
     experts = DecoderSpec.from_config(Checkpoint.open(checkpoint).config).experts
     assert experts is not None
     with pytest.raises(UnsupportedModelError, match="hidden_act is 'clamped_swiglu'; supported"):
         replace(experts, activation="clamped_swiglu")
+    with pytest.raises(UnsupportedModelError, match="moe_latent_size is -1; supported"):
+        replace(experts, latent_size=-1)

@@ -124,10 +124,11 @@ class SimulatedLayer(Layer):
         each = len(run.input) * experts.spec.top_k / len(numbers)
         left, mixture, on_cpu = set(numbers), run.mixture, streamed.on_cpu
         future, others = None, False
+        inputs = run.input[:, : self._spec.expert_width]  # as many as all parts of the pass have
         if on_cpu is not None and layer in on_cpu.layers and on_cpu.computes(len(run.input)):
             if mixture.on_cpu is None:
                 mixture.on_cpu = _CpuPairs(self._simulated, on_cpu, layer)
-            future = mixture.on_cpu.add(_Wanted(numbers, each), run.input)
+            future = mixture.on_cpu.add(_Wanted(numbers, each), inputs)
             left -= mixture.on_cpu.numbers
             others = mixture.passes > 1
         mine = _Wanted(frozenset(left), each, future is None)
@@ -143,7 +144,7 @@ class SimulatedLayer(Layer):
             left -= set(wave.numbers)
             others = future is not None and any(one.passing for one in mixture.choices)
         if future is not None:
-            mixture.on_cpu.finish(future, _Wanted(numbers, each), run.input)
+            mixture.on_cpu.finish(future, _Wanted(numbers, each), inputs)
         mixture.done([mine])
         if len(numbers) > 1:
             x = chosen.choices[0].x

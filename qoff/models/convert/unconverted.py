@@ -62,7 +62,7 @@ class Unconverted:
         shape_of = partial(_shape_of, source)
         check_counts(spec, names, shape_of, source.path)
         if spec.experts is not None and any(spec.experts.layers):
-            sizes = spec.hidden_size, spec.experts.intermediate_size
+            sizes = spec.expert_width, spec.experts.intermediate_size
             names = as_shaped(names, spec.experts.layers.index(True), sizes, shape_of)
         if spec.tie_word_embeddings and _has_other_head(source, spec, names):
             spec = replace(spec, tie_word_embeddings=False)

@@ -13,11 +13,17 @@ class Choice:
     """What the router chose for some tokens, and what their experts gave so far."""
 
     part: slice  # of the pass's tokens
-    x: Tensor  # inputs of the experts, [M, H]
+    x: Tensor  # inputs of the experts, [M, W]
     ids: Tensor  # int64 [M, T], in host memory
     weights: Tensor  # [M, T]
-    weighted: Tensor | None = None  # [M, T, H], if not all came at once
+    weighted: Tensor | None = None  # [M, T, W], if not all came at once
     on_cpu: Tensor | None = None  # bool [experts], those that the CPU computes; None: none
+    before: Tensor | None = None  # what x is projected from, [M, hidden_size]; None: x is not
+
+    @property
+    def routed(self) -> Tensor:
+        """What the router was given, and the shared expert is."""
+        return self.x if self.before is None else self.before
 
     def slots(self, table: Tensor) -> Tensor:
         """Those of the experts in a wave, int64 [M, T]; -1 for others, and what the CPU computes.
@@ -40,7 +46,14 @@ class Chosen:
     def copy(self) -> Chosen:
         """The same in memory of its own."""
         choices = [
-            Choice(c.part, c.x.clone(), c.ids.clone(), c.weights.clone()) for c in self.choices
+            Choice(
+                c.part,
+                c.x.clone(),
+                c.ids.clone(),
+                c.weights.clone(),
+                before=None if c.before is None else c.before.clone(),
+            )
+            for c in self.choices
         ]
         return Chosen(choices, None if self.guesses is None else self.guesses.clone())
 

@@ -36,7 +36,7 @@ _NUMBERS = 48  # bytes of a pair: its place, its expert, its weight, and copies 
 class _Inputs:
     """What a choice gives the CPU, in host memory."""
 
-    x: Tensor  # [M, H]
+    x: Tensor  # [M, W]
     weights: Tensor  # [M, T]
     arrived: torch.cuda.Event | None  # when they are there; None: now
 
@@ -154,7 +154,7 @@ def _compute(
     inputs: Sequence[_Inputs],
     out: Tensor,
 ) -> Tensor:
-    """What pairs give, float32 [pairs, H], one after another: in the thread."""
+    """What pairs give, float32 [pairs, W], one after another: in the thread."""
     for one in inputs:
         if one.arrived is not None:
             one.arrived.synchronize()
@@ -188,19 +188,19 @@ def cpu_pairs_bytes(spec: DecoderSpec, tokens: Sequence[int], dtype: torch.dtype
     tokens: the most of each pass of a round. torch pins memory in powers of two.
     """
     assert spec.experts is not None
-    hidden, inner, top_k = spec.hidden_size, spec.experts.intermediate_size, spec.experts.top_k
+    width, inner, top_k = spec.expert_width, spec.experts.intermediate_size, spec.experts.top_k
     inputs = sum(
-        _power_of_two(count * hidden * dtype.itemsize) + _power_of_two(4 * count * top_k)
+        _power_of_two(count * width * dtype.itemsize) + _power_of_two(4 * count * top_k)
         for count in tokens
     )
     pairs = sum(tokens) * top_k
     rows = min(pairs, WAVE_PAIRS)
-    results = 2 * AHEAD * _power_of_two(4 * rows * hidden)
+    results = 2 * AHEAD * _power_of_two(4 * rows * width)
     groups = (min(GROUP_SIZES), min(GROUP_SIZES))
-    sizes = ExpertSizes(hidden, inner, hidden, groups)
+    sizes = ExpertSizes(width, inner, width, groups)
     scratch = sizes.nbytes(pool_threads(), rows, 1, spec.experts.count)
     numbers = _NUMBERS * (pairs + AHEAD * rows)
-    return inputs + results + numbers + rows * hidden * (4 + dtype.itemsize) + scratch
+    return inputs + results + numbers + rows * width * (4 + dtype.itemsize) + scratch
 
 
 def _power_of_two(nbytes: int) -> int:

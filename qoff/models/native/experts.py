@@ -44,9 +44,9 @@ class Experts:
         hidden: Tensor,
         into: Tensor | None = None,
     ) -> None:
-        """hidden += the weighted sum of the outputs of each token's experts, [M, hidden_size].
+        """hidden += the weighted sum of the outputs of each token's experts, [M, W].
 
-        x: their inputs. scores: the router's, [M, experts]. into: is the sum instead.
+        x: their inputs, [M, W]. scores: the router's, [M, experts]. into: is the sum instead.
         """
         gate_up, down = self._matrices(weights)
         mlp = self.spec.mlp(gate_up, down, *self._biases(weights))
@@ -58,10 +58,15 @@ class Experts:
         vectors = (vector(weights, name) for name in (CORRECTION, GAINS))
         return self._ops.route(scores, self._routing, *vectors)
 
-    def choice(self, x: Tensor, scores: Tensor, weights: Weights, part: slice) -> Choice:
-        """What the router chose for tokens whose experts come one by one."""
+    def choice(
+        self, routed: Tensor, x: Tensor, scores: Tensor, weights: Weights, part: slice
+    ) -> Choice:
+        """What the router chose for tokens whose experts come one by one.
+
+        routed: what it was given. x: what experts are.
+        """
         ids, shares = self.route(scores, weights)
-        return Choice(part, x, ids.cpu(), shares)
+        return Choice(part, x, ids.cpu(), shares, before=None if routed is x else routed)
 
     def in_waves(
         self,
@@ -75,7 +80,7 @@ class Experts:
     ) -> Steps:
         """hidden += the outputs of experts that come in waves, as `compute` would have it.
 
-        into: in place of the hidden states, [M, hidden_size]. on_cpu: experts that do not come for
+        into: in place of the hidden states, [M, W]. on_cpu: experts that do not come for
         passes of few tokens; the CPU computes them meanwhile.
 
         What a pair of a token and an expert gives is kept until all have come and summed in the

@@ -242,23 +242,29 @@ class Layer:
     ) -> Steps:
         """hidden += the chosen experts' outputs, and the shared one's, or the norm of their sum.
 
-        chosen: of experts that come one by one.
+        chosen: of experts that come one by one. Outputs in a narrower space are added up there.
         """
         experts, module = self._experts, "mlp.shared_expert"
         assert experts is not None
         parts, scale = self._parts(weights, run), self._spec.residual_scale
         into = torch.empty_like(run.input) if self._spec.sums_experts else None
+        outputs, width = into, self._spec.latent_width
+        if width:
+            outputs = run.input.new_empty(len(run.input), width)
         inputs: list[Tensor] = []
         if chosen is not None:
-            yield from self._streamed_experts(layer, experts, weights, run, chosen, into)
-            inputs = [choice.x for choice in chosen.choices]
+            yield from self._streamed_experts(layer, experts, weights, run, chosen, outputs)
+            inputs = [choice.routed for choice in chosen.choices]
         for i, part in enumerate(parts):
             sums = None if into is None else into[part]
+            found = None if outputs is None else outputs[part]
             if inputs:
                 x = inputs[i]
             else:
-                x, scores = yield from self._routed(run, weights, part)
-                experts.compute(x, scores, weights, run.input[part], sums)
+                x, narrow, scores = yield from self._routed(run, weights, part)
+                experts.compute(narrow, scores, weights, run.input[part], found)
+            if found is not None and width:
+                yield from self._widened(run, weights, part, found, sums)
             if sums is not None and experts.spec.beside:
                 yield from self._beside(layer, run, weights, part, sums)
                 continue
@@ -279,15 +285,32 @@ class Layer:
                 self._ops.norm(sums, norm, scale=scale, residual=hidden, out=hidden)
         return run.input
 
+    def _widened(
+        self, run: ForwardPass, weights: Weights, part: slice, found: Tensor, into: Tensor | None
+    ) -> Steps:
+        """hidden += what outputs of experts in a narrower space, added up, are projected to.
+
+        into: is that instead.
+        """
+        residual: Rows | None = "hidden" if into is None else None
+        out: Rows = "hidden" if into is None else into
+        return (
+            yield from self._linear(
+                run, weights, names.LATENT_OUT, found, residual=residual, out=out, part=part
+            )
+        )
+
     def _routed(
         self, run: ForwardPass, weights: Weights, part: slice
-    ) -> Generator[Unit, Weights, tuple[Tensor, Tensor]]:
-        """What experts of some tokens are given, and their router's scores."""
+    ) -> Generator[Unit, Weights, tuple[Tensor, Tensor, Tensor]]:
+        """What the shared and the chosen experts of some tokens are given, and router's scores."""
         inputs = self._routing_inputs(weights, run.input[part])
         assert inputs is not None
         x, routing = inputs
         scores = yield from self._exact_linear(run, weights, names.ROUTER, routing)
-        return x, scores
+        if not self._spec.latent_width:
+            return x, x, scores
+        return x, (yield from self._linear(run, weights, names.LATENT_IN, x, part=part)), scores
 
     def _routing_inputs(self, weights: Weights, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """What experts are given, which several matrices read, and their router.
@@ -338,8 +361,8 @@ class Layer:
         assert experts is not None
         choices = list[Choice]()
         for part in self._parts(weights, run):
-            x, scores = yield from self._routed(run, weights, part)
-            choices.append(experts.choice(x, scores, weights, part))
+            routed = yield from self._routed(run, weights, part)
+            choices.append(experts.choice(*routed, weights, part))
         streamed = cast(StreamedExperts, weights[EXPERTS])
         return Chosen(choices, self._guesses(experts, streamed, run.input[choices[-1].part]))
 

@@ -42,7 +42,8 @@ def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
     each = 3 * spec.hidden_width + spec.per_layer_width + per_layer_floats(spec) + spec.vocab_size
     each += stream_floats(spec) + 2 * spec.intermediate_size * any(spec.sparsity or ())
     if spec.experts is not None:  # what is chosen, and guessed, of those that come one by one
-        each += 3 * spec.hidden_size + 2 * spec.experts.count + 16 * spec.experts.top_k
+        each += 3 * (spec.hidden_size + spec.latent_width)
+        each += 2 * spec.experts.count + 16 * spec.experts.top_k
     return 4 * rows * passes * each
 
 
@@ -116,13 +117,17 @@ def layer_bytes(
         some = mlp_tokens(tokens, tiled, on_gpu=True)
         routed = some * (experts.count * (item + 12 + 16 * experts.judged) + experts.top_k * 24)
         routed += linear(some, experts.count, hidden)
-        sizes = (experts.top_k, experts.count, experts.intermediate_size, hidden)
+        width, latent = spec.expert_width, spec.latent_width
+        sizes = (experts.top_k, experts.count, experts.intermediate_size, width)
         shared = mlp(experts.shared_size) + 3 * aside if experts.shared_size else 0
         pairs = tokens * experts.top_k
-        waves = pairs * (4 * hidden + 32) + min(pairs, WAVE_PAIRS) * hidden * (item + 4)
+        waves = pairs * (4 * width + 32) + min(pairs, WAVE_PAIRS) * width * (item + 4)
         waves *= tiled
-        weighed = some * experts.top_k * hidden * (4 + item) * experts.weighs_input
+        weighed = some * experts.top_k * width * (4 + item) * experts.weighs_input
         summed = aside * spec.sums_experts
+        if latent:  # what experts are given, and the sums of what they give
+            routed += linear(some, latent, hidden) + linear(some, hidden, latent)
+            routed += 2 * tokens * latent * item
         if experts.beside:
             summed = rest + 4 * aside + 2 * normed
         rest = max(rest, routed + experts_bytes(some, *sizes) + weighed + shared + waves + summed)

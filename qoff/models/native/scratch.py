@@ -121,8 +121,8 @@ def _layer(spec: DecoderSpec, passes: Passes, threads: int) -> Iterator[int]:
             yield indexed.attend_bytes(threads, shape.head_dim, shape.latent, heads)
     if spec.experts is not None:
         experts, inner = spec.experts, spec.experts.intermediate_size
-        hidden, count = spec.hidden_size, experts.count
-        sizes = ExpertSizes(hidden, inner, hidden, (_GROUP, _GROUP))
+        width, count = spec.expert_width, experts.count
+        sizes = ExpertSizes(width, inner, width, (_GROUP, _GROUP))
         yield sizes.nbytes(threads, min(passes.tokens, MLP_TOKENS), experts.top_k, count)
         if passes.tiled:  # in waves, pair by pair
             yield sizes.nbytes(threads, together, experts.top_k, count)
