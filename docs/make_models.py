@@ -92,13 +92,13 @@ newest tokens: 16 KiB for a sequence and layer of LFM2 8B-A1B. What is said abov
 ### Mamba 2
 
 Most mixers of Granite 4, Bamba, Nemotron H and 3 are Mamba 2, a state space model. Its states take
-2.1 MiB for a sequence and layer of Nemotron 3 Nano, 4.1 MiB of Granite 4 H-Small. What is said above
-of states and of `--kv` holds here, too. `in_proj`, which makes the steps of what is forgotten as
-well, has the bits of other matrices; what else there is, is floats. A `config.json` with
+2.1 MiB for a sequence and layer of Nemotron 3 Nano, 4.1 MiB of Granite 4 H-Small. What is said
+above of states and of `--kv` holds here, too. `in_proj`, which makes the steps of what is forgotten
+as well, has the bits of other matrices; what else there is, is floats. A `config.json` with
 `mamba_proj_bias`, or bounds in `time_step_limit`, is refused.
 
-A layer of Nemotron has attention, Mamba, an MLP or experts: one of them. Single layers are counted
-as the model counts them, 52 in Nemotron 3 Nano.
+A layer of Nemotron has attention, Mamba, an MLP or experts: one of them. Experts of Nemotron 3
+Super get a narrower projection of the hidden states, and their sum is projected back.
 
 ### Gemma 4 and Gemma 3n
 

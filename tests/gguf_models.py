@@ -171,6 +171,8 @@ class GGUFModel:
         config["model_type"] = model_type or config["model_type"]
         config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
         kind = ARCHITECTURES[config["model_type"]]
+        if kind == ARCH.NEMOTRON_H and "moe" in config["layers_block_type"]:
+            kind = ARCH.NEMOTRON_H_MOE
         name = _NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[kind])
         found = cls(name, _metadata(config), {})
         names, plain = (  # layers without experts have Llama's names
@@ -427,6 +429,7 @@ def _renamed(
         else:
             yield name, values
     for name, experts in stacks.items():
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
         name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
         whole = "feed_forward" in name or name.startswith("model.")
         full = name if whole else f"model.{name}"

@@ -31,6 +31,7 @@ IN_HOST = {"kv_placement": KVPlacement(0, 1)}
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "qwen3-next-head64": [HALF, ON_DISK, IN_HOST | {"batch_size": 3, "batches": 1}],
     "lfm2": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],
+    "nemotron-h-moe": [HALF, ON_DISK, IN_HOST],  # layers without a mixer, and without an MLP
     "deepseek-v3": [
         HALF | {"draft_tokens": 3},
         ON_DISK,

@@ -75,6 +75,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
     },
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "nemotron-h-latent": {  # Mamba, experts without a gate in a narrower space
+        "num_attention_heads": 1,
+        "head_dim": 64,
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+    },
     "gemma3n": {  # several streams, sparse gates, K and V that others have appended
         "num_attention_heads": 2,
         "num_hidden_layers": 4,

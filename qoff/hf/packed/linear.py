@@ -50,9 +50,7 @@ def packed_linear(
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, packed: QTensor, bias: Tensor | None, matrix: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: QTensor, bias: Tensor | None, matrix: Any) -> Tensor:
         ctx.matrix = matrix
         return _forward(x, packed, bias)
 

@@ -106,9 +106,12 @@ def _nemotron_h(config: Any) -> Fields:
     }
     if "moe" not in kinds:
         return found
+    if config.mlp_bias:  # of experts, too
+        raise unsupported("mlp_bias", True, "false")
     experts = deepseek_experts(config, (kind == "moe" for kind in kinds))
     shared = config.moe_shared_expert_intermediate_size
-    experts = replace(experts, activation=act, gated=False, shared_size=shared)
+    latent = config.moe_latent_size or 0
+    experts = replace(experts, activation=act, gated=False, shared_size=shared, latent_size=latent)
     if "mlp" not in kinds:
         found["intermediate_size"] = shared
     return {**found, "experts": experts}
@@ -137,6 +140,8 @@ _NEMOTRON = TensorNames(
         "mlp.router": "mixer.gate",
         "mlp.router.correction": "mixer.gate.e_score_correction_bias",
         "mlp.shared_expert": "mixer.shared_experts",
+        "mlp.latent_in": "mixer.fc1_latent_proj",
+        "mlp.latent_out": "mixer.fc2_latent_proj",
     },
     embedding="model.embeddings.weight",
     norm="model.norm_f",
