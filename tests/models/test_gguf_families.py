@@ -396,7 +396,7 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
             FormatError,
             "expected a multiple of the embedding's",
         ),
-        ("nemotron-h-moe", {"expert_group_count": 3}, UnsupportedModelError, "are no 3 groups"),
+        ("nemotron-h-moe", {"feed_forward_length": [0, 32, 0, 16]}, FormatError, "4 layers 0, or"),
         ("lfm2", {"attention.sliding_window": 64}, UnsupportedModelError, "sliding_window is 64"),
         ("lfm2-moe", {"expert_gating_func": 1}, UnsupportedModelError, "func is 1; supported: 2"),
         ("glm4", {"rope.dimension_sections": [8, 4, 4]}, UnsupportedModelError, "dimensions"),
