@@ -14,6 +14,7 @@ from qoff.errors import FormatError, OpError, UnsupportedModelError
 from qoff.hf.packed.derived import QoffRouter
 from qoff.hf.packed.experts import PackedExperts, QoffExperts
 from qoff.hf.packed.linear import QoffLinear
+from qoff.hf.packed.own_experts import QoffOwnExperts
 from tests.hf.plugin_models import CONFIG, IDS, load, logits
 from tests.module_models import module_source
 from tests.tiny_families import EXPERTS, KINDS_OF_EXPERTS
@@ -44,7 +45,9 @@ def test_gradients_are_those_of_dequantized_experts(base: Path, family: str) -> 
     reference = reference_model(path)
     embedded = reference.get_input_embeddings()(IDS).detach()
     grads = []
-    for model in (load(path), reference):
+    packed = load(path)
+    assert not any(isinstance(m, QoffOwnExperts) for m in packed.modules())
+    for model in (packed, reference):
         x = embedded.clone().requires_grad_()
         model(inputs_embeds=x).logits.square().sum().backward()
         grads.append(x.grad)

@@ -22,6 +22,7 @@ from .linear import packed_linear
 from .module import CodesModule, packing_for, qtensor_of
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of transformers' experts modules
+UP = "up_proj"  # where there is no gate
 
 
 def packed_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
@@ -73,7 +74,7 @@ def _expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:
         None if bias is None else bias[e].detach() for bias in (mlp.gate_up_bias, mlp.down_bias)
     )
     z = packed_linear(x, mlp.gate_up.expert(e), of_gate_up)
-    return packed_linear(activate(z, mlp.activation), mlp.down.expert(e), of_down)
+    return packed_linear(activate(z, mlp.activation, mlp.gated), mlp.down.expert(e), of_down)
 
 
 def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
@@ -93,7 +94,7 @@ def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp)
         taken.contiguous(),
         topk_ids.contiguous(),
         topk_weights.detach().float().contiguous(),
-        ExpertsMlp(mlp.gate_up, mlp.down, mlp.activation, *biases),
+        ExpertsMlp(mlp.gate_up, mlp.down, mlp.activation, *biases, gated=mlp.gated),
     )
     return y.to(x.dtype)
 
@@ -132,7 +133,7 @@ class QoffExperts(nn.Module):
     @property
     def first(self) -> str:
         """The parameter whose matrices are multiplied by first."""
-        return GATE_UP
+        return GATE_UP if self.form.gated else UP
 
     @property
     def replaced(self) -> Any:
@@ -168,12 +169,13 @@ class QoffExperts(nn.Module):
 
     def mlp(self) -> ExpertsMlp:
         """What it computes with."""
-        matrices = self.matrices
-        gate_up, down = matrices[GATE_UP].qexperts, matrices[DOWN].qexperts
-        if not self.form.has_bias:
-            return ExpertsMlp(gate_up, down, self.form.activation)
-        bias = self._in_blocks(getattr(self, f"{GATE_UP}_bias"))
-        return ExpertsMlp(gate_up, down, self.form.activation, bias, getattr(self, f"{DOWN}_bias"))
+        found, form = self.matrices, self.form
+        matrices = found[self.first].qexperts, found[DOWN].qexperts
+        biases: tuple[Tensor, ...] = ()
+        if form.has_bias:
+            own, of_down = (getattr(self, f"{name}_bias") for name in (self.first, DOWN))
+            biases = self._in_blocks(own) if form.gated else own, of_down
+        return ExpertsMlp(*matrices, form.activation, *biases, gated=form.gated)
 
     def dense(self, dtype: torch.dtype) -> nn.Module:
         """The module that it replaced, with dequantized weights."""
@@ -238,10 +240,11 @@ class ExpertsForm(NamedTuple):
     halves: bool  # rows of gate before those of up, else in turn
     activation: str
     kind: type[QoffExperts] = QoffExperts  # what takes its place
+    gated: bool = True
 
 
 def form_of(module: nn.Module, activation: str) -> ExpertsForm | None:
-    """That of experts of transformers' interface, gated, and nothing more, and of Llama 4's.
+    """That of experts of transformers' interface, without norms, and of Llama 4's.
 
     None: a module is no such.
     """
@@ -249,9 +252,9 @@ def form_of(module: nn.Module, activation: str) -> ExpertsForm | None:
         return ExpertsForm(False, True, True, activation, QoffWeighedExperts)
     known = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
     own: Any = module
-    if not all(hasattr(own, x) for x in known) or not own.has_gate:
+    if not all(hasattr(own, x) for x in known):
         return None
     if getattr(own, "has_post_expert_norm", False):  # which transformers knows since 5.20
         return None
     flags = bool(own.has_bias), bool(own.is_transposed), bool(own.is_concatenated)
-    return ExpertsForm(*flags, activation)
+    return ExpertsForm(*flags, activation, gated=bool(own.has_gate))

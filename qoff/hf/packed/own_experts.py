@@ -14,8 +14,6 @@ from qoff.models.modules.structure import is_experts
 from .experts import ExpertsForm, QoffExperts
 from .linear import packed_linear
 
-UP = "up_proj"  # where there is no gate
-
 
 class QoffOwnExperts(QoffExperts):
     """One expert after another, between whose matrices is what transformers' module has there.

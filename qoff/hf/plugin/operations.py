@@ -15,9 +15,8 @@ from qoff.checkpoint import Checkpoint, read_weight
 from qoff.checkpoint.layout import CODES, SCALE_MIN, TensorEntry, WeightFile
 from qoff.errors import FormatError, QoffError
 from qoff.hf.packed.derived import is_router
-from qoff.hf.packed.experts import DOWN, GATE_UP, stacked
+from qoff.hf.packed.experts import DOWN, GATE_UP, UP, stacked
 from qoff.hf.packed.module import packing_for, qtensor_of
-from qoff.hf.packed.own_experts import UP
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.models.modules.structure import is_conv1d
 from qoff.quant import QuantConfig, quantize
