@@ -168,13 +168,16 @@ class SimulatedOps:
         qk: Tensor,
         weights: Tensor,
         shape: IndexShape,
-        cache: LayerCache,
+        cache: Any,
         ragged: Ragged,
         *,
         out: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        self._attend(shape.keys, cache, ragged)
+        if isinstance(cache, DeviceLayerCache):
+            self._attend_on_gpu(shape.keys, cache, ragged)
+        else:
+            self._attend(shape.keys, cache, ragged)
         return qk.new_empty(len(qk), shape.top, dtype=torch.int32) if out is None else out
 
     def delta(
