@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
@@ -23,6 +25,7 @@ triton_ops = triton_module("ops")
 choose = triton_module("indexed.choose")
 select = triton_module("indexed.select")
 attend = triton_module("indexed.attend")
+bound = triton_module("launch.bound")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
@@ -30,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 INDEX = IndexShape(heads=16, dim=64, rope_dim=32, top=40)
 FORM = KVFormat(64, 8, 8, latent=32)
 SIZES = [(2, 5), (0, 30), (0, 0), (1, 64)]  # blocks and recent tokens of each sequence
-PREFILL = [35, 20, 0, 1]
+PREFILL = [15, 20, 0, 1]
 
 
 def random_lists(cache: DeviceLayerCache, top: int) -> Tensor:
@@ -162,6 +165,52 @@ def test_lists_are_cut_to_fill_the_processors() -> None:
     assert attend.cut(60, 2048, 132, config) == (2, 1024)
     assert attend.cut(600, 2048, 132, config) == (1, 2048)
     assert attend.cut(4, 50, 132, config) == (1, 128)
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors that torch allocates within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, torch.UntypedStorage] = {}  # alive, so that no address repeats
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if type(x) is Tensor}
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if type(x) is Tensor and x.untyped_storage().data_ptr() not in given:
+                self._storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return found
+
+
+@pytest.mark.parametrize("together", [1 << 20, 5 * 4 * 256])
+def test_what_is_allocated_was_counted(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_SCORES", together)
+    monkeypatch.setattr(bound.BoundKernel, "__call__", lambda *_: None)
+    for name in ("turn", "keep_latents"):  # which allocate nothing
+        monkeypatch.setattr(choose, name, lambda *_, **__: None)
+    shape = HeadShape(3, 1, 96, 0.1, latent=64)
+    for counts in (None, PREFILL):
+        cache = random_cache(FORM, 1, SIZES, rows=counts)
+        rows = len(cache.step.positions)
+        step = replace(cache.step, order=torch.randperm(rows))
+        cache = replace(cache, step=step)
+        qk, weights = torch.randn(rows, INDEX.width).half(), torch.randn(rows, INDEX.heads).half()
+        out = torch.empty(rows, INDEX.top, dtype=torch.int32)
+        with Allocated() as allocated:
+            choose.choose(qk, weights, INDEX, cache, None, out)
+        longest = choose.most_tokens(step, 64)
+        assert 0 < allocated.nbytes <= choose.choose_bytes(rows, longest, INDEX, qk.dtype)
+        latents = random_cache(KVFormat(96, latent=64), 1, SIZES, rows=counts)
+        q, k = torch.randn(rows, 4, 96).half().split([3, 1], 1)
+        with Allocated() as allocated:
+            attend.chosen_attention(q, k, latents, shape, out)
+        sizes = rows, 3, INDEX.top, latents.form, q.dtype, q.device
+        assert 0 < allocated.nbytes <= attend.chosen_attention_bytes(*sizes)
 
 
 def test_refusals() -> None:
