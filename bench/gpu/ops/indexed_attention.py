@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from bench.gpu.case import BOUNDS, Check, PreparedCase, TimedCase, dtypes, relative_rms, short
 from bench.gpu.model_shapes import ModelShape
 from bench.gpu.operands import random_cache
+from bench.gpu.ops import latent_attention
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.index import IndexShape
@@ -41,7 +43,8 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
             error = partial(_choice_error, index, pasts, rows, dtype, device)
             yield Check(OP, f"{short(dtype)} choice, {rows} rows", error, 2 * BOUNDS[dtype])
             for heads in (3,) if tiny else (128, 20):
-                error = partial(_error, form, heads, index.top, pasts, rows, dtype, device)
+                operands = form, heads, index.top, pasts, rows, dtype, device
+                error = partial(_error, partial(problem, *operands))
                 name = f"{short(dtype)} {heads} heads, {rows} rows"
                 yield Check(OP, name, error, 2 * BOUNDS[dtype])
 
@@ -60,25 +63,16 @@ def index_problem(
 
 
 def problem(
-    form: KVFormat,
-    heads: int,
-    top: int,
-    pasts: list[int],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    form: KVFormat, heads: int, top: int, pasts: list[int], rows: int, *on: Any
 ) -> _Attention:
-    """What attention takes, with lists of tokens drawn at random."""
-    new = None if rows == 1 else [rows] * len(pasts)
-    cache = random_cache(form, 1, pasts, dtype, device, new)
-    both = torch.randn(rows * len(pasts), heads + 1, form.head_dim, device=device).to(dtype)
-    shape = HeadShape(heads, 1, form.head_dim, form.head_dim**-0.5, latent=form.latent)
-    chosen = torch.zeros(len(both), top, dtype=torch.int32, device=device)
+    """What attention takes, with lists of tokens drawn at random. on: a dtype and a device."""
+    q, k, cache, shape = latent_attention.problem(form, heads, pasts, rows, *on)
+    chosen = torch.zeros(len(q), top, dtype=torch.int32, device=q.device)
     for listed, position in zip(chosen, cache.step.positions.tolist(), strict=True):
         count = min(top, position + 1)
-        drawn = torch.randperm(position + 1, device=device)[:count]
+        drawn = torch.randperm(position + 1, device=q.device)[:count]
         listed[:count] = drawn.sort().values
-    return both[:, :heads], both[:, heads:], cache, shape, chosen
+    return q, k, cache, shape, chosen
 
 
 def _choice_error(
@@ -103,16 +97,8 @@ def _choice_error(
     return worst
 
 
-def _error(
-    form: KVFormat,
-    heads: int,
-    top: int,
-    pasts: list[int],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float:
-    operands = problem(form, heads, top, pasts, rows, dtype, device)
+def _error(build: Callable[[], _Attention]) -> float:
+    operands = build()
     return relative_rms(chosen_attention(*operands), reference.chosen_attention(*operands))
 
 
