@@ -28,17 +28,13 @@ def variants(capability: int) -> Iterator[Variant]:
             yield _scores(name, index, types[-1], rows, capability)
     for tokens in (4096, 1 << 17):
         yield _select(tokens)
-    if (
-        capability < 80
-    ):  # without tensor cores a tile of any size takes more registers than there are
-        return
     for dtype, form, heads, rows in (
         ("fp16", KVFormat(576, 8, 8, latent=512), 128, 1),
         ("fp16", _FORM, 16, 1),
         (types[-1], _FORM, 128, 1),
         (types[-1], _FORM, 128, 512),
     ):
-        yield _attention(dtype, form, heads, rows)
+        yield _attention(dtype, form, heads, rows, capability)
 
 
 def _scores(model: str, index: IndexShape, dtype: str, rows: int, capability: int) -> Variant:
@@ -47,9 +43,8 @@ def _scores(model: str, index: IndexShape, dtype: str, rows: int, capability: in
     weights = empty(DTYPES[dtype], rows, index.heads)
     scores = empty(torch.float32, rows, 1 << 15)
     launch = partial(index_scores, qk, weights, cache, index, range(rows), scores)
-    traits = frozenset({TENSOR_CORES} if capability >= 80 else ())
     name = f"scores-{dtype}-{model}-{rows}rows"
-    return Variant("indexed_attention", name, "index_scores_kernel", launch, traits)
+    return Variant("indexed_attention", name, "index_scores_kernel", launch, _traits(capability))
 
 
 def _select(tokens: int) -> Variant:
@@ -59,11 +54,15 @@ def _select(tokens: int) -> Variant:
     return Variant("indexed_attention", f"select-fp32-{tokens}", "index_select_kernel", launch)
 
 
-def _attention(dtype: str, form: KVFormat, heads: int, rows: int) -> Variant:
+def _attention(dtype: str, form: KVFormat, heads: int, rows: int, capability: int) -> Variant:
     cache = cache_of(form, dtype, rows)
     shape = HeadShape(heads, 1, form.head_dim, 0.125, latent=form.latent)
     q, key = empty(DTYPES[dtype], rows, heads + 1, form.head_dim).split([heads, 1], 1)
     launch = partial(chosen_attention, q, key, cache, shape, empty(torch.int32, rows, 2048))
     name = f"{dtype}-k{form.k_bits}-{heads}heads-{rows}rows"
-    traits = frozenset({TENSOR_CORES})
-    return Variant("indexed_attention", name, "chosen_attention_kernel", launch, traits)
+    kernel = "chosen_attention_kernel"
+    return Variant("indexed_attention", name, kernel, launch, _traits(capability))
+
+
+def _traits(capability: int) -> frozenset[str]:
+    return frozenset({TENSOR_CORES} if capability >= 80 else ())

@@ -19,7 +19,7 @@ from qoff.kernels.triton.attention.select_blocks import ordered
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import next_power_of_2
 
-_CHUNK = 4096  # scores of a program at a time, at most
+_CHUNK = 2048  # scores of a program at a time, at most
 _BINS = tl.constexpr(256)  # of a digit of eight bits
 _SIGN = tl.constexpr(-(2**31))
 
@@ -101,5 +101,5 @@ def index_select(
 
 @cache
 def _bound(top: int, chunk: int) -> BoundKernel:
-    warps = max(1, min(16, chunk // 256))
+    warps = max(1, min(8, chunk // 256))
     return BoundKernel(index_select_kernel, TOP=top, CHUNK=chunk, num_warps=warps, num_stages=1)
