@@ -58,21 +58,20 @@ def index_select_kernel(
     least = tl.zeros([], tl.uint32)
     known = tl.zeros([], tl.uint32)  # which bits of it are
     wanted = tl.full([], TOP, tl.int32)  # of those that agree with it
-    for step in tl.static_range(4):
+    for step in range(4):
+        shift = 24 - 8 * step
         found = tl.zeros([_BINS], tl.int32)
         for begin in range(0, count, CHUNK):
             at = begin + lane
             key = _load_keys(source, at, count)
             agrees = (at < count) & ((key & known) == least)
-            found += tl.histogram(
-                ((key >> (24 - 8 * step)) & (_BINS - 1)).to(tl.int32), _BINS, mask=agrees
-            )
+            found += tl.histogram(((key >> shift) & (_BINS - 1)).to(tl.int32), _BINS, mask=agrees)
         above = tl.sum(found) - tl.cumsum(found)  # with a larger digit
         # The smallest digit with fewer than `wanted` above it.
         best = tl.min(tl.where(above < wanted, digit, _BINS - 1))
         wanted -= tl.sum(tl.where(digit == best, above, 0))
-        least |= best.to(tl.uint32) << (24 - 8 * step)
-        known |= tl.full([], _BINS - 1, tl.uint32) << (24 - 8 * step)
+        least |= best.to(tl.uint32) << shift
+        known |= tl.full([], _BINS - 1, tl.uint32) << shift
     taken = tl.zeros([], tl.int32)
     for begin in range(0, count, CHUNK):
         at = begin + lane
