@@ -64,8 +64,8 @@ Sparse Attention). Its keys are cached beside the latents, 8 bits each whatever 
 same tiers: 136 bytes a token and layer. Shorter sequences attend to all their tokens. In GLM 5.2
 most layers attend to what an earlier one chose. `attention_top` below 1 is refused.
 
-GPUs have no kernel for the choice. They run these models up to the number of tokens that would be
-chosen, `index_topk`, and refuse longer sequences. Weights of the index are loaded all the same.
+On a GPU the choice is among tokens that are there. KV blocks in host memory or on disk come there
+for each pass, never to the CPU: `cpu_attention="always"` is refused where some are off the GPU.
 
 ### Linear attention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bench.variants import attention, elementwise, latent, linear, moe, recurrent
+from bench.variants import attention, elementwise, indexed, latent, linear, moe, recurrent
 from bench.variants.variant import Variant
 
 
@@ -15,7 +15,7 @@ def shipped(capability: int, few: bool = False) -> Iterable[Variant]:
     are larger.
     """
     found: dict[object, Variant] = {}
-    for module in (linear, moe, elementwise, attention, latent, recurrent):
+    for module in (linear, moe, elementwise, attention, latent, indexed, recurrent):
         for variant in module.variants(capability):
             like = (variant.kernel, variant.dtype, variant.traits, variant.compact)
             found[like if few else len(found)] = variant

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -120,6 +122,47 @@ def prefill_attention(
         )
         outs[rows], lses[rows] = _attend(q[rows], first, first_key, new_k, new_v, shape, sinks)
     return outs, lses
+
+
+def chosen_attention(
+    q: Tensor, k: Tensor, cache: DeviceLayerCache, shape: HeadShape, chosen: Tensor
+) -> Tensor:
+    """Attention of the rows of a pass to the latents that they chose: [T, Hq, latent].
+
+    q, k: as for `prefill_attention`; in a pass of at most one token a sequence keys are in the ring
+    already. chosen: int32 [T, top], positions, of a row at one below `top` all up to its own.
+    """
+    outs = q.new_zeros(*q.shape[:2], cache.form.value_dim)
+    for rows, first, keys in device_keys(k, cache):
+        seen = torch.zeros(rows.stop - rows.start, len(keys), dtype=torch.bool, device=q.device)
+        for own, listed, end in zip(
+            seen, chosen[rows], range(first + 1, len(keys) + 1), strict=True
+        ):
+            own[listed[:end].long()] = True
+        values = latent_values(keys, cache.form.latent)
+        args = q[rows], keys[None], values[None], first, 0, shape, None, seen[None]
+        outs[rows] = attend(*args)[0]
+    return outs
+
+
+def device_keys(k: Tensor, cache: DeviceLayerCache) -> Iterator[tuple[slice, int, Tensor]]:
+    """Of each sequence with new tokens their rows, the first one's position, and all its keys.
+
+    k: [T, 1, D], the new ones, which in a pass of at most one a sequence are in the ring already.
+    Keys are float32 [n, D] and begin at position 0.
+    """
+    step = cache.step
+    decodes = step.max_rows <= 1
+    ends = (step.length if decodes else step.start).tolist()
+    row_start = step.row_start.tolist()
+    for s, end in enumerate(ends):
+        rows = slice(row_start[s], row_start[s + 1])
+        if rows.start == rows.stop:
+            continue
+        keys = _cached(s, end, cache)[1][0]
+        if not decodes:
+            keys = torch.cat((keys, k[rows, 0].to(keys.dtype)))
+        yield rows, end - decodes, keys
 
 
 def _cached(s: int, end: int, cache: DeviceLayerCache) -> tuple[int, Tensor, Tensor]:

@@ -42,11 +42,16 @@ def choose(
         if span.past + span.count <= shape.top:
             continue
         keys = remembered(cache, span)[0][0].to(qk.dtype)
-        scores = torch.einsum("thd,kd->thk", query[rows], keys).relu()
-        scores = torch.einsum("thk,th->tk", scores, weights[rows])
+        scores = index_scores(query[rows], keys, weights[rows])
         positions = torch.arange(span.past, span.past + span.count)
         scores.masked_fill_(torch.arange(len(keys)) > positions[:, None], -torch.inf)
         late = positions >= shape.top
         best = scores[late].sort(dim=-1, descending=True, stable=True).indices[:, : shape.top]
         chosen[rows][late] = best.sort(-1).values.int()
     return chosen
+
+
+def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Scores of keys [n, D] by queries [T, heads, D] and weights [T, heads] of an index: [T, n]."""
+    products = torch.einsum("thd,kd->thk", query, keys).relu()
+    return torch.einsum("thk,th->tk", products, weights)

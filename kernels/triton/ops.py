@@ -34,6 +34,7 @@ from qoff.kernels.reference.streams import correct, matched, predict, sparse_gat
 from .attention.offloaded import joined_bytes
 from .attention.op import attend_to_heads, heads_bytes
 from .elementwise.rms_norm import rms_norm
+from .indexed import choose as indexed
 from .latent.op import attend_to_latents, latents_bytes
 from .latent.products import absorb, expand
 from .linear import linear
@@ -49,7 +50,6 @@ CACHE = "device"
 USES_OUT = False
 RECORDER = None  # CUDA graphs are
 ACTIVATION_BITS: tuple[int, ...] = (16,)
-_NO_INDEX = "no kernel for a GPU chooses tokens by an index of keys; use device='cpu'"
 
 __all__ = [
     "ACTIVATION_BITS",
@@ -229,11 +229,10 @@ def attention(
     and sin, float32 [positions, R / 2], on the device. q_norm, k_norm: [head_dim], any float dtype,
     or of all heads (see the reference). sinks: float32 [heads], scores of a key without a value.
     out: contiguous. Returns [M, heads * value_dim] in the dtype of qkv; with blocks in host memory,
-    it returns when the CPU has attended to them. Raises OpError, also for `chosen`, which only a
-    CPU has.
+    it returns when the CPU has attended to them. chosen: of `choose`, with latents. Raises OpError.
     """
-    if chosen is not None:
-        raise OpError(_NO_INDEX)
+    if chosen is not None and not shape.latent:
+        raise OpError("tokens that an index chooses are attended to with latents")
     dtypes, device = (cache.recent_k.dtype,), cache.recent_k.device
     width = ("M", shape.qkv_width)
     require("qkv", qkv, dtypes, width, device, rows_apart=not shape.latent)
@@ -247,7 +246,7 @@ def attention(
             qkv, q_norm, k_norm = norm_all_heads(qkv, shape, q_norm, k_norm), None, None
         rows = qkv if step.order is None else qkv[step.order]
         if shape.latent:
-            attended = attend_to_latents(rows, shape, cache, rotary, sinks).flatten(1)
+            attended = attend_to_latents(rows, shape, cache, rotary, sinks, chosen).flatten(1)
         else:
             norms = (q_norm, k_norm)
             attended = attend_to_heads(rows, shape, cache, rotary, norms, sinks).flatten(1)
@@ -268,8 +267,9 @@ def choose(
     rotary: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.index.choose`. Raises OpError: `DecoderSpec.for_gpu` does without."""
-    raise OpError(_NO_INDEX)
+    """Choose tokens by an index, and append its new keys: see `indexed.choose.choose`."""
+    with torch.cuda.device_of(qk):
+        return indexed.choose(qk, weights, shape, cache, rotary, out)
 
 
 def attention_bytes(
@@ -284,15 +284,18 @@ def attention_bytes(
     offloaded: bool = False,
     values_rotated: bool = False,
     top: float = 1.0,
+    chosen: int = 0,
 ) -> int:
     """The most bytes `attention` allocates, its result included, as if it freed nothing.
 
     For up to `tokens` tokens of `sequences` sequences that have up to `blocks` packed blocks each.
     offloaded: some are attended on the CPU. values_rotated: the cache's V are. top: of the cache.
+    chosen: tokens that an index chooses for each, 0 without one.
     """
     joined = joined_bytes(tokens, shape, dtype) if offloaded else 0
     if shape.latent:
-        return joined + latents_bytes(tokens, blocks, shape, form, dtype, device, offloaded)
+        how = offloaded, chosen
+        return joined + latents_bytes(tokens, blocks, shape, form, dtype, device, *how)
     several = tokens, sequences, blocks
-    how = values_rotated, top, offloaded
-    return joined + heads_bytes(*several, shape, form, dtype, device, *how)
+    of_heads = values_rotated, top, offloaded
+    return joined + heads_bytes(*several, shape, form, dtype, device, *of_heads)

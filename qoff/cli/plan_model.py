@@ -29,11 +29,11 @@ def sizes_of(
 
     there = checkpoint_of(model)
     if there is not None:
-        return ModelSizes.of_checkpoint(there, on_gpu)
+        return ModelSizes.of_checkpoint(there)
     config = config_of(model)
     packing = "split32" if on_gpu else "rows16"
     quant = QuantConfig(**vars(weights), packing=packing, weights=mixed or {})
-    return ModelSizes.of(read_object(config), quant, on_gpu)
+    return ModelSizes.of(read_object(config), quant)
 
 
 def folder_of(model: str) -> Path | None:

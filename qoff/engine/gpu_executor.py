@@ -18,10 +18,9 @@ from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.native.caches import new_states
-from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 from qoff.plan.cost import CostModel
-from qoff.plan.gpu import check_gpu_plan, memory_on_gpu
+from qoff.plan.gpu import check_gpu_plan, decided_on_gpu, memory_on_gpu
 from qoff.plan.gpu_scratch import scratch_sizes
 from qoff.plan.machine import known_profile
 from qoff.plan.profile import MachineProfile
@@ -49,18 +48,16 @@ class GpuExecutor(Executor):
         return read + (0.0 if prefetcher is None else prefetcher.ring.wait_s)
 
     def _decided(self, plan: Plan, checkpoint: Checkpoint) -> Plan:
+        plan = decided_on_gpu(plan, self._spec_of(checkpoint))
         if not plan.cpu_experts or plan.cpu_expert_tokens is not None:
             return plan
-        sizes = ModelSizes.of_checkpoint(checkpoint, on_gpu=True)
+        sizes = ModelSizes.of_checkpoint(checkpoint)
         machine = self._machine(plan, checkpoint)
         cost = CostModel(sizes, machine, Workload(), plan.kv, self.dtype.itemsize)
         if cost.mixture is None:  # which `Runtime` refuses
             return plan
         together = plan.batches if plan.schedule == "block" else 1
         return replace(plan, cpu_expert_tokens=cost.cpu_expert_tokens(together))
-
-    def _spec_of(self, checkpoint: Checkpoint) -> DecoderSpec:
-        return super()._spec_of(checkpoint).for_gpu()
 
     def _machine(self, plan: Plan, checkpoint: Checkpoint) -> MachineProfile:
         """What was measured of this one; without that, rates that most machines reach."""

@@ -22,6 +22,5 @@ def running_plan(executor: Executor, machine: MachineProfile | None = None) -> R
     if machine is None:
         folder = plan.spill_folder or Path(tempfile.gettempdir())
         machine = known_profile(executor.device, checkpoint.path, folder)
-    residency, on_gpu = executor.runtime.residency, executor.memory.on_gpu is not None
-    sizes = ModelSizes.of_checkpoint(checkpoint, on_gpu)
+    residency, sizes = executor.runtime.residency, ModelSizes.of_checkpoint(checkpoint)
     return RunningPlan(sizes, plan, executor.memory, residency, machine, executor.dtype)

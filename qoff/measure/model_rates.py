@@ -73,8 +73,6 @@ def check(path: Path, setups: Sequence[Setup], cases: Sequence[Case], **options:
     checkpoint = Checkpoint.open(path)
     if not is_modules(checkpoint):  # which are known to their own decoder alone
         spec = DecoderSpec.from_config(checkpoint.config)
-        if resolve_device(options.get("device", "auto")).type == "cuda":
-            spec = spec.for_gpu()
         longest = max(cases, key=lambda case: case.positions)
         limit = spec.position_limit
         if limit is not None and longest.positions > limit:

@@ -120,11 +120,6 @@ class AdapterFile:
             # Models that a checkpoint is a part of have more in front, or less.
             mine = [x for x in there if f".{called}".endswith(f".{x}")]
             mine = mine or [x for x in there if x.endswith(f".{called}")]
-            if not mine and spec.all_attended and ".indexer." in called:
-                raise UnsupportedModelError(
-                    f"{self.path}: adapts {called[:200]}, which chooses tokens, and a GPU runs "
-                    "this model without; leave it out, or use device='cpu'"
-                )
             if not mine:
                 raise UnsupportedModelError(
                     f"{self.path}: adapts {called[:200]}, which is no linear layer of this model's "

@@ -131,7 +131,6 @@ class Runtime:
         else:
             spec = DecoderSpec.from_config(self.checkpoint.config)
             check_checkpoint(spec, self.checkpoint)
-            spec = spec.for_gpu() if ops.CACHE == "device" else spec
             check_kv(spec, kv, ops.CACHE == "device")
             ops = self._scratched(ops, scratch, where, hidden, device_memory)
             replays = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any, Literal, Self
@@ -87,7 +87,6 @@ class DecoderSpec:
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
-    all_attended: int = 0  # tokens of a sequence that are all attended to, and no more; 0: any
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
     recurrent: LinearSpec | ShortConvSpec | MambaSpec | None = None  # of layers for attention
     # Per layer, whether it has attention or what is in its place; an MLP or experts. None: all do.
@@ -226,12 +225,9 @@ class DecoderSpec:
     def position_limit(self) -> int | None:
         """Tokens that a sequence may have; None: as many as there is memory for.
 
-        Beyond it a learned table ends, the frequencies of a kind of RoPE would change, or tokens
-        would have to be chosen on a GPU.
+        Beyond it a learned table ends, or the frequencies of a kind of RoPE would change.
         """
         limits = [self.learned_positions - self.position_offset] if self.learned_positions else []
-        if self.all_attended:
-            limits.append(self.all_attended)
         for rope in (self.rope, self.local_rope):
             if rope is not None and rope.kind == "dynamic":
                 limits.append(self.max_position_embeddings)
@@ -241,20 +237,7 @@ class DecoderSpec:
 
     def check_positions(self, tokens: int) -> None:
         """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
-        limit = self.position_limit
-        if limit is not None and limit == self.all_attended < tokens:
-            raise ContextLengthError(
-                f"this {self.model_type} model is run up to {limit} tokens a sequence on a GPU, "
-                f"prompt and answer, not {tokens}: beyond these an index chooses tokens, which no "
-                "kernel for a GPU does yet; use a shorter one, or device='cpu' (--device cpu)"
-            )
-        check_length(tokens, limit, self.model_type)
-
-    def for_gpu(self) -> Self:
-        """As a GPU runs it: without an index, up to as many tokens as that would choose."""
-        if self.index is None:
-            return self
-        return replace(self, index=None, all_attended=self.index.top)
+        check_length(tokens, self.position_limit, self.model_type)
 
     def query_scale_of(self, layer: int) -> QueryScale | None:
         """How a layer scales its queries by position."""

@@ -53,7 +53,7 @@ def default_plan(
     plain = plain or Plan()
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
-    sizes = ModelSizes.of_checkpoint(checkpoint, on_gpu=device.type == "cuda")
+    sizes = ModelSizes.of_checkpoint(checkpoint)
     spill = _spill_folder()
     usable = _usable(device, spill, share)
     try:

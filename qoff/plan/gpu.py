@@ -15,6 +15,7 @@ from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
 from qoff.kernels.layout.layer_cache import kept_blocks
 from qoff.kernels.processor import pool_threads
 from qoff.kernels.triton.attention.offloaded import chosen_bytes, host_bytes
+from qoff.kernels.triton.indexed.choose import choose_bytes
 from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
 from qoff.kernels.triton.moe.experts import experts_bytes
 from qoff.kernels.triton.ops import attention_bytes, states_bytes
@@ -53,6 +54,22 @@ def check_gpu_plan(plan: Plan) -> None:
     ]
     if wrong:
         raise ArgumentError(f"not supported on a GPU: {'; '.join(wrong)}")
+
+
+def decided_on_gpu(plan: Plan, spec: DecoderSpec) -> Plan:
+    """The plan, with what the model leaves no choice in.
+
+    An index chooses among tokens that are on the GPU, so offloaded blocks come there. Raises
+    ArgumentError where the CPU should attend to them.
+    """
+    if spec.index is None or not attends_on_host(plan):
+        return plan
+    if plan.cpu_attention == "always":
+        raise ArgumentError(
+            "cpu_attention='always' (--cpu-attention always), but an index of this model chooses "
+            "among tokens that are on the GPU, where offloaded KV blocks come: use 'never'"
+        )
+    return replace(plan, cpu_attention="never")
 
 
 def memory_on_gpu(
@@ -202,10 +219,16 @@ def _pass_bytes(
             offloaded=attends_on_host(plan),
             values_rotated=plan.kv.values_rotated,
             top=plan.kv.attention_top,
+            chosen=spec.chosen_width,
         )
         for shape, form in kinds
+        if not shape.indexes
     )
     tokens = plan.pass_tokens
+    if spec.index is not None:
+        ring = plan.kv.window + BLOCK_TOKENS
+        longest = plan.blocks_per_sequence * BLOCK_TOKENS + ring + tokens
+        attention += choose_bytes(tokens, longest, spec.index.shape, dtype)
 
     def linear(count: int, rows: int, columns: int, gated: bool = True) -> int:
         own = scratch_bytes(count, rows, columns, device, piece) if piece else 0

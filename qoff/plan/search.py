@@ -75,7 +75,8 @@ def find_plan(
     certifier = _certifier(sizes, machine, workload, template, dtype, counted)
     cost = certifier.cost
     on_cpu = cost.mixture is not None and cost.weight_bytes > machine.usable[DEVICE]
-    choices = choices_for(workload, machine.on_gpu, like, on_cpu, places)
+    indexed = sizes.spec.index is not None
+    choices = choices_for(workload, machine.on_gpu, like, on_cpu, places, indexed)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
@@ -203,16 +204,17 @@ def choices_for(
     like: Plan | None = None,
     cpu_experts: bool = False,
     places: int = 1,
+    indexed: bool = False,
 ) -> Choices:
     """The discrete choices for a workload: none with more places than requests, but for `places`.
 
     like, places: as for `find_plan`. cpu_experts: whether there are experts that may stay in host
-    memory.
+    memory. indexed: tokens are chosen by an index, on a GPU where they are attended to.
     """
     count = workload.at_once
     tokens = max(1, int(workload.prompt.mean * count))
     pieces = list(_PREFILL[: 1 + bisect_left(_PREFILL, tokens)])  # the last one may take all
-    attending: tuple[bool, ...] = (True, False)
+    attending: tuple[bool, ...] = (False,) if indexed and on_gpu else (True, False)
     if like is not None:
         pieces = [like.prefill_tokens]
         attending = (like.attends_on_cpu,) if on_gpu else attending

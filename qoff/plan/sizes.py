@@ -48,12 +48,8 @@ class ModelSizes:
     stored: bool = False
 
     @classmethod
-    def of(
-        cls, config: Mapping[str, Any], quant: QuantConfig | None = None, on_gpu: bool = False
-    ) -> Self:
+    def of(cls, config: Mapping[str, Any], quant: QuantConfig | None = None) -> Self:
         """The checkpoint that a model of floats is converted to; config: that of Hugging Face.
-
-        on_gpu: as it is run there, see `DecoderSpec.for_gpu`.
 
         Raises UnsupportedModelError for an architecture that `qoff.LLM` does not run, and for
         weights whose codes are taken over, whose formats only their files tell.
@@ -84,16 +80,14 @@ class ModelSizes:
             if like not in made:
                 made[like] = prefix, planned_file(folder / layer_file(i), prefix, weights, quant)
             layers.append(_renamed(made[like][1], folder / layer_file(i), made[like][0], prefix))
-        spec = spec.for_gpu() if on_gpu else spec
         return cls(Checkpoint(folder, dict(own), tuple(layers), outer), spec)
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, on_gpu: bool = False) -> Self:
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Self:
         """The same of a checkpoint that is there. Raises UnsupportedModelError as `of` does."""
         if not is_native(checkpoint.config):
             return cls.of(checkpoint.config)  # refuses it
-        spec = DecoderSpec.from_config(checkpoint.config)
-        return cls(checkpoint, spec.for_gpu() if on_gpu else spec, stored=True)
+        return cls(checkpoint, DecoderSpec.from_config(checkpoint.config), stored=True)
 
     @cached_property
     def shapes(self) -> tuple[HeadShape, ...]:

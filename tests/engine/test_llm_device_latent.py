@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from qoff.engine import LLM, SamplingParams
+from qoff.errors import ArgumentError
 from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
@@ -69,16 +70,25 @@ def test_the_answers_do_not_depend_on_where_blocks_are(
             assert_nothing_held(llm)
 
 
-def test_up_to_what_an_index_chooses_all_is_attended(tmp_path: Path, where: dict[str, Any]) -> None:
-    """A GPU has no index yet: longer sequences are refused."""
-    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "index_topk": 40}
+def test_an_index_chooses_as_on_a_cpu(tmp_path: Path, where: dict[str, Any]) -> None:
+    """At prefill and decode, in layers that choose and that go by an earlier choice."""
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "index_topk": 40}
+    sizes |= {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     save_model(tmp_path / "model", "glm-5", vocab_size=32, **sizes)
     convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
-    plan = replace(PLAN, prefill_tokens=40, context=64)
+    prompts = [PROMPTS[0][:12], [3 + (7 * i + 90) % 29 for i in range(86)]]
+    with LLM(tmp_path / "checkpoint", PLAN, device="cpu") as llm:
+        expected = [answer.token_ids for answer in llm.generate(prompts, PARAMS)]
+    with LLM(tmp_path / "checkpoint", PLAN, **where) as llm:
+        assert [answer.token_ids for answer in llm.generate(prompts, PARAMS)] == expected
+        replays = llm.runtime.decoder.replays
+        assert replays is not None
+        assert replays.replayed
+        assert not replays.failed
+    plan = replace(PLAN, kv_placement=KVPlacement(0, 0.5))
     with LLM(tmp_path / "checkpoint", plan, **where) as llm:
-        found, refused = llm.generate([PROMPTS[0][:30], PROMPTS[0][:41]], PARAMS)
-        assert "up to 40 tokens a sequence on a GPU" in refused.error
-    with LLM(tmp_path / "checkpoint", plan, device="cpu") as llm:
-        expected, longer = llm.generate([PROMPTS[0][:30], PROMPTS[0][:41]], PARAMS)
-        assert not longer.error
-    assert found.token_ids == expected.token_ids
+        assert llm.plan.cpu_attention == "never"  # blocks come to where they are chosen from
+        assert [answer.token_ids for answer in llm.generate(prompts, PARAMS)] == expected
+        assert_nothing_held(llm)
+    with pytest.raises(ArgumentError, match="among tokens that are on the GPU"):
+        LLM(tmp_path / "checkpoint", replace(plan, cpu_attention="always"), **where)

@@ -37,6 +37,7 @@ from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.plan.machines import GIB, LLAMA_405B, MIB, machine, sizes
+from tests.tiny_families import FAMILIES, TINY
 
 KIB = 1 << 10
 WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
@@ -276,6 +277,26 @@ def test_what_moves_meanwhile_makes_computing_longer() -> None:
     assert here.clock.now() == pytest.approx(0.5)
     here.compute(0.5)
     assert here.clock.now() == pytest.approx(1.25)  # with nothing beside it in the end
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("placement", [KVPlacement(), KVPlacement(0.0, 0.5)], ids=["near", "far"])
+def test_attention_to_what_an_index_chooses_is_shorter(
+    on_gpu: bool, placement: KVPlacement
+) -> None:
+    plan = replace(PLAIN_PLAN, context=4096, kv_placement=placement)
+    seconds = list[float]()
+    for top in (64, 1024, 8192):
+        config = {**TINY, **FAMILIES["glm-5"], "index_topk": top}
+        of = ModelSizes.of(config, QuantConfig(packing="split32" if on_gpu else "rows16"))
+        with Simulation(of, plan, machine(on_gpu, device=GIB, host=GIB)) as run:
+            run.driver.begin(5, 2000, 4000)
+            run.driver.decode()
+            before = run.driver.executor.instrumentation.clock.now()
+            run.driver.decode()
+            seconds.append(run.driver.executor.instrumentation.clock.now() - before)
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] < seconds[2]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -56,6 +56,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 40,
     },
     "deepseek-v3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32},
+    "glm-5": {  # one layer chooses tokens, the next goes by that, too
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "index_topk": 40,
+    },
     "mistral4": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 48},
     "afmoe": {  # norms after experts, gates of attention
         "num_attention_heads": 2,

@@ -21,6 +21,7 @@ from qoff.plan.adapt import Load, RunningPlan
 from qoff.plan.certify import Certified, Certifier, Counted, choices_of
 from qoff.plan.cost import CostModel
 from qoff.plan.explain import Explained
+from qoff.plan.gpu import decided_on_gpu
 from qoff.plan.machine import assumed_profile
 from qoff.plan.pareto import pareto_front
 from qoff.plan.phase import Choices, round_seconds
@@ -31,6 +32,7 @@ from qoff.plan.search import choices_for, find_plan
 from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
+from tests.tiny_families import FAMILIES, TINY
 
 from .machines import GEMMA_27B, GIB, LLAMA_405B, MIB, MIXTURE, machine, mixture, sizes
 
@@ -210,6 +212,18 @@ def test_integer_programs_of_all_choices_are_not_better(on_gpu: bool, device: in
     assert np.isfinite(found).sum() > 5
     assert best.bound <= 1.0001 * min(found)
     assert best.seconds <= 1.02 * min(found)
+
+
+def test_where_an_index_chooses_blocks_come_to_the_gpu() -> None:
+    config = {**TINY, **FAMILIES["deepseek-v3.2"]}
+    of = ModelSizes.of(config, QuantConfig(packing="split32"))
+    template = Plan(context=WORK.context, kv=KVQuant(window=16))
+    plan = find_plan(of, machine(True, device=150 * MIB, host=GIB), WORK, template).plan
+    assert plan.cpu_attention == "never"
+    plan = replace(plan, kv_placement=KVPlacement(0.0, 0.5))
+    assert decided_on_gpu(replace(plan, cpu_attention="auto"), of.spec) == plan
+    with pytest.raises(ArgumentError, match="among tokens that are on the GPU"):
+        decided_on_gpu(replace(plan, cpu_attention="always"), of.spec)
 
 
 def test_bytes_are_those_of_the_placement() -> None:

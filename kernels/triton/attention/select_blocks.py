@@ -76,7 +76,7 @@ def _load_folded(records, inside, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _ordered(bound):
+def ordered(bound):
     """int32 of the same order as float32, of zeros one."""
     bits = (bound + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ _HIGHEST, bits)
@@ -156,7 +156,7 @@ def block_bounds_kernel(
         s0, s1, s2, s3 = _load_folded(scales, inside[:, None], HEAD_DIM, PAIRS)
         low = m0 * t0[None, :] + m1 * t1[None, :] + m2 * t2[None, :] + m3 * t3[None, :]
         wide = s0 * p0[None, :] + s1 * p1[None, :] + s2 * p2[None, :] + s3 * p3[None, :]
-        tl.store(into + at, _ordered(tl.sum(low + LEVELS * wide, 1)), mask=inside)
+        tl.store(into + at, ordered(tl.sum(low + LEVELS * wide, 1)), mask=inside)
     let_next_begin(OVERLAP)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.triton.attention.append import NewBlocks
+from qoff.kernels.triton.attention.append import NewBlocks, new_blocks
 from qoff.kernels.triton.attention.pack import pack_channels
 from qoff.kernels.triton.elementwise.rope import check_tables, turned
 from qoff.kernels.triton.launch.options import LAUNCH
@@ -169,3 +169,16 @@ def pack_latents(k: Tensor, cache: DeviceLayerCache, blocks: NewBlocks) -> None:
         HALF=form.half, CHANNELS=_CHANNELS, BITS=form.k_bits, NBYTES=form.nbytes,
         num_warps=4, num_stages=1, **LAUNCH,
     )  # fmt: skip
+
+
+def keep_latents(k: Tensor, cache: DeviceLayerCache) -> None:
+    """Pack what a pass completes, then write what it leaves to the ring. Raises OpError.
+
+    k: [T, 1, D], of the pass; in one of at most one token a sequence they are in the ring already.
+    """
+    step = cache.step
+    decodes = step.max_rows <= 1
+    for blocks in new_blocks(cache, step.length if decodes else step.start):
+        pack_latents(k, cache, blocks)
+    if not decodes:
+        write_latents(k, cache)

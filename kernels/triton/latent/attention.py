@@ -23,7 +23,7 @@ from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import BLOCK_TOKENS, KVFormat
-from qoff.kernels.triton.attention.kv_tiles import LN2, LOG2E, TOKENS, form_constants
+from qoff.kernels.triton.attention.kv_tiles import LOG2E, TOKENS, form_constants
 from qoff.kernels.triton.attention.merge import join, merge_bytes
 from qoff.kernels.triton.attention.prefill_tiles import load_packed_values, weights
 from qoff.kernels.triton.launch import tuned
@@ -33,7 +33,7 @@ from qoff.kernels.triton.launch.options import use_asm
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 from qoff.kernels.triton.linear.nibbles import dot16
 
-from .tiles import attend_dense, load_packed_part, packed_scores
+from .tiles import attend_dense, load_packed_part, packed_scores, store_found
 
 KEYS = 32  # of a tile that is not packed
 _ROWS_MAX = 64  # of a tile of queries
@@ -146,17 +146,8 @@ def latent_attention_kernel(
                 begin, end, 1, begin, begin + row, scale, low, high, top, total,
                 EACH, PAD, HALF, CHUNK, KEYS, False, STAGES, ASM,
             )  # fmt: skip
-    safe = tl.where(total == 0, 1.0, total)
-    lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
     target = (part * tokens + place) * (KV_HEADS * HEADS) + head
-    tl.store(lses + target, lse, mask=inside)
-    inverse = (1.0 / safe)[:, None]
-    channel = tl.arange(0, PAD)[None, :]
-    mask = inside[:, None] & (channel < EACH)
-    at = outs + target[:, None] * VALUES + channel
-    DTYPE: tl.constexpr = outs.dtype.element_ty
-    tl.store(at, (low * inverse).to(DTYPE), mask=mask)
-    tl.store(at + EACH, (high * inverse).to(DTYPE), mask=mask)
+    store_found(outs, lses, target, inside, low, high, top, total, EACH, PAD)
 
 
 def latent_attention(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qoff.kernels.triton.attention.kv_tiles import TOKENS, load_code_rows, load_float16
+from qoff.kernels.triton.attention.kv_tiles import LN2, TOKENS, load_code_rows, load_float16
 from qoff.kernels.triton.attention.prefill_tiles import exact_planes, weights
 from qoff.kernels.triton.linear.nibbles import dot16
 
@@ -95,14 +95,18 @@ def attend_dense(
     scale, low, high, top, total,
     EACH: tl.constexpr, PAD: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, RING: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    listed=None,
 ):  # fmt: skip
-    """Attend to keys that are not packed, at positions first..end-1.
+    """Attend to keys that are not packed, at positions first..end-1, or at those in a list.
 
     The row of a position is its remainder by `modulus` in a ring, or its distance from `shift`.
+    listed: pointer to positions, int32, of which those in places first..end-1 are attended to.
     """
     for base in tl.range(first, end, KEYS, num_stages=1):
         key = base + tl.arange(0, KEYS)
         there = key < end
+        if listed is not None:
+            key = tl.load(listed + key, mask=there, other=0)
         row = (key % modulus if RING else key - shift).to(tl.int64)
         score = _dense_scores(queries, inside, keys + row * stride, there, HALF, CHUNK, STAGES, ASM)
         seen = there[None, :] & (key[None, :] <= position[:, None])
@@ -112,3 +116,21 @@ def attend_dense(
         low = dot16(p, v_low, low * fade[:, None], ASM)
         high = dot16(p, v_high, high * fade[:, None], ASM)
     return low, high, top, total
+
+
+@triton.jit
+def store_found(
+    outs, lses, target, inside, low, high, top, total, EACH: tl.constexpr, PAD: tl.constexpr
+):  # fmt: skip
+    """Write what rows of queries found, at the vectors with the numbers `target`, and its
+    log-sum-exp."""
+    safe = tl.where(total == 0, 1.0, total)
+    lse = tl.where(total == 0, -float("inf"), (top + tl.log2(safe)) * LN2)
+    tl.store(lses + target, lse, mask=inside)
+    inverse = (1.0 / safe)[:, None]
+    channel = tl.arange(0, PAD)[None, :]
+    mask = inside[:, None] & (channel < EACH)
+    at = outs + target[:, None] * (2 * EACH) + channel
+    DTYPE: tl.constexpr = outs.dtype.element_ty
+    tl.store(at, (low * inverse).to(DTYPE), mask=mask)
+    tl.store(at + EACH, (high * inverse).to(DTYPE), mask=mask)

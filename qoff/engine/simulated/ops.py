@@ -169,13 +169,13 @@ class SimulatedOps:
         qk: Tensor,
         weights: Tensor,
         shape: IndexShape,
-        cache: LayerCache,
+        cache: Any,
         ragged: Ragged,
         *,
         out: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        self._attend(shape.keys, cache, ragged)
+        self._attend_to(shape.keys, cache, ragged)
         return qk.new_empty(len(qk), shape.top, dtype=torch.int32) if out is None else out
 
     def delta(
@@ -245,13 +245,12 @@ class SimulatedOps:
         cache: Any,
         ragged: Ragged,
         *,
+        chosen: Tensor | None = None,
         out: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        if isinstance(cache, DeviceLayerCache):
-            self._attend_on_gpu(shape, cache, ragged)
-        else:
-            self._attend(shape, cache, ragged)
+        share = 1.0 if chosen is None else _chosen_share(chosen.shape[1], ragged)
+        self._attend_to(shape, cache, ragged, share)
         return qkv.new_empty(len(qkv), shape.out_width) if out is None else out
 
     def _matmul(
@@ -271,9 +270,14 @@ class SimulatedOps:
             self._last.append(used)
         return found and sum(nbytes for _, nbytes in self._last) <= self._device.cache_bytes
 
-    def _attend(self, shape: HeadShape, cache: LayerCache, ragged: Ragged) -> None:
+    def _attend_to(self, shape: HeadShape, cache: Any, ragged: Ragged, share: float = 1.0) -> None:
+        """share: of what a pass could attend to."""
+        attend = self._attend_on_gpu if isinstance(cache, DeviceLayerCache) else self._attend
+        attend(shape, cache, ragged, share)
+
+    def _attend(self, shape: HeadShape, cache: LayerCache, ragged: Ragged, share: float) -> None:
         packed = {span.slot: 0 for span in ragged.spans}
-        seconds = self.call_s
+        seconds = 0.0
         for part in cache.packed:
             seconds += _packed_s(self._block_s, shape, part, ragged, cache.top)
             if part.bounds is not None:
@@ -282,9 +286,11 @@ class SimulatedOps:
                 packed[slot] += part.table.counts[slot]
         past = [span.past - packed[span.slot] for span in ragged.spans]
         seconds += _unpacked_s(self._device, shape, ragged, past, cache.keys.itemsize)
-        self.machine.compute(seconds)
+        self.machine.compute(self.call_s + share * seconds)
 
-    def _attend_on_gpu(self, shape: HeadShape, cache: DeviceLayerCache, ragged: Ragged) -> None:
+    def _attend_on_gpu(
+        self, shape: HeadShape, cache: DeviceLayerCache, ragged: Ragged, share: float
+    ) -> None:
         """Blocks elsewhere by the CPU, and then those here."""
         step, group = cache.step, shape.heads // shape.kv_heads
         top = cache.top if step.max_rows <= 1 else 1.0
@@ -298,8 +304,7 @@ class SimulatedOps:
             self.machine.compute(seconds, on_host=True, nbytes=nbytes)
         there = step.packed if step.resident_from is None else step.packed - step.resident_from
         packed, before = there.tolist(), step.packed.tolist()
-        seconds = self.call_s
-        seconds += 2 * self.call_s * (top < 1)
+        seconds = 0.0
         for span in ragged.spans:
             tokens, all_tokens = packed[span.slot], before[span.slot]
             if all_tokens and top < 1:
@@ -313,8 +318,14 @@ class SimulatedOps:
                 each = self._block_s(cache.form, group * span.count, tokens)
                 seconds += tokens // BLOCK_TOKENS * shape.kv_heads * each
         past = [span.past - before[span.slot] for span in ragged.spans]
-        size = cache.recent_k.itemsize
-        self.machine.compute(seconds + _unpacked_s(self._device, shape, ragged, past, size))
+        seconds += _unpacked_s(self._device, shape, ragged, past, cache.recent_k.itemsize)
+        self.machine.compute((1 + 2 * (top < 1)) * self.call_s + share * seconds)
+
+
+def _chosen_share(top: int, ragged: Ragged) -> float:
+    """The part of their tokens that new ones attend to, up to `top` each."""
+    lengths = [span.past + span.count for span in ragged.spans]
+    return sum(min(top, tokens) for tokens in lengths) / sum(lengths)
 
 
 def _blocks(shape: HeadShape, part: PackedTokens, ragged: Ragged, top: float = 1.0) -> int:

@@ -18,8 +18,6 @@ from qoff.hf.checkpoints import find_checkpoint
 from qoff.hf.device import device_for
 from qoff.hf.load import AUTO, load
 from qoff.hf.tokenizer import load_tokenizer
-from qoff.models.modules.configs import is_native
-from qoff.models.spec import DecoderSpec
 from qoff.plan import Plan
 
 from .prompts import NeedlePrompt, NeedleSettings, prompts
@@ -61,7 +59,7 @@ def run(
     resources = resources or NeedleResources()
     device = device_for(resources.options.get("device", AUTO))
     path = find_checkpoint(model_path, device=device)
-    _check_positions(path, max(settings.lengths), device)
+    _check_positions(path, max(settings.lengths))
     if not caches:
         raise ArgumentError("there is no cache setting; name one at least")
     asked = list(prompts(load_tokenizer(path), settings))
@@ -146,12 +144,9 @@ def _ask(model: QoffForCausalLM, prompt: NeedlePrompt, most: int) -> tuple[list[
     return out[0, read:].tolist(), float(chosen.sum())
 
 
-def _check_positions(path: Path, tokens: int, device: torch.device) -> None:
-    """Refuse lengths beyond the positions that a model was trained for, or a GPU runs it up to."""
-    config = Checkpoint.open(path).config
-    if device.type == "cuda" and is_native(config):
-        DecoderSpec.from_config(config).for_gpu().check_positions(tokens)
-    limit = config.get("max_position_embeddings")
+def _check_positions(path: Path, tokens: int) -> None:
+    """Refuse lengths beyond the positions that a model was trained for."""
+    limit = Checkpoint.open(path).config.get("max_position_embeddings")
     if limit is not None and tokens > limit:
         raise ArgumentError(
             f"{path}: a length of {tokens} tokens, but the model has {limit} positions; "

@@ -217,10 +217,11 @@ class Decoder:
         """Memory for what an index chooses; steady: the same for all passes of a cache."""
         size = tokens, self.spec.chosen_width
         if not steady:
-            return torch.empty(size, dtype=torch.int32)
+            return torch.empty(size, dtype=torch.int32, device=self.device)
         there = self._chosen_of.get(cache)
         if there is None or len(there) < tokens:
-            there = self._chosen_of[cache] = torch.empty(size, dtype=torch.int32)
+            there = torch.empty(size, dtype=torch.int32, device=self.device)
+            self._chosen_of[cache] = there
         return there[:tokens]
 
     def join(self, runs: Sequence[ForwardPass]) -> ForwardPass | None:

@@ -27,10 +27,12 @@ def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
 def held_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     """Bytes that a pass on a GPU has of its own until its end, beside hidden states.
 
-    Its tokens' embeddings of layers, and K and V that more than one layer attends to.
+    Its tokens' embeddings of layers, K and V that more than one layer attends to, and what an index
+    chooses.
     """
     values = sum(2 * heads * dim for heads, dim in map(spec.heads, spec.lent_layers))
-    return tokens * (spec.per_layer_width + values) * dtype.itemsize
+    own = (spec.per_layer_width + values) * dtype.itemsize
+    return tokens * (own + 4 * spec.chosen_width)
 
 
 def recorded_bytes(spec: DecoderSpec, rows: int, passes: int = 1) -> int:
@@ -93,6 +95,11 @@ def layer_bytes(
         attention += tokens * spec.latent.query_latent * item
         if spec.latent.query_latent:
             attention += linear(tokens, spec.q_rows, spec.latent.query_latent)
+    if spec.index is not None and spec.latent is not None:
+        index = spec.index.shape  # its queries and keys come together
+        attention += linear(tokens, index.width - index.dim, spec.latent.query_latent)
+        attention += linear(tokens, index.dim + index.heads, hidden) + 2 * normed
+        attention += tokens * (index.width + index.dim) * (item + 4)
     if spec.qk_norm == "all":
         attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
