@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from bench.sass import Instruction, loops, parsed
+from bench.sass import loops, parsed
+
+_Operands = tuple[str, list[str], list[str]]
 
 _LATENCIES = {  # clocks, of Hopper; 5 for others
     "LDSM": 33,
@@ -32,21 +34,18 @@ _WRITES_NONE = re.compile(r"ST|RED|BRA|BAR|EXIT|LDGSTS|UBLKPF|NOP|DEPBAR")
 
 def waits(machine_code: str) -> list[float]:
     """Of each loop, as `nvdisasm -c` prints it, in the order in which they end."""
-    return [
-        (_clocks(body, _SLOW) - _clocks(body, 0)) / _SLOW
-        for body in loops(*parsed(machine_code))
-        if len(body) >= _SHORTEST
-    ]
+    bodies = [body for body in loops(*parsed(machine_code)) if len(body) >= _SHORTEST]
+    read = ([_operands(one.text) for one in body] for body in bodies)
+    return [(_clocks(body, _SLOW) - _clocks(body, 0)) / _SLOW for body in read]
 
 
-def _clocks(body: Sequence[Instruction], memory: int) -> int:
+def _clocks(body: Sequence[_Operands], memory: int) -> int:
     """Of a round of a loop, with loads from memory of that latency."""
     ready: dict[str, int] = {}
     now = last = 0
     for _ in range(_ROUNDS):
         last = now
-        for one in body:
-            name, written, read = _operands(one.text)
+        for name, written, read in body:
             now = max(now, *(ready.get(register, 0) for register in read)) if read else now
             latency = memory if _GLOBAL.match(name) else _LATENCIES.get(name.split(".")[0], 5)
             ready |= dict.fromkeys(written, now + latency)
@@ -54,7 +53,7 @@ def _clocks(body: Sequence[Instruction], memory: int) -> int:
     return now - last
 
 
-def _operands(text: str) -> tuple[str, list[str], list[str]]:
+def _operands(text: str) -> _Operands:
     """An instruction's name, and the registers that it writes and reads."""
     name, _, rest = text.partition(" ")
     operands = rest.strip().split(", ")

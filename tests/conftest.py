@@ -246,12 +246,12 @@ def poisoned_memory() -> Iterator[None]:
     instead of sometimes.
     """
     before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_deterministic_debug_mode(),
         torch.utils.deterministic.fill_uninitialized_memory,
     )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # `use_deterministic_algorithms` would import torch's compiler, 1.2 s in each process.
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    torch.utils.deterministic.fill_uninitialized_memory = before[2]
+    torch.set_deterministic_debug_mode(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]

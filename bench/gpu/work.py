@@ -79,16 +79,16 @@ def _poisoned_memory() -> Iterator[None]:
     """What torch.empty returns holds NaN, so that an element nobody wrote shows."""
     deterministic: Any = torch.utils.deterministic
     fill = deterministic.fill_uninitialized_memory
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    # `use_deterministic_algorithms` would import torch's compiler, 1.2 s in each child.
+    torch.set_deterministic_debug_mode("warn")
     deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what has no deterministic algorithm
             yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)
         deterministic.fill_uninitialized_memory = fill
 
 

@@ -82,3 +82,20 @@ def test_every_place_of_every_type(dtype: torch.dtype, bad: float | None) -> Non
             return
         with pytest.raises(FormatError, match="file: 'floats' holds NaN or infinity"):
             check.finish()
+
+
+@pytest.mark.parametrize(("bad", "named"), [([3], "one"), ([3, 25], "one"), ([25], "other")])
+def test_the_first_of_several_tensors_is_named(bad: list[int], named: str) -> None:
+    """In whatever order the index has them."""
+    values = torch.zeros(40)
+    values[bad] = torch.nan
+    data = values.numpy().tobytes()
+    entries = [
+        TensorEntry(n, torch.float32, (20,), at, 80) for n, at in (("other", 80), ("one", 0))
+    ]
+    weights = {entry.name: entry for entry in entries}
+    check = FileCheck(WeightFile(Path("file"), 0, 160, hashlib.sha256(data).hexdigest(), weights))
+    for start in range(0, len(data), 64):
+        check.update(np.frombuffer(data[start : start + 64], np.uint8))
+    with pytest.raises(FormatError, match=f"file: '{named}' holds NaN or infinity"):
+        check.finish()

@@ -24,6 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_is_known_with_its_checksum_and_stamp(checkpoint: Path) -> None:
     first, second = Checkpoint.open(checkpoint).layers[:2]
     one, other = KnownFiles(checkpoint), KnownFiles(checkpoint)
+    assert not other.holds(first, STAMP)
     one.add(first, STAMP)
     other.add(second, STAMP)  # without losing what another process has added
     known = KnownFiles(checkpoint)

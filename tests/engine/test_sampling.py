@@ -18,6 +18,7 @@ from qoff.engine.sampling import LogitsRow, Sampler
 from qoff.errors import ArgumentError
 from qoff.kernels import sampling
 from qoff.kvcache import KVQuant
+from qoff.models.native.choices import Choice
 from qoff.plan import Plan
 from tests.tiny_families import EOS
 from tests.tiny_models import reference_model, tiny_checkpoint
@@ -53,6 +54,7 @@ def test_penalties_are_vllms() -> None:
     # A head may have fewer rows than the embedding.
     assert drawn(LOGITS, prompt=(0, 9), repetition_penalty=1.1) == 1
     assert drawn(LOGITS, prompt=(9, 0), repetition_penalty=1.1) == 1
+    assert drawn(LOGITS, prompt=(0, 9999), repetition_penalty=1.1) == 1
     negative = torch.tensor([-1.0, -1.2, -3.0])
     assert drawn(negative, 0, 0, repetition_penalty=1.3) == 1  # once, however often it came
 
@@ -93,8 +95,10 @@ def test_top_k_and_top_p_bound_what_is_drawn() -> None:
         options = {"min_p": min_p, "top_p": top_p}
         found = {drawn(skewed, temperature=1.0, seed=seed, **options) for seed in range(60)}
         assert found == wanted
-    for off in (0, -1):
-        assert len({drawn(temperature=3, seed=seed, top_k=off) for seed in range(60)}) == 5
+    for penalty in (1.0, 1.001):  # another way to the same tokens
+        options = {"temperature": 3, "repetition_penalty": penalty}
+        for off in (0, -1, 9999):
+            assert len({drawn(seed=seed, top_k=off, **options) for seed in range(60)}) == 5
     unseeded = torch.zeros(1 << 20)
     assert drawn(unseeded, temperature=1.0) != drawn(unseeded, temperature=1.0)
 
@@ -103,7 +107,8 @@ MANY = [
     SamplingParams(temperature=0),
     SamplingParams(seed=1),
     SamplingParams(seed=1, top_k=9, logprobs=2),
-    SamplingParams(seed=2, top_p=0.8, repetition_penalty=1.4),
+    SamplingParams(seed=5, presence_penalty=0.5),
+    SamplingParams(seed=2, top_p=0.1, repetition_penalty=1.4),
     SamplingParams(seed=3, min_p=0.01, frequency_penalty=1.0, presence_penalty=-0.5),
     SamplingParams(temperature=0, repetition_penalty=2.0, logprobs=0),
     SamplingParams(seed=4, temperature=2.0, min_tokens=4, stop_token_ids=[3, 4]),
@@ -153,6 +158,68 @@ def test_a_row_that_is_not_finite_is_an_error_of_its_own(wrong: int) -> None:
     assert found[wrong][:2] == ([], [])
     assert "not finite" in found[wrong][2]
     assert good[:wrong] + good[wrong + 1 :] == found[:wrong] + found[wrong + 1 :]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{}, {"top_p": 0.1}, {"min_p": 0.3}],
+        [{"top_k": 9}, {"top_k": 9999, "top_p": 0.1}, {"top_k": 2, "min_p": 0.3}],
+    ],
+)
+def test_rows_are_drawn_together_on_a_gpu_as_one_by_one_on_a_cpu(
+    given: list[dict[str, Any]],
+) -> None:
+    logits = 2 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(seed=seed, **each) for seed in range(20) for each in given]
+    sampler, rows = Sampler(500, len(params), 16, CPU), []
+    for i, each in enumerate(params):
+        rows.append(LogitsRow(i, Sequence(i, 0, None, (2,), each, 16), logits))
+        sampler.begin(i, rows[-1].sequence)
+    padded = torch.full((len(rows), sampling.columns(500)), -torch.inf)
+    padded[:, :500] = logits
+    found = sampling.draw_(padded, sampler._drawn_by(rows), sampler._warp(rows)).tolist()
+    assert found == [
+        drawn(logits, temperature=1, seed=i // len(given), **given[i % len(given)])
+        for i in range(len(params))
+    ]
+
+
+def test_samples_of_a_seed_are_drawn_by_seeds_of_their_own() -> None:
+    def noise(seed: int, sample: int) -> list[Any]:
+        sequence = Sequence(0, sample, None, (1,), SamplingParams(seed=seed), 16)
+        sampler = Sampler(99, 1, 16, CPU)
+        sampler.begin(0, sequence)
+        return sampler.noise([(0, sequence)], 2).tolist()
+
+    assert noise(1, 2) == noise(3, 0) != noise(1, 0)
+
+
+def test_several_tokens_at_once_are_all_drawn_or_all_the_likeliest() -> None:
+    def choice(*temperatures: float) -> Choice | None:
+        rows = [
+            (i, Sequence(i, 0, None, (1,), SamplingParams(temperature=one), 16))
+            for i, one in enumerate(temperatures)
+        ]
+        return Sampler(99, 2, 16, CPU).choice(rows)
+
+    greedy, drawing = choice(0, 0), choice(1, 0.5)
+    assert greedy is not None
+    assert drawing is not None
+    assert greedy.shapes is None
+    assert drawing.shapes is not None
+    assert choice(0, 1) is None
+
+
+def test_tokens_that_are_as_likely_have_one_rank() -> None:
+    """The token's own is how many are likelier, wherever it stands among the likeliest."""
+    params = SamplingParams(temperature=0, logprobs=2, logit_bias={1: 1.0})
+    sequence = Sequence(0, 0, None, (2,), params, 16)
+    sampler = Sampler(3, 1, 16, CPU)
+    sampler.begin(0, sequence)
+    sampler.draw([LogitsRow(0, sequence, torch.tensor([1.0, 1.0, 0.0]))])
+    assert sequence.answer == [1]
+    assert {token: one.rank for token, one in sequence.logprobs[0].items()} == {1: 1, 0: 1}
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,44 @@ def test_a_journal_has_whole_requests(samples: int, tmp_path: Path) -> None:
             assert journal.completed == 1
 
 
+def test_answers_are_counted_and_sorted_beside_errors(tmp_path: Path) -> None:
+    """Also where the last two are in order already."""
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    with closing(Journal(places, {})) as journal:
+        said = [{"index": i, "sample": 0, "job": journal.job} for i in range(4)]
+        lines = [json.dumps(one).encode() + b"\n" for one in said]
+        journal.write([3, 1, 0], [lines[3], lines[0]], [lines[1]])
+        assert (journal.completed, journal.failed) == (2, 1)
+        journal.write([2], [lines[2]], [])
+        journal.sort()
+        assert read(places.output) == [said[0], said[2], said[3]]
+    with closing(Journal(places, {})) as journal:
+        assert (journal.completed, journal.failed) == (3, 1)
+
+
+def test_a_block_of_errors_has_a_line_for_each_request(tmp_path: Path) -> None:
+    """However many samples a request has: what is damaged further from the end was on disk."""
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    with closing(Journal(places, {}, samples=3)) as journal:
+        said = [{"index": i, "job": journal.job, "error": "x"} for i in range(BLOCK + 2)]
+    lines = [json.dumps(one).encode() + b"\n" for one in said]
+    for damaged, count in ((1, 1), (0, None)):
+        places.errors.write_bytes(b"".join([*lines[:damaged], b"{\n", *lines[damaged + 1 :]]))
+        with nullcontext() if count else pytest.raises(FormatError, match="line 1 is damaged"):
+            journal = Journal(places, {}, samples=3)
+            journal.close()
+            assert journal.failed == count
+
+
+def test_a_file_of_no_job_is_refused_and_nothing_left_beside_it(tmp_path: Path) -> None:
+    places = Places(tmp_path / "out", tmp_path / "errors")
+    places.errors.write_text("mine")
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="no job of qoff that it belongs to"):
+            Journal(places, {})
+        assert [path.name for path in tmp_path.iterdir()] == ["errors"]
+
+
 def test_a_header_that_this_version_did_not_write_is_refused(tmp_path: Path) -> None:
     places = Places(tmp_path / "out", tmp_path / "errors")
     Journal(places, {"model": "a"}).close()

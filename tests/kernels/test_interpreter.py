@@ -66,3 +66,22 @@ def test_integers_that_overflow_are_refused(dtype: torch.dtype, bits: int) -> No
     top = torch.full((N,), 2 ** (bits - 1) - 1, dtype=dtype)
     with pytest.raises(Exception, match=f"int{bits} overflow detected for operation add"):
         product_kernel[(1,)](top, torch.ones_like(x), out, N)
+
+
+@triton.jit
+def cast_kernel(x, out, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
+
+
+def test_bfloat16_is_half_of_float32() -> None:
+    """Every one; of what does not fit, the interpreter cuts off the rest."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    wide = torch.empty(len(every))
+    cast_kernel[(16,)](every, wide, 1 << 12)
+    assert torch.equal(wide.view(torch.int32), every.float().view(torch.int32))
+    ends = torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFF], dtype=torch.int32)
+    for end in ends:
+        narrow = torch.empty_like(every)
+        cast_kernel[(16,)]((wide.view(torch.int32) + end).view(torch.float32), narrow, 1 << 12)
+        assert torch.equal(narrow.view(torch.int16), every.view(torch.int16))
