@@ -10,8 +10,8 @@ from pathlib import Path
 
 from qoff.models.convert.convert import open_source
 from qoff.models.families import FAMILIES, SOURCES, converted
+from qoff.models.recurrent_spec import LinearSpec, MambaSpec, ShortConvSpec
 from qoff.models.spec import DecoderSpec
-from qoff.models.spec_parts import LinearSpec, MambaSpec, ShortConvSpec
 from tests.module_models import MODULES
 from tests.tiny_families import FAMILIES as TESTED
 from tests.tiny_models import save_model

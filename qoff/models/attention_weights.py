@@ -42,6 +42,7 @@ from .names import (
     Part,
     Weight,
 )
+from .recurrent_spec import MambaSpec
 from .row_order import (
     ROW_BLOCK,
     Order,
@@ -54,7 +55,7 @@ from .row_order import (
     with_gates,
 )
 from .spec import DecoderSpec
-from .spec_parts import IndexSpec, LatentSpec, MambaSpec
+from .spec_parts import IndexSpec, LatentSpec
 
 
 def output_of(spec: DecoderSpec, layer: int) -> str:

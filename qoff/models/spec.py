@@ -14,16 +14,14 @@ from qoff.kernels.layout.heads import QueryScale
 from qoff.kernels.layout.states import StateShape
 
 from .families import read_spec
+from .recurrent_spec import RecurrentSpec
 from .spec_parts import (
     ExpertsSpec,
     HeadsSpec,
     IndexSpec,
     LatentSpec,
-    LinearSpec,
-    MambaSpec,
     PerLayerSpec,
     RopeSpec,
-    ShortConvSpec,
     StreamsSpec,
     unsupported,
 )
@@ -88,7 +86,7 @@ class DecoderSpec:
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
-    recurrent: LinearSpec | ShortConvSpec | MambaSpec | None = None  # of layers for attention
+    recurrent: RecurrentSpec | None = None  # what some layers have in place of attention
     # Per layer, whether it has attention or what is in its place; an MLP or experts. None: all do.
     mixers: tuple[bool, ...] | None = None
     mlps: tuple[bool, ...] | None = None

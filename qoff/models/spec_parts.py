@@ -8,14 +8,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from qoff.errors import OpError, UnsupportedModelError
-from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.latent import LatentShape
-from qoff.kernels.layout.mamba import MambaShape
 from qoff.kernels.layout.qexperts import ACTIVATIONS as EXPERT_ACTIVATIONS
 from qoff.kernels.layout.qexperts import CLAMPED_SWIGLU, ExpertsMlp, QExperts
 from qoff.kernels.layout.routing import Routing
-from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.memory.plan.experts import matrices
 from qoff.schema import is_number, shown
 
@@ -231,88 +228,6 @@ class IndexSpec:
     def columns(self) -> int:
         """Numbers of a token that it computes: queries, key, the key before its norm, weights."""
         return self.shape.width + self.dim + self.heads
-
-
-@dataclass(frozen=True)
-class LinearSpec:
-    """Gated DeltaNet in place of attention, in some layers: `layout.delta.DeltaShape`.
-
-    Raises UnsupportedModelError for sizes without a kernel, and where no layer attends.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    layers: tuple[bool, ...]  # per layer: whether it is linear; otherwise it attends
-
-    def __post_init__(self) -> None:
-        if all(self.layers):
-            raise unsupported("layer_types", "linear_attention alone", "a full_attention layer")
-        try:
-            self.shape(0.0)
-        except OpError as error:
-            raise UnsupportedModelError(f"config.json: {error}") from error
-
-    def shape(self, norm_eps: float) -> DeltaShape:
-        """The same of one layer."""
-        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
-        return DeltaShape(*sizes, norm_eps)
-
-
-@dataclass(frozen=True)
-class ShortConvSpec:
-    """A gated short convolution in place of attention, in some layers: `layout.short_conv`.
-
-    Raises UnsupportedModelError for sizes without a kernel, and where no layer attends.
-    """
-
-    channels: int
-    taps: int
-    layers: tuple[bool, ...]  # per layer: whether it is a convolution; otherwise it attends
-
-    def __post_init__(self) -> None:
-        if all(self.layers):
-            raise unsupported("layer_types", "conv alone", "a full_attention layer")
-        try:
-            self.shape(0.0)
-        except OpError as error:
-            raise UnsupportedModelError(f"config.json: {error}") from error
-
-    def shape(self, norm_eps: float) -> ShortConvShape:
-        """The same of one layer, which has no norm of its own."""
-        return ShortConvShape(self.channels, self.taps)
-
-
-@dataclass(frozen=True)
-class MambaSpec:
-    """Mamba 2 in place of attention, in some layers: `layout.mamba.MambaShape`.
-
-    conv_bias: of the convolution. Raises UnsupportedModelError for sizes without a kernel, and
-    where no layer attends.
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    taps: int
-    conv_bias: bool
-    layers: tuple[bool, ...]  # per layer: whether it is Mamba
-
-    def __post_init__(self) -> None:
-        if all(self.layers):
-            raise unsupported("layer_types", "linear_attention alone", "a full_attention layer")
-        try:
-            self.shape(0.0)
-        except OpError as error:
-            raise UnsupportedModelError(f"config.json: {error}") from error
-
-    def shape(self, norm_eps: float) -> MambaShape:
-        """The same of one layer."""
-        sizes = self.heads, self.head_dim, self.groups, self.state, self.taps
-        return MambaShape(*sizes, norm_eps)
 
 
 @dataclass(frozen=True)

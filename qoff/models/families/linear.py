@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec_parts import LinearSpec, unsupported
+from qoff.models.recurrent_spec import LinearSpec
+from qoff.models.spec_parts import unsupported
 
 from .experts import qwen_experts
 from .family import Config, Family, Fields, Has, TensorNames, biases, mixture

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qoff.models.spec_parts import MambaSpec, unsupported
+from qoff.models.recurrent_spec import MambaSpec
+from qoff.models.spec_parts import unsupported
 
 from .corrected import deepseek_experts
 from .experts import GRANITE_SHARED

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qoff.models.spec_parts import ShortConvSpec, unsupported
+from qoff.models.recurrent_spec import ShortConvSpec
+from qoff.models.spec_parts import unsupported
 
 from .corrected import after
 from .family import Family, Fields, TensorNames, mixture, positive

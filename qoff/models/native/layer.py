@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Generator, Sequence
 from typing import cast
 
 import torch
@@ -19,22 +18,14 @@ from qoff.memory.experts import StreamedExperts
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
-from qoff.models.spec_parts import LinearSpec, MambaSpec, ShortConvSpec
 
 from .attention import Attention
 from .choices import Choice, Chosen
 from .experts import Experts, likeliest
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
-from .linear_attention import LinearAttention
-from .mamba import Mamba
 from .per_layer import PerLayer
-from .short_conv import ShortConv
+from .recurrent import Recurrent, recurrent_of
 from .streams import HALVED, Streams
-
-Recurrent = LinearAttention | ShortConv | Mamba
-_RECURRENT: Mapping[type, Callable[[DecoderSpec, Ops], Recurrent]] = MappingProxyType(
-    {LinearSpec: LinearAttention, ShortConvSpec: ShortConv, MambaSpec: Mamba}
-)
 
 
 class Layer:
@@ -59,9 +50,7 @@ class Layer:
         self._activation = Ending(spec.activation, spec.gated)
         self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         self._attention = Attention(spec, ops, shapes, device)
-        self._recurrent: Recurrent | None = None
-        if spec.recurrent is not None:
-            self._recurrent = _RECURRENT[type(spec.recurrent)](spec, ops)
+        self._recurrent = recurrent_of(spec, ops)
         self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
         own = spec.per_layer
         self._per_layer = None if own is None else PerLayer(spec, own, ops, self._together)

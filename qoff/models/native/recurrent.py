@@ -1,0 +1,133 @@
+"""What layers with states compute in place of attention: between the projections of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+
+from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
+from qoff.kernels.layout.ending import Norm
+from qoff.kernels.layout.mamba import MambaShape, MambaWeights
+from qoff.kernels.layout.short_conv import ShortConvShape
+from qoff.kernels.layout.states import StateShape
+from qoff.kernels.ops import Ops, exact
+from qoff.memory import Weights
+from qoff.models import names
+from qoff.models.forward_pass import ForwardPass
+from qoff.models.spec import DecoderSpec
+
+from .attention import by_parts
+from .linear import Linear, Steps, vector
+
+Op = Callable[..., Tensor]  # of rows that matrices gave, states and a batch
+
+
+class Recurrent(ABC):
+    """From hidden states to what the output projection is given.
+
+    MATRICES: that hidden states are multiplied by, and whether exactly. OUT: the output projection.
+    """
+
+    MATRICES: ClassVar[Mapping[str, bool]]
+    OUT: ClassVar[str]
+
+    def __init__(self, shape: Any, spec: DecoderSpec, ops: Ops) -> None:
+        """shape: of a layer."""
+        self._shape, self._ops, self._places = shape, ops, spec.cache_places
+        self._linear = {False: Linear(ops), True: Linear(exact(ops))}
+
+    @abstractmethod
+    def _op(self, weights: Weights) -> Op:
+        """The op of a layer with these weights; called with rows, shape, states and a batch."""
+
+    def steps(
+        self,
+        layer: int,
+        run: ForwardPass,
+        weights: Weights,
+        norm: Norm | None,
+        keep: Sequence[int] | None,
+    ) -> Steps:
+        """What the op gives, [M, values]; the states are those after the new tokens.
+
+        keep: see `Attention.steps`.
+        """
+        shape, workspace = self._shape, run.workspace
+        assert workspace is not None
+        rows, out = list[Tensor](), None
+        ends = accumulate(shape.projections)
+        for (name, exactly), width, end in zip(
+            self.MATRICES.items(), shape.projections, ends, strict=True
+        ):
+            into = None if workspace.qkv is None else workspace.qkv[:, end - width : end]
+            linear = self._linear[exactly]
+            rows.append((yield from linear(run, weights, name, out=into, norm=norm)))
+        if workspace.attended is not None:
+            out = workspace.attended[:, : shape.values]
+        op = self._op(weights)
+
+        def mix(part: ForwardPass, states: Any, out: Tensor | None, *rows: Tensor) -> Tensor:
+            return op(*rows, shape=shape, states=states, ragged=part.ragged, out=out)
+
+        return run.kept(keep, by_parts(run, self._places[layer][-1], mix, out, *rows))
+
+
+class LinearAttention(Recurrent):
+    """See `kernels.layout.delta`."""
+
+    MATRICES = MappingProxyType({names.QKVZ: False, names.BA: True})
+    OUT = names.OUT
+
+    def _op(self, weights: Weights) -> Op:
+        small = (names.CONV, names.DECAY, names.DT_BIAS, names.DELTA_NORM)
+        vectors = DeltaWeights(*_vectors(weights, small))
+        return lambda qkvz, ba, **rest: self._ops.delta(qkvz, ba, vectors, **rest)
+
+
+class ShortConv(Recurrent):
+    """See `kernels.layout.short_conv`."""
+
+    MATRICES = MappingProxyType({names.SHORT_IN: False})
+    OUT = names.SHORT_OUT
+
+    def _op(self, weights: Weights) -> Op:
+        (conv,) = _vectors(weights, (names.SHORT_CONV,))
+        return lambda bcx, **rest: self._ops.short_conv(bcx, conv, **rest)
+
+
+class Mamba(Recurrent):
+    """See `kernels.layout.mamba`."""
+
+    MATRICES = MappingProxyType({names.MAMBA_IN: False})
+    OUT = names.MAMBA_OUT
+
+    def _op(self, weights: Weights) -> Op:
+        conv, *small = _vectors(
+            weights,
+            (
+                *(names.MAMBA_CONV, names.MAMBA_DECAY, names.MAMBA_DT_BIAS, names.MAMBA_SKIP),
+                names.MAMBA_NORM,
+            ),
+        )
+        vectors = MambaWeights(conv, vector(weights, names.MAMBA_CONV_BIAS), *small)
+        return lambda x, **rest: self._ops.mamba(x, vectors, **rest)
+
+
+_KINDS: Mapping[type[StateShape], type[Recurrent]] = MappingProxyType(
+    {DeltaShape: LinearAttention, ShortConvShape: ShortConv, MambaShape: Mamba}
+)
+
+
+def recurrent_of(spec: DecoderSpec, ops: Ops) -> Recurrent | None:
+    """What a model's layers with states compute; None: it has none."""
+    shape = spec.state_shape
+    return None if shape is None else _KINDS[type(shape)](shape, spec, ops)
+
+
+def _vectors(weights: Weights, of: Sequence[str]) -> list[Tensor]:
+    return [cast(Tensor, weights[name]) for name in of]
