@@ -681,8 +681,9 @@ FAMILIES |= {
         "num_attention_heads": 2,
         "head_dim": 64,
         "layers_block_type": [
-            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            *("mlp", "linear_attention", "linear_attention", "full_attention", "mlp"),
         ],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},  # it has none
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
         "n_groups": 2,

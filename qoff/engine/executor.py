@@ -161,7 +161,7 @@ class Executor(ABC):
     def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         """The model on what the plan leaves for weights; says what the rest is for."""
         plan = self.plan
-        self.limits = self.spec = spec = self._spec_of(checkpoint)
+        self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
         check_states(plan, spec)
         self.shapes, self.state_shapes = head_shapes(spec), spec.state_shapes
         self.forms = plan.kv.packed_forms(self.shapes)
@@ -179,9 +179,6 @@ class Executor(ABC):
         if self.adapters is not None:
             self.adapters.load(self._near, self.device, self._moves_adapters)
         return runtime
-
-    def _spec_of(self, checkpoint: Checkpoint) -> DecoderSpec:
-        return DecoderSpec.from_config(checkpoint.config)
 
     def _runtime(self, checkpoint: Checkpoint, **options: Any) -> Runtime:
         return Runtime(checkpoint, **options)

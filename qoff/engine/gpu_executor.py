@@ -17,7 +17,9 @@ from qoff.kvcache.stateful import device_cache
 from qoff.kvcache.store.tiered import TieredBlocks
 from qoff.memory import ThreadTransfers, Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
+from qoff.models.modules.configs import is_native
 from qoff.models.native.caches import new_states
+from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory, Plan
 from qoff.plan.cost import CostModel
 from qoff.plan.gpu import check_gpu_plan, decided_on_gpu, memory_on_gpu
@@ -48,7 +50,8 @@ class GpuExecutor(Executor):
         return read + (0.0 if prefetcher is None else prefetcher.ring.wait_s)
 
     def _decided(self, plan: Plan, checkpoint: Checkpoint) -> Plan:
-        plan = decided_on_gpu(plan, self._spec_of(checkpoint))
+        if is_native(checkpoint.config):
+            plan = decided_on_gpu(plan, DecoderSpec.from_config(checkpoint.config))
         if not plan.cpu_experts or plan.cpu_expert_tokens is not None:
             return plan
         sizes = ModelSizes.of_checkpoint(checkpoint)

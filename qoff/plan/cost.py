@@ -29,7 +29,7 @@ from .sizes import ModelSizes
 from .workload import Workload
 
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY, _HIDDEN = range(len(RESOURCES))
-_OPS = 5  # of a layer
+_MIXER_OPS, _MLP_OPS = 3, 2  # of a layer
 
 
 class _Work(NamedTuple):
@@ -281,8 +281,10 @@ class CostModel:
         In the block schedule, those behind the first find what fits in the cache. Returned beside:
         the seconds of them that experts take, and the head, and those that passes take beside ops.
         """
-        device, sizes = self.machine.device, self.sizes
-        calls = (_OPS * sizes.spec.num_layers + 1) * call_s(self.machine)
+        device, sizes, spec = self.machine.device, self.sizes, self.sizes.spec
+        layers = range(spec.num_layers)
+        ops = sum(_MIXER_OPS * spec.has_mixer(i) + _MLP_OPS * spec.has_mlp(i) for i in layers)
+        calls = (ops + 1) * call_s(self.machine)
         between = pass_s(self.machine, passes, self.units, c.activations == 2)
         seconds = passes * (calls + between)
         largest = max(sizes.layer_bytes)

@@ -69,6 +69,21 @@ def test_passes_of_any_lengths_are_the_references(shape: MambaShape, dtype: torc
     assert all(kept[1].isnan().all() for kept in found)  # a slot of nobody's
 
 
+@pytest.mark.parametrize("chunked", [True, False])
+def test_what_heads_give_may_be_large(chunked: bool) -> None:
+    """Beyond what float16 holds, before the norm; the state is within it."""
+    shape, ragged = MambaShape(2, 32, 1, 64, 4), Ragged.of([70], [0])
+    weights = weights_of(shape)
+    weights = replace(weights, decay=weights.decay - 5)  # remembers for long
+    x = (4 * inputs(shape, 70)).half()
+    wanted, found = states_of(shape), states_of(shape)
+    before = LayerStates(*wanted, torch.tensor([[0, 70, 0]]))
+    expected = reference(x.double(), weights, shape, before, ragged)
+    y = op.mamba(x, weights, shape, device_states(found, ragged), chunked=chunked)
+    assert wanted[1][0].abs().max() * 64 > 65504
+    assert_close(y.double(), expected, tolerance=4 * RELATIVE_RMS[torch.float16])
+
+
 def test_wrong_operands_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, ragged = MambaShape(4, 16, 2, 16, 4), Ragged.of([1] * SLOTS, [0] * SLOTS)
     states, weights = device_states(states_of(shape), ragged), weights_of(shape)

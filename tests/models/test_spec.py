@@ -206,6 +206,7 @@ def test_layers_that_do_not_fit_are_refused(
         ("nemotron-h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act is 'relu'"),
         ("nemotron-h", {"ssm_state_size": 24}, "a state of 24; use multiples of 16"),
         ("nemotron-h", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit is \[0.001, 0.1"),
+        ("nemotron-h", {"layers_block_type": ["linear_attention", "mlp"]}, "one that has full_att"),
         ("nemotron-h-moe", {"mlp_bias": True}, "mlp_bias is True; supported: false"),
         ("granite-h", {"mamba_proj_bias": True}, "mamba_proj_bias is True; supported: false"),
         ("granite-h", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),

@@ -132,7 +132,7 @@ def mamba(
 
 def mamba_bytes(tokens: int, shape: MambaShape, dtype: torch.dtype) -> int:
     """The most bytes `mamba` allocates, its result included, as if it freed nothing."""
-    return tokens * (shape.channels + 2 * shape.values) * dtype.itemsize
+    return tokens * ((shape.channels + shape.values) * dtype.itemsize + 4 * shape.values)
 
 
 @cache

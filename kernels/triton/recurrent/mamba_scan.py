@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -148,13 +149,13 @@ def scan(
     states: DeviceLayerStates,
     chunked: bool,
 ) -> Tensor:
-    """y of heads, before z and their norm, [M, shape.values] in the order of the slots.
+    """y of heads, before z and their norm, float32 [M, shape.values] in the order of the slots.
 
     mixed: convolved x, B and C, [M, shape.channels] in that order. dt: [M, heads] in the order of
     the batch, whose rows may lie apart. `states.memory` is what it is after these tokens.
     """
     step = states.step
-    out = mixed.new_empty(len(mixed), shape.values)
+    out = mixed.new_empty(len(mixed), shape.values, dtype=torch.float32)  # nothing bounds it
     capability = Gpu.of(mixed.device).capability
     kernel, tiles = _bound(shape, step.order is not None, chunked, capability)
     kernel(

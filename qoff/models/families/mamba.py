@@ -37,13 +37,13 @@ def _spec(
     config: Any, layers: Sequence[bool], sizes: Mapping[str, str] = _SIZES
 ) -> MambaSpec | None:
     """layers: that are Mamba. sizes: the keys of a config."""
+    if not any(layers):
+        return None
     if getattr(config, "mamba_proj_bias", False):
         raise unsupported("mamba_proj_bias", True, "false")
     limit = config.time_step_limit or _NO_LIMIT
     if tuple(limit) != _NO_LIMIT:
         raise unsupported("time_step_limit", limit, "0 to infinity")
-    if not any(layers):
-        return None
     return MambaSpec(
         **{field: getattr(config, key) for field, key in sizes.items()}, layers=tuple(layers)
     )
@@ -94,10 +94,14 @@ def _nemotron_h(config: Any) -> Fields:
         if getattr(config, key) != wanted:
             raise unsupported(key, getattr(config, key), str(wanted).lower())
     kinds = _kinds(config, ("linear_attention", "full_attention", "mlp", "moe"))
+    if "full_attention" not in kinds:
+        raise unsupported("layers_block_type", kinds, "one that has full_attention")
     mlps = tuple(kind in ("mlp", "moe") for kind in kinds)
     act = activation(config.mlp_hidden_act)
     found = {
         "norm_eps": config.layer_norm_epsilon,
+        "rope": None,  # whatever a config has
+        "rope_layers": (False,) * config.num_hidden_layers,
         "gated": False,
         "activation": act,
         "mlp_bias": config.mlp_bias,

@@ -1,7 +1,6 @@
 """Mamba 2 in GGUF files: Granite 4, Nemotron H and 3.
 
-Layers of Mamba have no KV heads. Those of Nemotron have a mixer or an MLP: the latter says so by
-its size.
+Layers of Mamba have no KV heads. What those of Nemotron are, their tensors say.
 """
 
 from __future__ import annotations
@@ -29,7 +28,13 @@ NEMOTRON_MODULES = {
     "mlp.latent_in": "ffn_latent_down",
     "mlp.latent_out": "ffn_latent_up",
 }
-_KV_HEADS, _INNER = "attention.head_count_kv", "feed_forward_length"
+_KV_HEADS = "attention.head_count_kv"
+_KINDS = {  # of layers of Nemotron, by a tensor that they have; a mixture may have one like an MLP
+    "ffn_gate_inp": "moe",
+    "ffn_up": "mlp",
+    "attn_q": "full_attention",
+    "ssm_in": "linear_attention",
+}
 _SHARED = "expert_shared_feed_forward_length"
 _ROPE = "rope.scaling.finetuned"  # whether there is one
 
@@ -74,10 +79,14 @@ def granite(metadata: Metadata, config: Config) -> Config:
 
 def nemotron_base(metadata: Metadata) -> Config:
     """What all have, what each layer is, and sizes of Mamba. There is no RoPE."""
-    heads, inner = by_layer(metadata, _KV_HEADS), by_layer(metadata, _INNER)
-    kinds = [_kind(metadata, i, *of) for i, of in enumerate(zip(heads, inner, strict=True))]
+    heads = by_layer(metadata, _KV_HEADS)
+    kinds = [_kind(metadata, layer) for layer in range(metadata.layers)]
+    if "mlp" in kinds:
+        inner = metadata.shape(f"blk.{kinds.index('mlp')}.ffn_up.weight")[0]
+    else:  # layers have experts, or a mixer
+        inner = metadata.get("expert_feed_forward_length", 0) or metadata.need(_SHARED)
     _, sizes = _mamba(metadata)
-    found = common(metadata, kv_heads=max(heads), inner=max(inner))
+    found = common(metadata, kv_heads=max(heads), inner=inner)
     del found["rope_parameters"]
     eps = metadata.get("attention.layer_norm_rms_epsilon")
     return {
@@ -113,11 +122,15 @@ def nemotron_moe(metadata: Metadata, config: Config) -> Config:
     }
 
 
-def _kind(metadata: Metadata, layer: int, kv_heads: int, inner: int) -> str:
-    """What a layer of Nemotron is."""
-    if not inner:
-        return "full_attention" if kv_heads else "linear_attention"
-    return "moe" if metadata.has(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
+def _kind(metadata: Metadata, layer: int) -> str:
+    """What a layer of Nemotron is, by its tensors."""
+    for tensor, kind in _KINDS.items():
+        if metadata.has(f"blk.{layer}.{tensor}.weight"):
+            return kind
+    raise FormatError(
+        f"{metadata.path}: layer {layer} has none of the tensors {', '.join(_KINDS)}; the file is "
+        "damaged, get it again"
+    )
 
 
 def _mamba(metadata: Metadata) -> tuple[int, dict[str, Any]]:
