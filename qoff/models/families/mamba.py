@@ -150,6 +150,7 @@ _NEMOTRON = TensorNames(
     },
     embedding="model.embeddings.weight",
     norm="model.norm_f",
+    stacked_experts="bare-halves",
 )
 FAMILIES = {
     "nemotron_h": Family(
