@@ -14,8 +14,8 @@ from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference import ops as reference_ops
+from tests.kernels.recurrent_states import states
 from tests.tolerances import assert_close
 
 SHAPES = [
@@ -24,7 +24,6 @@ SHAPES = [
     DeltaShape(1, 3, 48, 96, 5),
     DeltaShape(2, 4, 128, 128, 4),
 ]
-SLOTS = 4
 
 
 def weights(shape: DeltaShape) -> DeltaWeights:
@@ -35,13 +34,6 @@ def weights(shape: DeltaShape) -> DeltaWeights:
         torch.randn(heads) * 10,  # some steps are beyond where softplus is linear
         torch.rand(shape.value_dim) + 0.5,
     )
-
-
-def states(shape: DeltaShape, ragged: Ragged, slots: list[int]) -> LayerStates:
-    """Of sequences in these slots, with anything in all of them."""
-    rows = [(span.start, span.count, slots[span.slot]) for span in ragged.spans]
-    conv, memory = torch.empty(SLOTS, *shape.conv_shape), torch.empty(SLOTS, *shape.memory_shape)
-    return LayerStates(conv.fill_(torch.nan), memory.fill_(torch.nan), torch.tensor(rows))
 
 
 def inputs(shape: DeltaShape, tokens: int) -> tuple[Tensor, Tensor]:

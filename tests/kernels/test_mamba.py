@@ -14,13 +14,12 @@ from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.mamba import MambaShape, MambaWeights
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference import ops as reference_ops
+from tests.kernels.recurrent_states import states
 from tests.tolerances import assert_close
 
 # Panels of 64 channels, of fewer, and several; more channels than a thread convolves at once.
 SHAPES = [MambaShape(4, 64, 2, 32, 4), MambaShape(3, 48, 1, 16, 2), MambaShape(2, 128, 2, 16, 3)]
-SLOTS = 4
 
 
 def weights_of(shape: MambaShape, biased: bool = True) -> MambaWeights:
@@ -28,14 +27,6 @@ def weights_of(shape: MambaShape, biased: bool = True) -> MambaWeights:
     decay, dt_bias, skip = torch.randn(3, shape.heads)
     norm = torch.rand(shape.values) + 0.5
     return MambaWeights(conv, bias if biased else None, decay, dt_bias, skip, norm)
-
-
-def states(shape: MambaShape, ragged: Ragged, slots: list[int]) -> LayerStates:
-    """Of sequences in these slots, with anything in all of them."""
-    rows = [(span.start, span.count, slots[span.slot]) for span in ragged.spans]
-    conv = torch.full((SLOTS, *shape.conv_shape), torch.nan)
-    memory = torch.full((SLOTS, *shape.memory_shape), torch.nan)
-    return LayerStates(conv, memory, torch.tensor(rows))
 
 
 def inputs(shape: MambaShape, tokens: int) -> Tensor:

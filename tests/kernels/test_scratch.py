@@ -38,6 +38,7 @@ from qoff.kernels.layout.routing import Routing
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.sampling import noise_size
 from tests.kernels import (
+    recurrent_states,
     test_delta,
     test_latent,
     test_low_rank,
@@ -112,7 +113,7 @@ def test_latents(asked: Asked, threads: int, shape: attention.LatentShape, token
 @pytest.mark.parametrize("shape", test_delta.SHAPES, ids=str)
 def test_linear_attention(asked: Asked, threads: int, shape: DeltaShape) -> None:
     ragged = Ragged.of([7, 1], [0, 0])
-    given, states = test_delta.weights(shape), test_delta.states(shape, ragged, [0, 1])
+    given, states = test_delta.weights(shape), recurrent_states.states(shape, ragged, [0, 1])
     operands = (*test_delta.inputs(shape, 8), given, shape, states, ragged)
     assert asked(lambda: cpu.delta(*operands)) == [delta_bytes(threads, shape)]
 
@@ -120,7 +121,7 @@ def test_linear_attention(asked: Asked, threads: int, shape: DeltaShape) -> None
 @pytest.mark.parametrize("shape", test_mamba.SHAPES, ids=str)
 def test_mamba_layers(asked: Asked, threads: int, shape: MambaShape) -> None:
     ragged = Ragged.of([7, 1], [0, 0])
-    weights, states = test_mamba.weights_of(shape), test_mamba.states(shape, ragged, [0, 1])
+    weights, states = test_mamba.weights_of(shape), recurrent_states.states(shape, ragged, [0, 1])
     operands = (test_mamba.inputs(shape, 8), weights, shape, states, ragged)
     assert asked(lambda: cpu.mamba(*operands)) == [conv_bytes(threads, shape)]
 
@@ -128,7 +129,10 @@ def test_mamba_layers(asked: Asked, threads: int, shape: MambaShape) -> None:
 @pytest.mark.parametrize("shape", test_short_conv.SHAPES, ids=str)
 def test_short_convolutions(asked: Asked, threads: int, shape: ShortConvShape) -> None:
     ragged = Ragged.of([7, 1], [0, 0])
-    weight, states = test_short_conv.weight_of(shape), test_short_conv.states(shape, ragged, [0, 1])
+    weight, states = (
+        test_short_conv.weight_of(shape),
+        recurrent_states.states(shape, ragged, [0, 1]),
+    )
     operands = (test_short_conv.inputs(shape, 8), weight, shape, states, ragged)
     assert asked(lambda: cpu.short_conv(*operands)) == [conv_bytes(threads, shape)]
 

@@ -14,24 +14,16 @@ from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.short_conv import ShortConvShape
-from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference import ops as reference_ops
+from tests.kernels.recurrent_states import states
 from tests.tolerances import assert_close
 
 # Fewer channels than a thread takes at once, as many, and more.
 SHAPES = [ShortConvShape(48, 3), ShortConvShape(128, 2), ShortConvShape(272, 5)]
-SLOTS = 4
 
 
 def weight_of(shape: ShortConvShape) -> Tensor:
     return torch.randn(shape.taps * shape.channels)
-
-
-def states(shape: ShortConvShape, ragged: Ragged, slots: list[int]) -> LayerStates:
-    """Of sequences in these slots, with anything in all of them."""
-    rows = [(span.start, span.count, slots[span.slot]) for span in ragged.spans]
-    conv = torch.full((SLOTS, *shape.conv_shape), torch.nan)
-    return LayerStates(conv, torch.empty(SLOTS, *shape.memory_shape), torch.tensor(rows))
 
 
 def inputs(shape: ShortConvShape, tokens: int) -> Tensor:

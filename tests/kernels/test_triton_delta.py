@@ -11,9 +11,9 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged, Span
-from qoff.kernels.layout.states import DeviceLayerStates, LayerStates, StateShape
+from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference import delta as reference
-from qoff.kvcache.device.tables import DeviceTables, pass_tables
+from tests.kernels.recurrent_states import device_states, spans_of, states_of
 from tests.kernels.test_delta import inputs, weights
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
@@ -23,27 +23,7 @@ op = triton_module("recurrent.delta")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
 )
-CPU = torch.device("cpu")
-SLOTS = 4
 SHAPES = [DeltaShape(2, 4, 16, 16, 4), DeltaShape(1, 2, 48, 96, 5), DeltaShape(1, 1, 128, 128, 2)]
-
-
-def states_of(shape: StateShape) -> tuple[Tensor, Tensor]:
-    """With anything in all slots."""
-    conv, memory = torch.empty(SLOTS, *shape.conv_shape), torch.empty(SLOTS, *shape.memory_shape)
-    return conv.fill_(torch.nan), memory.fill_(torch.nan)
-
-
-def device_states(
-    kept: tuple[Tensor, Tensor], ragged: Ragged, steady: bool = False
-) -> DeviceLayerStates:
-    spans = sorted(ragged.spans, key=lambda span: span.slot)
-    nothing = [0] * SLOTS
-    step = pass_tables(
-        DeviceTables(SLOTS, CPU), spans, ragged, packed=nothing, new={}, resident_from=nothing,
-        offloads=False, steady=steady,
-    )  # fmt: skip
-    return DeviceLayerStates(*kept, step)
 
 
 class Run:
@@ -71,8 +51,7 @@ class Run:
                 self.lengths[slot] += count
         ragged = Ragged(tuple(spans))
         qkvz, ba = (x.to(self.dtype) for x in inputs(self.shape, ragged.tokens))
-        rows = torch.tensor([(span.start, span.count, span.slot) for span in spans])
-        before = LayerStates(*self.wanted, rows)
+        before = LayerStates(*self.wanted, spans_of(ragged))
         wanted = reference.delta(
             qkvz.double(), ba.double(), self.weights, self.shape, before, ragged
         )

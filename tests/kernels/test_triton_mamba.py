@@ -10,11 +10,11 @@ from torch import Tensor
 
 from qoff.errors import OpError
 from qoff.kernels.layout.mamba import MambaShape
-from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference.mamba import mamba as reference
-from tests.kernels.test_mamba import SLOTS, inputs, weights_of
-from tests.kernels.test_triton_delta import device_states, states_of
+from tests.kernels.recurrent_states import SLOTS, device_states, passes, spans_of, states_of
+from tests.kernels.test_mamba import inputs, weights_of
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
@@ -39,22 +39,11 @@ def test_passes_of_any_lengths_are_the_references(shape: MambaShape, dtype: torc
     weights, lengths = weights_of(shape, biased=shape.taps > 2), {2: 0, 0: 0, 3: 0}
     weights = replace(weights, decay=weights.decay - 2)  # some heads remember for long
     wanted, found, last = states_of(shape), states_of(shape), Tensor()
-    for counts, chunked in (
-        ((67, 1, 3), True),
-        ((2, 40, 0), True),
-        ((0, 1, 5), False),
-        ((1, 1, 1), None),
-    ):
-        spans, start, steady = [], 0, max(counts) == 1
-        for slot, count in zip(sorted(lengths) if steady else lengths, counts, strict=True):
-            if count:
-                spans.append(Span(slot, start, count, lengths[slot]))
-                start += count
-                lengths[slot] += count
-        ragged = Ragged(tuple(spans))
+    each = (67, 1, 3), (2, 40, 0), (0, 1, 5), (1, 1, 1)
+    ways = True, True, False, None
+    for (ragged, steady), chunked in zip(passes(lengths, each), ways, strict=True):
         x = inputs(shape, ragged.tokens).to(dtype)
-        rows = torch.tensor([(span.start, span.count, span.slot) for span in spans])
-        before = LayerStates(*wanted, rows)
+        before = LayerStates(*wanted, spans_of(ragged))
         expected = reference(x.double(), weights, shape, before, ragged)
         states = device_states(found, ragged, steady)
         given = torch.full((len(states.step.positions), shape.width + 3), torch.nan).to(dtype)

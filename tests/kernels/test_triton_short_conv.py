@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels.layout.ragged import Ragged, Span
+from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference.short_conv import short_conv as reference
-from tests.kernels.test_short_conv import SLOTS, inputs, weight_of
-from tests.kernels.test_triton_delta import device_states, states_of
+from tests.kernels.recurrent_states import SLOTS, device_states, passes, spans_of, states_of
+from tests.kernels.test_short_conv import inputs, weight_of
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
@@ -39,17 +39,10 @@ def test_passes_of_any_lengths_are_the_references(
     """In the last pass, by the tables of a graph, there is a row of no token, too."""
     weight, lengths = weight_of(shape), {2: 0, 0: 0, 3: 0}  # not in the order of the slots
     wanted, found = states_of(shape), states_of(shape)
-    for counts in ((67, 1, 3), (2, 40, 0), (0, 1, 5), (1, 1, 1)):
-        spans, start, steady = [], 0, max(counts) == 1
-        for slot, count in zip(sorted(lengths) if steady else lengths, counts, strict=True):
-            if count:
-                spans.append(Span(slot, start, count, lengths[slot]))
-                start += count
-                lengths[slot] += count
-        ragged = Ragged(tuple(spans))
+    each = (67, 1, 3), (2, 40, 0), (0, 1, 5), (1, 1, 1)
+    for ragged, steady in passes(lengths, each):
         bcx = inputs(shape, ragged.tokens).to(dtype)
-        rows = torch.tensor([(span.start, span.count, span.slot) for span in spans])
-        before = LayerStates(*wanted, rows)
+        before = LayerStates(*wanted, spans_of(ragged))
         expected = reference(bcx.double(), weight, shape, before, ragged)
         states = device_states(found, ragged, steady)
         given = torch.full((len(states.step.positions), shape.width + 3), torch.nan).to(dtype)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
-from qoff.kernels.cpu.operands import check_dense, check_rows, fail
+from qoff.kernels.cpu.operands import check_dense, check_rows
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.layout.states import SPAN_FIELDS, LayerStates
+from qoff.kernels.layout.states import LayerStates
 
 from .delta_job import DeltaArguments, delta_job
 from .scratch import delta_bytes
+from .states import check_states
 
 
 def delta(
@@ -38,11 +39,7 @@ def delta(
     check_dense(op, "decay", weights.decay, (shape.value_heads,))
     check_dense(op, "dt_bias", weights.dt_bias, (shape.value_heads,))
     check_dense(op, "norm", weights.norm, (shape.value_dim,))
-    slots = len(states.memory)
-    check_dense(op, "conv states", states.conv, (slots, *shape.conv_shape))
-    check_dense(op, "states", states.memory, (slots, *shape.memory_shape))
-    if states.spans.shape != (len(ragged.spans), len(SPAN_FIELDS)) or ragged.tokens != tokens:
-        fail(op, f"states are of {len(states.spans)} sequences, the pass has {len(ragged.spans)}")
+    check_states(op, states, shape, ragged, tokens)
     arguments = DeltaArguments(
         x=qkvz.data_ptr(), x_stride=4 * qkvz.stride(0), ba=ba.data_ptr(),
         ba_stride=4 * ba.stride(0), taps_weight=weights.conv.data_ptr(),

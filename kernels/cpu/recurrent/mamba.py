@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
-from qoff.kernels.cpu.operands import check_dense, check_rows, fail
+from qoff.kernels.cpu.operands import check_dense, check_rows
 from qoff.kernels.layout.mamba import MambaShape, MambaWeights
 from qoff.kernels.layout.ragged import Ragged
-from qoff.kernels.layout.states import SPAN_FIELDS, LayerStates
+from qoff.kernels.layout.states import LayerStates
 
 from .mamba_job import MambaArguments, mamba_job
 from .scratch import conv_bytes
+from .states import check_states
 
 
 def mamba(
@@ -38,11 +39,7 @@ def mamba(
     for name in ("decay", "dt_bias", "skip"):
         check_dense(op, name, getattr(weights, name), (shape.heads,))
     check_dense(op, "norm", weights.norm, (shape.values,))
-    slots = len(states.memory)
-    check_dense(op, "conv states", states.conv, (slots, *shape.conv_shape))
-    check_dense(op, "states", states.memory, (slots, *shape.memory_shape))
-    if states.spans.shape != (len(ragged.spans), len(SPAN_FIELDS)) or ragged.tokens != tokens:
-        fail(op, f"states are of {len(states.spans)} sequences, the pass has {len(ragged.spans)}")
+    check_states(op, states, shape, ragged, tokens)
     bias = weights.conv_bias
     arguments = MambaArguments(
         x=zxbcdt.data_ptr(), x_stride=4 * zxbcdt.stride(0), tokens=tokens,

@@ -10,13 +10,14 @@ from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.jit.pool_threads import take
-from qoff.kernels.cpu.operands import check_dense, check_rows, fail, int64s, offsets
+from qoff.kernels.cpu.operands import check_dense, check_rows, int64s, offsets
 from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import SPAN_FIELDS, LayerStates
 
 from .convolution import convolve
 from .scratch import TOGETHER, conv_bytes
+from .states import check_states
 
 _SPAN_BYTES = 8 * len(SPAN_FIELDS)
 
@@ -97,9 +98,7 @@ def short_conv(
     check_rows(op, "bcx", bcx, tokens, shape.width)
     check_rows(op, "out", out, tokens, shape.channels)
     check_dense(op, "weight", weight, (shape.taps * shape.channels,))
-    check_dense(op, "states", states.conv, (len(states.conv), *shape.conv_shape))
-    if states.spans.shape != (len(ragged.spans), len(SPAN_FIELDS)) or ragged.tokens != tokens:
-        fail(op, f"states are of {len(states.spans)} sequences, the pass has {len(ragged.spans)}")
+    check_states(op, states, shape, ragged, tokens)
     arguments = ShortConvArguments(
         bcx=bcx.data_ptr(), bcx_stride=4 * bcx.stride(0), weight=weight.data_ptr(),
         conv=states.conv.data_ptr(), spans=states.spans.data_ptr(),

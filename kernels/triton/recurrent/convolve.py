@@ -9,17 +9,21 @@ order of the slots. Queries and keys leave with the length that the recurrence w
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qoff.kernels.layout.delta import L2_EPS, DeltaShape, DeltaWeights
+from qoff.kernels.layout.mamba import MambaShape
+from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
 
 EPS = tl.constexpr(L2_EPS)
+_WIDTH = 128  # channels of a program, where they are not those of a head
 _ROWS = 16  # tokens of a tile, in passes of more than one a sequence
 
 
@@ -156,6 +160,27 @@ def convolve(
 def tile_rows(decodes: bool, taps: int) -> int:
     """Tokens of a program: the first one of a sequence has all that its past is read by."""
     return 1 if decodes else max(_ROWS, next_power_of_2(taps - 1))
+
+
+def channel_tiles(
+    shape: ShortConvShape | MambaShape, decodes: bool, ordered: bool
+) -> tuple[dict[str, Any], int, int]:
+    """For kernels whose programs have some channels of some tokens, whichever these are.
+
+    Their constants, programs of the channels of a token, and tokens of a program.
+    """
+    rows = tile_rows(decodes, shape.taps)
+    width = min(_WIDTH, next_power_of_2(shape.channels))
+    constants = {
+        "CHANNELS": shape.channels,
+        "WIDTH": width,
+        "TAPS": shape.taps,
+        "ROWS": rows,
+        "ORDERED": ordered,
+        "num_warps": 1 if decodes else 4,
+        "num_stages": 1,
+    }
+    return constants, cdiv(shape.channels, width), rows
 
 
 @cache

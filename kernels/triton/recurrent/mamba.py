@@ -17,14 +17,13 @@ from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.bound import BoundKernel
 from qoff.kernels.triton.launch.gpu import Gpu
-from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
+from qoff.kernels.triton.launch.sizes import cdiv
 
-from .convolve import convolved, remember, tile_rows
+from .convolve import channel_tiles, convolved, remember
 from .gated_norm import gated_norm
 from .mamba_scan import scan
 
 _FEW = 16  # tokens of a sequence that go by one by one
-_WIDTH = 128  # channels that a program convolves
 
 
 @triton.jit
@@ -140,17 +139,5 @@ def _bound(
     shape: MambaShape, decodes: bool, ordered: bool, biased: bool
 ) -> tuple[BoundKernel, int, int]:
     """What convolves, its programs of the channels of a token, and the tokens of a program."""
-    rows = tile_rows(decodes, shape.taps)
-    width = min(_WIDTH, next_power_of_2(shape.channels))
-    kernel = BoundKernel(
-        mamba_convolve_kernel,
-        CHANNELS=shape.channels,
-        WIDTH=width,
-        TAPS=shape.taps,
-        ROWS=rows,
-        ORDERED=ordered,
-        BIASED=biased,
-        num_warps=1 if decodes else 4,
-        num_stages=1,
-    )
-    return kernel, cdiv(shape.channels, width), rows
+    constants, parts, rows = channel_tiles(shape, decodes, ordered)
+    return BoundKernel(mamba_convolve_kernel, **constants, BIASED=biased), parts, rows

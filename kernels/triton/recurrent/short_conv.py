@@ -15,11 +15,9 @@ from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import DeviceLayerStates
 from qoff.kernels.operands import FLOATS, require
 from qoff.kernels.triton.launch.bound import BoundKernel
-from qoff.kernels.triton.launch.sizes import cdiv, next_power_of_2
+from qoff.kernels.triton.launch.sizes import cdiv
 
-from .convolve import convolved, remember, tile_rows
-
-_WIDTH = 128  # channels of a program
+from .convolve import channel_tiles, convolved, remember
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -121,16 +119,5 @@ def short_conv_bytes(tokens: int, shape: ShortConvShape, dtype: torch.dtype) -> 
 @cache
 def _bound(shape: ShortConvShape, decodes: bool, ordered: bool) -> tuple[BoundKernel, int, int]:
     """The kernel, its programs of the channels of a token, and the tokens of a program."""
-    rows = tile_rows(decodes, shape.taps)
-    width = min(_WIDTH, next_power_of_2(shape.channels))
-    kernel = BoundKernel(
-        short_conv_kernel,
-        CHANNELS=shape.channels,
-        WIDTH=width,
-        TAPS=shape.taps,
-        ROWS=rows,
-        ORDERED=ordered,
-        num_warps=1 if decodes else 4,
-        num_stages=1,
-    )
-    return kernel, cdiv(shape.channels, width), rows
+    constants, parts, rows = channel_tiles(shape, decodes, ordered)
+    return BoundKernel(short_conv_kernel, **constants), parts, rows

@@ -15,7 +15,7 @@ from .family import Config, Family, Fields, Has, TensorNames, activation, biases
 from .llama import granite
 
 _NO_LIMIT = (0.0, float("inf"))
-_SIZES = {
+SIZES = {  # the keys of a config, of most and of Nemotron
     "heads": "mamba_n_heads",
     "head_dim": "mamba_d_head",
     "groups": "mamba_n_groups",
@@ -23,7 +23,7 @@ _SIZES = {
     "taps": "mamba_d_conv",
     "conv_bias": "mamba_conv_bias",
 }
-_NEMOTRON_SIZES = {
+NEMOTRON_SIZES = {
     "heads": "mamba_num_heads",
     "head_dim": "mamba_head_dim",
     "groups": "n_groups",
@@ -34,7 +34,7 @@ _NEMOTRON_SIZES = {
 
 
 def _spec(
-    config: Any, layers: Sequence[bool], sizes: Mapping[str, str] = _SIZES
+    config: Any, layers: Sequence[bool], sizes: Mapping[str, str] = SIZES
 ) -> MambaSpec | None:
     """layers: that are Mamba. sizes: the keys of a config."""
     if not any(layers):
@@ -105,7 +105,7 @@ def _nemotron_h(config: Any) -> Fields:
         "gated": False,
         "activation": act,
         "mlp_bias": config.mlp_bias,
-        "recurrent": _spec(config, [kind == "linear_attention" for kind in kinds], _NEMOTRON_SIZES),
+        "recurrent": _spec(config, [kind == "linear_attention" for kind in kinds], NEMOTRON_SIZES),
         "mixers": tuple(not mlp for mlp in mlps),
         "mlps": mlps,
     }

@@ -24,8 +24,6 @@ from .linear import Linear, Steps, vector
 class Attention:
     """From hidden states to what the output projection is given."""
 
-    OUT = "self_attn.o_proj"
-
     def __init__(
         self, spec: DecoderSpec, ops: Ops, shapes: Sequence[HeadShape], device: torch.device | None
     ) -> None:

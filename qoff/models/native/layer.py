@@ -16,6 +16,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.memory import EXPERTS, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
+from qoff.models.attention_weights import output_of
 from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens
 from qoff.models.spec import DecoderSpec
 
@@ -161,9 +162,10 @@ class Layer:
         residual: Rows = "hidden" if run.base is None else run.base
         into = torch.empty_like(run.input) if self._spec.parallel else residual
         end = self._ending(layer, weights, "self_attn")
+        output = output_of(self._spec, layer)
         return (
             yield from self._linear(
-                run, weights, attention.OUT, attended, residual=residual, out=into, end=end
+                run, weights, output, attended, residual=residual, out=into, end=end
             )
         )
 

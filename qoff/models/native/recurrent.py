@@ -30,11 +30,10 @@ Op = Callable[..., Tensor]  # of rows that matrices gave, states and a batch
 class Recurrent(ABC):
     """From hidden states to what the output projection is given.
 
-    MATRICES: that hidden states are multiplied by, and whether exactly. OUT: the output projection.
+    MATRICES: that hidden states are multiplied by, and whether exactly.
     """
 
     MATRICES: ClassVar[Mapping[str, bool]]
-    OUT: ClassVar[str]
 
     def __init__(self, shape: Any, spec: DecoderSpec, ops: Ops) -> None:
         """shape: of a layer."""
@@ -81,7 +80,6 @@ class LinearAttention(Recurrent):
     """See `kernels.layout.delta`."""
 
     MATRICES = MappingProxyType({names.QKVZ: False, names.BA: True})
-    OUT = names.OUT
 
     def _op(self, weights: Weights) -> Op:
         small = (names.CONV, names.DECAY, names.DT_BIAS, names.DELTA_NORM)
@@ -93,7 +91,6 @@ class ShortConv(Recurrent):
     """See `kernels.layout.short_conv`."""
 
     MATRICES = MappingProxyType({names.SHORT_IN: False})
-    OUT = names.SHORT_OUT
 
     def _op(self, weights: Weights) -> Op:
         (conv,) = _vectors(weights, (names.SHORT_CONV,))
@@ -104,7 +101,6 @@ class Mamba(Recurrent):
     """See `kernels.layout.mamba`."""
 
     MATRICES = MappingProxyType({names.MAMBA_IN: False})
-    OUT = names.MAMBA_OUT
 
     def _op(self, weights: Weights) -> Op:
         conv, *small = _vectors(

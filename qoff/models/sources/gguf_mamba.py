@@ -5,9 +5,11 @@ Layers of Mamba have no KV heads. What those of Nemotron are, their tensors say.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from qoff.errors import FormatError
+from qoff.models.families.mamba import NEMOTRON_SIZES, SIZES
 
 from .gguf_experts import SIGMOID, groups, mixture
 from .gguf_fields import Config, by_layer, common, scales
@@ -53,12 +55,7 @@ def granite_base(metadata: Metadata) -> Config:
         "rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon"),
         "layer_types": ["full_attention" if x else "linear_attention" for x in heads],
         "mamba_expand": inner // hidden,
-        "mamba_n_heads": sizes["heads"],
-        "mamba_d_head": sizes["head_dim"],
-        "mamba_n_groups": sizes["groups"],
-        "mamba_d_state": sizes["state"],
-        "mamba_d_conv": sizes["taps"],
-        "mamba_conv_bias": sizes["conv_bias"],
+        **_by_keys(sizes, SIZES),
     }
 
 
@@ -94,12 +91,7 @@ def nemotron_base(metadata: Metadata) -> Config:
         "layer_norm_epsilon": eps or metadata.need("attention.layer_norm_epsilon"),
         "layers_block_type": kinds,
         "mlp_bias": any(metadata.has(f"blk.{i}.ffn_up.bias") for i in range(metadata.layers)),
-        "mamba_num_heads": sizes["heads"],
-        "mamba_head_dim": sizes["head_dim"],
-        "n_groups": sizes["groups"],
-        "ssm_state_size": sizes["state"],
-        "conv_kernel": sizes["taps"],
-        "use_conv_bias": sizes["conv_bias"],
+        **_by_keys(sizes, NEMOTRON_SIZES),
     }
 
 
@@ -131,6 +123,10 @@ def _kind(metadata: Metadata, layer: int) -> str:
         f"{metadata.path}: layer {layer} has none of the tensors {', '.join(_KINDS)}; the file is "
         "damaged, get it again"
     )
+
+
+def _by_keys(sizes: Mapping[str, Any], keys: Mapping[str, str]) -> Config:
+    return {key: sizes[size] for size, key in keys.items()}
 
 
 def _mamba(metadata: Metadata) -> tuple[int, dict[str, Any]]:
