@@ -44,6 +44,7 @@ from qoff.memory.plan import (
 )
 from qoff.models import names
 from qoff.models.convert.convert import convert
+from qoff.models.families.family import TensorNames
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.native.decoder import Decoder
@@ -188,7 +189,7 @@ def reference_model(path: Path) -> Any:
     """The transformers model, in float32, with the dequantized weights of a checkpoint."""
     checkpoint = Checkpoint.open(path)
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
-    state = {name: tensor.contiguous() for name, tensor in _state(checkpoint)}
+    state = {name: tensor.contiguous() for name, tensor in stored_tensors(checkpoint)}
     with tempfile.TemporaryDirectory() as folder:
         save_file(state, Path(folder, "model.safetensors"), {"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -200,15 +201,20 @@ def reference_model(path: Path) -> Any:
     return model.float().eval()
 
 
-def _state(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of Hugging Face that the weights of a checkpoint were made of."""
+def stored_tensors(
+    checkpoint: Checkpoint, called: TensorNames | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of Hugging Face that the weights of a checkpoint were made of.
+
+    called: their names, by default those of the family.
+    """
     spec = DecoderSpec.from_config(checkpoint.config)
     units = [
-        (names.layer_prefix(i), layer_weights(spec, i), file)
+        (names.layer_prefix(i), layer_weights(spec, i, called), file)
         for i, file in enumerate(checkpoint.layers)
     ]
     experts: dict[str, dict[int, Tensor]] = {}  # parts of one tensor
-    for prefix, weights, file in [*units, ("", outer_weights(spec), checkpoint.outer)]:
+    for prefix, weights, file in [*units, ("", outer_weights(spec, called), checkpoint.outer)]:
         for weight in weights:
             stored = read_weight(file, file.weights[prefix + weight.name])
             value = stored.dequantize() if isinstance(stored, QTensor) else stored

@@ -17,6 +17,7 @@ QUANT_METHOD, FORMAT_VERSION = "qoff", 1
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 OUTER_FILE = "model-outer.safetensors"
+MTP_FILE = "model-mtp.safetensors"  # of models that have a layer for multi-token prediction
 # Losses by bits of the KV cache, measured and kept later; no part of what a model is.
 KV_SENSITIVITY_FILE = "kv-sensitivity.json"
 TOKENIZER_FILES = (  # of which a tokenizer has one at least
@@ -32,7 +33,7 @@ POOLING = "pooling.json"  # what sentence-transformers calls 1_Pooling/config.js
 COPIED = "copied"  # what the index calls the names of all files that were
 ALIGNMENT = 4096  # bytes; data sections start at a multiple: a page, and a block of any disk
 CODES, SCALE_MIN = ".codes", ".scale_min"  # what a quantized weight's name is followed by
-WEIGHT_FILE = re.compile(r"model-(?:layer-[0-9]{5,}|outer)\.safetensors")
+WEIGHT_FILE = re.compile(r"model-(?:layer-[0-9]{5,}|outer|mtp)\.safetensors")
 
 DTYPES = {
     "F64": torch.float64,

@@ -22,6 +22,7 @@ from .layout import (
     CONFIG_FILE,
     FORMAT_VERSION,
     INDEX_FILE,
+    MTP_FILE,
     OUTER_FILE,
     QUANT_METHOD,
     TensorEntry,
@@ -45,6 +46,7 @@ class Checkpoint:
     config: dict[str, Any]  # config.json
     layers: tuple[WeightFile, ...]
     outer: WeightFile  # embedding, final norm, head
+    mtp: WeightFile | None = None  # a layer for multi-token prediction
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
@@ -57,19 +59,18 @@ class Checkpoint:
             raise FormatError(f"{index}: has no checksums and weight_map; {_AGAIN}")
         for name in sorted({*checksums, *map(str, weight_map.values())}):
             _inside(folder, name)
-        count = sum(name != OUTER_FILE for name in checksums)
-        files = {
-            name: _weight_file(folder, name, checksums)
-            for name in [*(layer_file(i) for i in range(count)), OUTER_FILE]
-        }
+        count = sum(name not in (OUTER_FILE, MTP_FILE) for name in checksums)
+        named = [*(layer_file(i) for i in range(count)), OUTER_FILE]
+        named += [MTP_FILE] if MTP_FILE in checksums else []
+        files = {name: _weight_file(folder, name, checksums) for name in named}
         wanted = config.get("num_hidden_layers", count)
         if wanted != count:
             raise FormatError(
                 f"{folder / CONFIG_FILE}: has num_hidden_layers {wanted!r}, but there are files of "
                 f"{count} layers; {_AGAIN}"
             )
-        outer = files.pop(OUTER_FILE)
-        checkpoint = cls(folder, config, tuple(files.values()), outer)
+        outer, mtp = files.pop(OUTER_FILE), files.pop(MTP_FILE, None)
+        checkpoint = cls(folder, config, tuple(files.values()), outer, mtp)
         there = checkpoint.weight_map
         for name in sorted({*there, *weight_map}):
             if there.get(name) != weight_map.get(name):
@@ -81,14 +82,19 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[WeightFile, ...]:
-        """All files of weights: the layers in order, then the outer file."""
+        """The files that the model is computed from: the layers in order, then the outer file."""
         return (*self.layers, self.outer)
+
+    @property
+    def all_files(self) -> tuple[WeightFile, ...]:
+        """All files of weights."""
+        return (*self.files, *(() if self.mtp is None else (self.mtp,)))
 
     @property
     def weight_map(self) -> dict[str, str]:
         """Return the name of the file that each tensor is in. Raises FormatError for two files."""
         there: dict[str, str] = {}
-        for file in self.files:
+        for file in self.all_files:
             for tensor in (t for entry in file.weights.values() for t in tensors_of(entry)):
                 if (first := there.setdefault(tensor.name, file.path.name)) != file.path.name:
                     raise FormatError(

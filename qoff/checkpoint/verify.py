@@ -41,7 +41,7 @@ def verify(
     progress: called with bytes done and bytes in all. Raises FormatError or ChecksumError naming
     the first file that is wrong, DiskReadError where one cannot be read.
     """
-    files = Checkpoint.open(path).files
+    files = Checkpoint.open(path).all_files
     total, done = sum(file.nbytes for file in files), 0
     for file in files:
         found = FileCheck(file)

@@ -31,6 +31,7 @@ from .layout import (
     DTYPE_NAMES,
     FORMAT_VERSION,
     INDEX_FILE,
+    MTP_FILE,
     OUTER_FILE,
     QUANT_METHOD,
     SCALE_MIN,
@@ -101,6 +102,10 @@ class CheckpointWriter:
     def write_outer(self, weights: Mapping[str, QTensor | Tensor]) -> None:
         """Write the weights outside of the layers."""
         self._write(OUTER_FILE, weights)
+
+    def write_mtp(self, weights: Mapping[str, QTensor | Tensor]) -> None:
+        """Write the weights of a layer for multi-token prediction."""
+        self._write(MTP_FILE, weights)
 
     def copy_file(self, name: str, data: bytes | str | os.PathLike[str]) -> None:
         """Put a file (of the tokenizer, say) beside the weights: its bytes, or a path to copy."""

@@ -166,7 +166,7 @@ def run(
         )
     made = Checkpoint.open(out)
     chosen["solver"] = made.config["quantization_config"]["solver"]
-    nbytes = sum(file.nbytes for file in made.files)
+    nbytes = sum(file.nbytes for file in made.all_files)
     if unmeasured is not None:
         logger.warning("the loss was not measured: %s", unmeasured)
     if probe is not None and probe.missed:

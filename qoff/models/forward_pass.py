@@ -115,7 +115,7 @@ class LayerWorkspace:
         together = mlp_tokens(tokens, tiled)
         mlp = together * spec.widest_mlp * (1 + 2 * any(spec.sparsity or ()))
         extra = tokens * _extra_width(spec) + together * per_layer_floats(spec)
-        extra += tokens * stream_floats(spec)
+        extra += tokens * (stream_floats(spec) + 3 * spec.hidden_size * spec.mtp)
         experts = 4 * (_kept_floats if kept else _experts_floats)(spec, tokens, tiled)
         return itemsize * (attention + mlp + extra) + experts
 
@@ -183,6 +183,8 @@ class ForwardPass:
     workspace: LayerWorkspace | None = None
     name: str = "pass"
     states: HiddenStates | None = None  # beside the logits
+    previous: Tensor | None = None  # [M, hidden_size], `final` of another pass; of MTP layers
+    wants_final: bool = False  # whether `final` is wanted beside the logits
     adapters: AdaptedRows | None = None
     mixture: RoundMixture = field(default_factory=RoundMixture)
     expert_jobs: Any = None  # `memory.experts.jobs.ExpertJobs`, where experts come by jobs
@@ -190,6 +192,7 @@ class ForwardPass:
     # What the decoder sets on the way.
     begun: Begun | None = None
     layers: Any = None  # `kernels.cpu.jit.alike.PassLayers`, where some may follow from others
+    final: Tensor | None = None  # [>= M, hidden_size], behind the final norm; until the next pass
     cached: CachePass | None = None  # the cache's part of the pass
     rotary: Sequence[tuple[Tensor, Tensor] | None] = ()  # cos and sin of each layer, if it rotates
     positions: Tensor | None = None  # of each row, on the device; of models that learn them

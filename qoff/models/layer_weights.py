@@ -31,6 +31,10 @@ from .names import (
     LAYER_PROJECTION,
     LAYER_SCALE,
     MIXTURE_NORM,
+    MTP_EMBED_NORM,
+    MTP_HIDDEN_NORM,
+    MTP_NORM,
+    MTP_PROJ,
     NORM,
     PREDICTION,
     Q_NORM,
@@ -95,6 +99,8 @@ class _Layer(AttentionWeights):
             attention += self._recurrent()
         if spec.streams is not None:
             attention = [*self._before(spec.streams), *attention]
+        if spec.mtp:
+            attention = [*self._mtp(), *attention]
         if experts is not None and spec.has_experts(self._layer):
             rest = list(self._mixture(experts))
             if experts.beside:
@@ -132,6 +138,16 @@ class _Layer(AttentionWeights):
                 yield self._vector(Q_NORM, spec.latent.query_latent)
         if spec.layer_scale:
             yield self._bare(LAYER_SCALE, 1)
+
+    def _mtp(self) -> Iterator[Weight]:
+        """What a layer for multi-token prediction has around its decoder layer."""
+        hidden, called = self._spec.hidden_size, self._names.mtp
+        for name in (MTP_EMBED_NORM, MTP_HIDDEN_NORM, MTP_NORM):
+            part = Part(f"{called.get(name, name)}.weight", hidden, plus=self._names.norm_offset)
+            yield Weight(f"{name}.weight", (part,))
+        yield Weight(
+            MTP_PROJ, (Part(f"{called.get(MTP_PROJ, MTP_PROJ)}.weight", hidden),), 2 * hidden
+        )
 
     def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
         """An MLP."""

@@ -63,6 +63,12 @@ Those whose hidden states are several streams (`native.streams`) have in layers
     streams.joined.1, ...                   of the last layer: what they become
     laurel.left, laurel.right, laurel.post_norm
 
+A layer for multi-token prediction (`families.mtp`) has, in a file of its own,
+
+    mtp.embed_norm, mtp.hidden_norm     of the two that it is given
+    mtp.proj                            of both, side by side
+    mtp.norm                            what its output goes through before the head
+
 Fused biases have the rows of their matrix in the same order. Queries and keys of families that
 rotate neighbouring channels have their rows in the order of halves. Norms that families store less
 one are stored whole. Matrices are called without the ".weight" of Hugging Face; vectors keep it.
@@ -116,6 +122,8 @@ PREDICTION, CORRECTION_OF_STREAMS = "streams.prediction", "streams.correction"
 STREAM_SCALE = "streams.scale"
 SPLIT, JOINED = "streams.split.{}", "streams.joined.{}"  # of the first and of the last layer
 LAUREL_LEFT, LAUREL_RIGHT, LAUREL_NORM = "laurel.left", "laurel.right", "laurel.post_norm"
+MTP_EMBED_NORM, MTP_HIDDEN_NORM = "mtp.embed_norm", "mtp.hidden_norm"
+MTP_PROJ, MTP_NORM = "mtp.proj", "mtp.norm"
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,9 @@ class Weight:
     def destination(self, part: int, start: int, stop: int) -> Tensor:
         """Return the stored rows, int64, in which rows start..stop-1 of a part lie."""
         return self.parts[part].order(torch.arange(start, stop))
+
+
+MTP_PREFIX = "model.mtp."  # of the names of a layer for multi-token prediction
 
 
 def layer_prefix(layer: int) -> str:

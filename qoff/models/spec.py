@@ -14,6 +14,7 @@ from qoff.kernels.layout.heads import QueryScale
 from qoff.kernels.layout.states import StateShape
 
 from .families import read_spec
+from .families.mtp import is_mtp
 from .recurrent_spec import RecurrentSpec
 from .spec_parts import (
     ExpertsSpec,
@@ -96,6 +97,7 @@ class DecoderSpec:
     shared_intermediate_size: int = 0
     per_layer: PerLayerSpec | None = None
     streams: StreamsSpec | None = None
+    mtp: bool = False  # its only layer predicts further ahead: see `families.mtp`
     # Per layer: the share of an MLP's gate that becomes 0, as if it were distributed normally.
     sparsity: tuple[float, ...] | None = None
 
@@ -369,7 +371,7 @@ class DecoderSpec:
 
         Raises UnsupportedModelError naming the key, what was found and what is supported.
         """
-        return cls(**read_spec(config))
+        return cls(**read_spec(config), mtp=is_mtp(config))
 
 
 def check_length(tokens: int, limit: int | None, model_type: str) -> None:

@@ -103,6 +103,8 @@ def convert(
                 del built
                 if progress is not None:
                     progress(i + 1, job.units)
+            if isinstance(job, _NativeJob) and job.has_mtp:
+                writer.write_mtp(job.build_mtp())
             for name, data in files.items():
                 writer.copy_file(name, data)
             writer.finish(job.config())
@@ -125,8 +127,8 @@ def reading(source: str | os.PathLike[str]) -> Iterator[None]:
 class _NativeJob:
     """A conversion for the native decoder.
 
-    units: files of weights, of the layers and the last one of what is outside of them. expected:
-    about the bytes that they take.
+    units: files of weights, of the layers and the last one of what is outside of them. has_mtp:
+    whether there is a layer for multi-token prediction, too. expected: about the bytes of all.
     """
 
     def __init__(
@@ -140,7 +142,9 @@ class _NativeJob:
         self._model, self._builder = Unconverted.of(source), Builder(source, quant, requantize)
         self._model.check_patterns(quant.weights)
         self.units = len(self._model.units)
-        self.expected = sum(self._builder.check(*unit) for unit in self._model.units)
+        self.has_mtp = self._model.mtp is not None
+        units = (*self._model.units, *([self._model.mtp] if self._model.mtp else []))
+        self.expected = sum(self._builder.check(*unit) for unit in units)
         self._calibration = self._calibrated(calibration)
         self._probe = probe
         if probe is not None:
@@ -180,6 +184,14 @@ class _NativeJob:
         elif self._probe is not None:
             self._probe.outer(built)
         return built
+
+    def build_mtp(self) -> dict[str, QTensor | Tensor]:
+        """Return the weights of its layer for multi-token prediction, without calibration."""
+        assert self._model.mtp is not None
+        prefix, weights = self._model.mtp
+        return with_uniform_experts(
+            {f"{prefix}{w.name}": self._builder.build(prefix, w) for w in weights}
+        )
 
     def config(self) -> dict[str, Any]:
         """Return the `config.json` of the checkpoint, when all units were built."""

@@ -15,10 +15,11 @@ import torch
 from qoff.errors import QuantizationError, UnsupportedModelError
 from qoff.log import say_once
 from qoff.models.families import converted
-from qoff.models.families.experts import as_shaped
+from qoff.models.families.experts import as_shaped, as_stored
 from qoff.models.families.family import TensorNames
+from qoff.models.families.mtp import mtp_config, mtp_names
 from qoff.models.layer_weights import layer_weights, outer_weights
-from qoff.models.names import Weight, layer_prefix
+from qoff.models.names import MTP_PREFIX, Weight, layer_prefix
 from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import (
     GGUFModulesSource,
@@ -41,12 +42,14 @@ class Unconverted:
     """A model of a family that the native decoder runs.
 
     units: the weights of each layer file and of the outer file, with what their names start with.
+    mtp: the same of a layer for multi-token prediction, if there is one that qoff uses.
     """
 
     source: Source
     config: dict[str, Any]
     spec: DecoderSpec
     units: tuple[tuple[str, tuple[Weight, ...]], ...]
+    mtp: tuple[str, tuple[Weight, ...]] | None = None
 
     @classmethod
     def of(cls, source: Source | GGUFModulesSource) -> Unconverted:
@@ -70,7 +73,8 @@ class Unconverted:
             tell_of_unused(source, spec.num_layers, _by_layer(source.names(), names))
         config = {**config, "tie_word_embeddings": spec.tie_word_embeddings}
         layers = ((layer_prefix(i), layer_weights(spec, i, names)) for i in range(spec.num_layers))
-        return cls(source, config, spec, (*layers, ("", outer_weights(spec, names))))
+        units = (*layers, ("", outer_weights(spec, names)))
+        return cls(source, config, spec, units, _mtp(source, config, spec, names))
 
     def check_patterns(self, patterns: Mapping[str, object]) -> None:
         """Raise QuantizationError for a pattern that is that of no matrix's name."""
@@ -87,6 +91,29 @@ def check_patterns(path: object, names: Sequence[str], patterns: Iterable[str]) 
                 f"{path}: no matrix is called {pattern!r}; names are like "
                 f"{names[0]!r} and {names[-1]!r}, and * stands for any part of one"
             )
+
+
+def _mtp(
+    source: Source, config: Mapping[str, Any], spec: DecoderSpec, names: TensorNames
+) -> tuple[str, tuple[Weight, ...]] | None:
+    """A layer for multi-token prediction; None without one, and where its drafts are of no use.
+
+    Recurrent states cannot go back to before tokens that are rejected.
+    """
+    called = mtp_names(names, spec.num_layers, lambda name: source.info(name) is not None)
+    if called is None or spec.recurrent is not None:
+        return None
+    own = DecoderSpec.from_config(mtp_config(config))
+    weights = layer_weights(own, 0, as_stored(called, lambda name: source.info(name) is not None))
+    missing = [part.source for w in weights for part in w.parts if not source.info(part.source)]
+    if missing:
+        say_once(
+            logger,
+            f"{source.path}: its layer for multi-token prediction is left out, as it is unlike the "
+            f"others: there is no {missing[0]}",
+        )
+        return None
+    return MTP_PREFIX, weights
 
 
 def tell_of_unused(

@@ -52,6 +52,7 @@ class TensorNames:
     per_layer: the table of embeddings of layers, what is added to them, and the norm of that.
     streams: the matrices that make other streams of the first one and what they become at the end,
     by number; one tensor for all where that is not in the name.
+    mtp: what a layer for multi-token prediction calls its own modules, by their last name.
     norm_offset: what norm weights are stored less. times: from EMBEDDING or LM_HEAD to a matrix
     that it is multiplied by from the right, and whether that is stored transposed.
     """
@@ -70,6 +71,7 @@ class TensorNames:
         "model.altup_projections.{}.weight",
         "model.altup_unembed_projections.{}.weight",
     )
+    mtp: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     norm: str = "model.norm"
     head: str = "lm_head.weight"
     fused_qkv: Literal["", "rows", "heads"] = ""

@@ -74,6 +74,7 @@ class Decoder:
         self._embed, self._embed_layers = embed, embed_layers
         self._steady = (0, LayerWorkspace())  # working space for so many tokens
         self._chosen_of = WeakKeyDictionary[object, Tensor]()  # by cache
+        self._final_of = WeakKeyDictionary[object, Tensor]()  # the same
         ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotary = [RotaryTable(spec, rope, device) for rope in kinds]
@@ -196,7 +197,8 @@ class Decoder:
                 if run.adapters is not None:
                     run.adapters = run.adapters.padded(len(ids))
             # What adapters add on a GPU comes to a slot, launched layer by layer.
-            alone = run.states is not None or (on_gpu is not None and run.adapters is not None)
+            alone = run.states is not None or run.previous is not None
+            alone = alone or (on_gpu is not None and run.adapters is not None)
             key = None if alone else cached.replay_key()
         if key is not None:
             tables = [table.whole for table in self._rotary]
@@ -209,20 +211,38 @@ class Decoder:
         if self.spec.index is not None:
             run.chosen = self._chosen(run.cache, len(ids), key is not None)
             key = key and (key, run.chosen.data_ptr())
+        if run.wants_final and not self.spec.mtp:
+            run.final = self._final(run.cache, len(ids), key is not None)
+            key = key and (key, run.final.data_ptr())
         run.rotary = [None if kind is None else tables[kind] for kind in self._kinds]
         stays = isinstance(run.activations, ResidentActivations) and not cached.moves
         return Begun(ids, key, stays)
 
     def _chosen(self, cache: object, tokens: int, steady: bool) -> Tensor:
-        """Memory for what an index chooses; steady: the same for all passes of a cache."""
+        """Memory for what an index chooses."""
         size = tokens, self.spec.chosen_width
-        if not steady:
-            return torch.empty(size, dtype=torch.int32, device=self.device)
-        there = self._chosen_of.get(cache)
-        if there is None or len(there) < tokens:
-            there = torch.empty(size, dtype=torch.int32, device=self.device)
-            self._chosen_of[cache] = there
-        return there[:tokens]
+        return self._of_cache(self._chosen_of, cache, size, torch.int32, steady)
+
+    def _final(self, cache: object, tokens: int, steady: bool) -> Tensor:
+        """Memory for hidden states behind the final norm."""
+        size = tokens, self.spec.hidden_size
+        return self._of_cache(self._final_of, cache, size, self.dtype, steady)
+
+    def _of_cache(
+        self,
+        known: WeakKeyDictionary[object, Tensor],
+        cache: object,
+        size: tuple[int, int],
+        dtype: torch.dtype,
+        steady: bool,
+    ) -> Tensor:
+        """Memory for rows of a pass; steady: the same for all passes of a cache."""
+        there = known.get(cache) if steady else None
+        if there is None or len(there) < size[0]:
+            there = torch.empty(size, dtype=dtype, device=self.device)
+            if steady:
+                known[cache] = there
+        return there[: size[0]]
 
     def join(self, runs: Sequence[ForwardPass]) -> ForwardPass | None:
         """Passes of a round, which have begun, as one whose rows go through matrices together.
@@ -254,14 +274,16 @@ class Decoder:
         None, and nothing is done, unless that is a recorded pass over all weights whose recording
         computes this one, too.
         """
-        if self._whole is None or run.states is not None:
+        if self._whole is None or run.states is not None or run.wants_final:
             return None
         products = self._whole.following.logits(run)
         return None if products is None else self._finished(taken(products, run.logit_rows))
 
     def follow_with_tokens(self, run: ForwardPass, *choosing: Any) -> list[list[int]]:
         """Several steps as in `follow`: the tokens chosen in each; see `Following.tokens`."""
-        return [] if self._whole is None else self._whole.following.tokens(run, *choosing)
+        if self._whole is None or run.wants_final:
+            return []
+        return self._whole.following.tokens(run, *choosing)
 
     def forget_weights(self) -> None:
         """Hold no weights any more: what was recorded has them, and no pass is replayed after."""
@@ -307,18 +329,25 @@ class Decoder:
 
         key: of layers that can be recorded. The cache's part of the pass is left to be ended.
         """
-        alone = key is None and run.states is None
+        alone = key is None and run.states is None and not run.wants_final
         keep = kept(logit_rows, len(rows)) if alone else None
         yield from self._layers(run, rows, key, keep)
         if keep is not None and logit_rows is not None:
             logit_rows = torch.arange(len(logit_rows))
         weights = yield HEAD
-        norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
+        norm = None  # of a layer for multi-token prediction, which has one of its own
+        if not self.spec.mtp:
+            norm = norm_of(self.spec, weights, names.NORM.removesuffix(".weight"))
         hidden = found = run.activations.load()
         if self.layer.streams is not None:
             hidden = self.layer.streams.joined(hidden)
         if run.states is not None:
             self._hand_over(run.states, hidden[: run.ragged.tokens], norm)
+        if run.wants_final and norm is None:
+            run.final = hidden
+        elif run.wants_final and norm is not None:
+            for part, rows in zip(run.parts, run.of_parts(hidden), strict=True):
+                self._ops.norm(rows, norm, out=part.final)
         # Others use the memory of those that move, while a head streams in tiles.
         moves = logit_rows is None and not isinstance(run.activations, ResidentActivations)
         moves = moves and hidden is found

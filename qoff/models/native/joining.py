@@ -31,6 +31,7 @@ def join(runs: Sequence[ForwardPass]) -> ForwardPass:
         adapters=_adapted(runs),
         positions=_of_all([run.positions for run in runs if run.positions is not None]),
         joined=tuple(runs),
+        wants_final=any(run.wants_final for run in runs),
     )
 
 

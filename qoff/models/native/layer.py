@@ -101,6 +101,8 @@ class Layer:
     ) -> Steps:
         """Compute a layer up to the end of its attention; returns what that does."""
         self.adapt(layer, run)
+        if self._spec.mtp:
+            yield from self._with_previous(weights, run)
         if names.POSITIONS in weights:
             yield from self._add_positions(weights, run)
         if self.streams is not None and layer == 0:
@@ -127,7 +129,23 @@ class Layer:
             yield from self._per_layer.end(layer, run, weights, scale, residual)
         if self.streams is not None:
             yield from self.streams.end(layer, run, weights)
+        if self._spec.mtp:
+            norm = norm_of(self._spec, weights, names.MTP_NORM)
+            assert norm is not None
+            run.hidden = self._ops.norm(run.input, norm)
         return run.input
+
+    def _with_previous(self, weights: Weights, run: ForwardPass) -> Steps:
+        """hidden = proj([norm(hidden); norm(previous)]), of multi-token prediction."""
+        assert run.previous is not None
+        hidden, norms = run.input, (names.MTP_EMBED_NORM, names.MTP_HIDDEN_NORM)
+        both = hidden.new_empty(len(hidden), 2 * self._spec.hidden_size)
+        halves = both.chunk(2, dim=1)
+        for x, name, half in zip((hidden, run.previous), norms, halves, strict=True):
+            norm = norm_of(self._spec, weights, name)
+            assert norm is not None
+            self._ops.norm(x, norm, out=half)
+        return (yield from self._linear(run, weights, names.MTP_PROJ, both, out="hidden"))
 
     def _add_positions(self, weights: Weights, run: ForwardPass) -> Steps:
         """hidden += the learned embedding of each token's position."""

@@ -27,11 +27,11 @@ def embedded_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
 def held_bytes(spec: DecoderSpec, tokens: int, dtype: torch.dtype) -> int:
     """Bytes that a pass on a GPU has of its own until its end, beside hidden states.
 
-    Its tokens' embeddings of layers, K and V that more than one layer attends to, and what an index
-    chooses.
+    Its tokens' embeddings of layers, K and V that more than one layer attends to, what an index
+    chooses, and what a layer for multi-token prediction makes of its two inputs and its output.
     """
     values = sum(2 * heads * dim for heads, dim in map(spec.heads, spec.lent_layers))
-    own = (spec.per_layer_width + values) * dtype.itemsize
+    own = (spec.per_layer_width + values + 3 * spec.hidden_size * spec.mtp) * dtype.itemsize
     return tokens * (own + 4 * spec.chosen_width)
 
 

@@ -1,0 +1,78 @@
+"""Tiny random models with a layer for multi-token prediction, and transformers' of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from qoff.checkpoint import Checkpoint
+from qoff.models.convert.convert import convert
+from qoff.models.families import tensor_names
+from qoff.models.families.mtp import mtp_names
+from qoff.models.mtp import mtp_checkpoint
+from tests.tiny_families import FAMILIES, VOCAB
+from tests.tiny_models import QUANT, reference_model, save_model, save_tokenizer, stored_tensors
+
+_APART = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "post_norm": "mtp.norm",
+}
+
+
+def save_with_mtp(directory: Path, family: str) -> None:
+    """`save_model` with a layer for multi-token prediction, named as it is published."""
+    save_model(directory, family, num_nextn_predict_layers=1)
+    save_tokenizer(directory, FAMILIES[family].get("vocab_size", VOCAB))
+    config = AutoConfig.from_pretrained(directory)
+    mtp = MtpModel(AutoModelForCausalLM.from_config(config), 1)
+    weights = load_file(directory / "model.safetensors")
+    torch.manual_seed(1)
+    for name, value in mtp.layers[0].state_dict().items():
+        random = torch.randn_like(value) * 0.1 + float("norm" in name)
+        weights[_published(name, config)] = random
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def tiny_with_mtp(base: Path, family: str, packing: str = "rows16") -> Path:
+    """The checkpoint of `save_with_mtp`, under `base`; made once."""
+    path = base / "mtp-checkpoints" / f"{family}-{packing}"
+    if not path.exists():
+        model = base / "mtp-models" / family
+        if not model.exists():
+            save_with_mtp(model, family)
+        convert(model, path, quant=QUANT, for_cpu=packing == "rows16")
+    return path
+
+
+def reference_with_mtp(path: Path) -> tuple[Any, MtpModel]:
+    """transformers' model, and that of its layer, with the dequantized weights of a checkpoint."""
+    model, checkpoint = reference_model(path), Checkpoint.open(path)
+    mtp, layer = MtpModel(model, 1), mtp_checkpoint(checkpoint)
+    assert layer is not None
+    family, count = checkpoint.config["model_type"], len(checkpoint.layers)
+    has_mtp = "mtp." if family == "mellum" else f"model.layers.{count}."
+    names = mtp_names(tensor_names(family), count, lambda name: name.startswith(has_mtp))
+    assert names is not None
+    found = dict(stored_tensors(layer, replace(names, stacked_experts="bare-halves")))
+    config = model.config
+    own = {name: found[_published(name, config)] for name in mtp.layers[0].state_dict()}
+    mtp.layers[0].load_state_dict(own)
+    return model, mtp.float().eval()
+
+
+def _published(name: str, config: Any) -> str:
+    """What a checkpoint calls a tensor of transformers' `MtpLayer`."""
+    apart, behind = config.model_type == "mellum", f"model.layers.{config.num_hidden_layers}."
+    module, _, leaf = name.rpartition(".")
+    if module in _APART:
+        own = "shared_head.norm" if module == "post_norm" else module
+        return f"{_APART[module] if apart else behind + own}.{leaf}"
+    return ("mtp.layers.0." if apart else behind) + name.removeprefix("mtp_block.")
