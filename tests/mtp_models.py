@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -27,9 +28,13 @@ _APART = {
 }
 
 
-def save_with_mtp(directory: Path, family: str) -> None:
-    """`save_model` with a layer for multi-token prediction, named as it is published."""
-    save_model(directory, family, num_nextn_predict_layers=1)
+def save_with_mtp(directory: Path, family: str, sure: bool = False) -> None:
+    """`save_model` with a layer for multi-token prediction, named as it is published.
+
+    sure: what follows a token depends on that token alone, and the layer knows it.
+    """
+    heads = {} if family.startswith("deepseek") else {"head_dim": 64}  # whose K and V are packed
+    save_model(directory, family, num_nextn_predict_layers=1, **heads)
     save_tokenizer(directory, FAMILIES[family].get("vocab_size", VOCAB))
     config = AutoConfig.from_pretrained(directory)
     mtp = MtpModel(AutoModelForCausalLM.from_config(config), 1)
@@ -38,16 +43,33 @@ def save_with_mtp(directory: Path, family: str) -> None:
     for name, value in mtp.layers[0].state_dict().items():
         random = torch.randn_like(value) * 0.1 + float("norm" in name)
         weights[_published(name, config)] = random
+    if sure:
+        _be_sure(weights, config)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
-def tiny_with_mtp(base: Path, family: str, packing: str = "rows16") -> Path:
+def _be_sure(weights: dict[str, Tensor], config: Any) -> None:
+    """Have layers change nothing, and the layer behind them see the newest token alone."""
+    for name, value in weights.items():
+        if name.split(".")[-2] in ("o_proj", "down_proj") or name.endswith("experts.down_proj"):
+            value.zero_()
+    width = config.hidden_size
+    own = {name: weights[_published(f"{name}.weight", config)] for name in _APART}
+    own["enorm"].fill_(1.0)
+    own["post_norm"].copy_(weights["model.norm.weight"])
+    own["eh_proj"].zero_()[:, :width].copy_(torch.eye(width))
+
+
+def tiny_with_mtp(
+    base: Path, family: str, packing: str = "rows16", sure: bool = False
+) -> Path:
     """The checkpoint of `save_with_mtp`, under `base`; made once."""
-    path = base / "mtp-checkpoints" / f"{family}-{packing}"
+    called = f"{family}-sure" if sure else family
+    path = base / "mtp-checkpoints" / f"{called}-{packing}"
     if not path.exists():
-        model = base / "mtp-models" / family
+        model = base / "mtp-models" / called
         if not model.exists():
-            save_with_mtp(model, family)
+            save_with_mtp(model, family, sure)
         convert(model, path, quant=QUANT, for_cpu=packing == "rows16")
     return path
 

@@ -18,7 +18,7 @@ from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan.drafting import PassSeconds
 
-from .draft_model import DraftBatch
+from .draft_model import DraftBatch, MtpBatch
 from .drafts import Acceptance, PromptLookup
 from .pooling import PassPooling
 from .prefixes import PrefixIndex
@@ -50,12 +50,13 @@ class BatchSlots:
         saved_states: SavedStates | None = None,
         draft_tokens: int = 0,
         adapters: Adapters | None = None,
-        drafts: DraftBatch | None = None,
+        drafts: DraftBatch | MtpBatch | None = None,
         pass_seconds: PassSeconds | None = None,
     ) -> None:
         self.cache, self._adapters = cache, adapters
         self._draft_tokens = draft_tokens
-        self._proposer: DraftBatch | PromptLookup = drafts or PromptLookup()
+        self._proposer: DraftBatch | MtpBatch | PromptLookup = drafts or PromptLookup()
+        self._mtp = drafts if isinstance(drafts, MtpBatch) else None
         self._pass_seconds = pass_seconds
         self._accepted: dict[int, Acceptance] = {}  # in each slot
         self._drafted: dict[int, int] = {}  # tokens of the pass under way
@@ -195,6 +196,7 @@ class BatchSlots:
             return None
         rows = torch.arange(len(tokens))
         run = ForwardPass(torch.tensor(tokens), Ragged(tuple(spans)), self.cache, rows)
+        run.wants_final = self._mtp is not None
         return self._adapted(run, adapters)
 
     def _adapted(self, run: ForwardPass, adapters: list[int]) -> ForwardPass:
@@ -289,6 +291,7 @@ class BatchSlots:
         if pools:
             spans = [(span.start, span.count) for span in ragged.spans]
             run.states = PassPooling(spans, [s.pooled for _, s, _ in chosen if s.pooled])
+        run.wants_final = self._mtp is not None and not pools
         return self._adapted(run, [s.adapter for _, s, n in chosen for _ in range(n)])
 
     def take(self, run: ForwardPass, logits: Tensor) -> tuple[int, list[Continuation]]:
@@ -299,6 +302,11 @@ class BatchSlots:
         for span in run.ragged.spans:
             slot = span.slot if subset is None else subset[span.slot]
             sequence = self._slots[slot]
+            if self._mtp is not None and run.final is not None:
+                hidden = run.final[span.start : span.start + span.count]
+                # Decode steps leave theirs where the next one does.
+                hidden = hidden.clone() if subset is None else hidden
+                self._mtp.note(slot, sequence, span.past, hidden)
             if subset is None:
                 place = self._first_place + slot
                 rows = logits[used : used + span.count]
@@ -318,4 +326,7 @@ class BatchSlots:
                 for at in self._with_forks(slot):
                     mine = [LogitsRow(self._first_place + at, self._slots[at], rows[-1])]
                     found.append(Continuation(mine, []))
+        if self._mtp is not None:
+            run.final = None
+            self._mtp.read_waiting()
         return read, found

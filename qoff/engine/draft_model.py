@@ -6,6 +6,7 @@ that come without drafts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,16 +23,34 @@ from qoff.kvcache.slots import SlotCache
 from qoff.kvcache.store.placement import DEVICE, KVPlacement
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.decoder import is_modules
+from qoff.models.mtp import mtp_checkpoint
 from qoff.models.spec import DecoderSpec
-from qoff.plan import Plan
+from qoff.plan import MTP, Plan
 from qoff.units import format_size
 
 from .executor import Executor
+from .mtp_drafts import MOST_WAITING, MtpBatch
 from .request import Sequence
 
 
-class DraftModel:
-    """A resident model with KV caches like those of the model that it drafts for.
+class Drafter(ABC):
+    """What drafts, beside the model that it drafts for, with KV caches like its own."""
+
+    executor: Executor
+    nbytes: int  # that it takes on the device
+    host_nbytes = 0  # and in host memory beside one
+
+    @abstractmethod
+    def bytes_for(self, plan: Plan) -> int:
+        """What it takes on the device, beside the model with a plan of that."""
+
+    @abstractmethod
+    def new_batch(self, vocab_size: int) -> DraftBatch | MtpBatch:
+        """For a batch of the model, whose tokens are so many."""
+
+
+class DraftModel(Drafter):
+    """A resident model.
 
     plan: the large model's; kind: of the executor of both. Raises ArgumentError for one with
     another tokenizer or that runs through transformers' modules, BudgetError where it does not fit,
@@ -72,12 +91,68 @@ class DraftModel:
             )
 
     def bytes_for(self, plan: Plan) -> int:
-        """What it takes beside the large model with a plan of that."""
         return self._weights + self.executor.memory_of(_small(plan)).total(DEVICE)
 
     def new_batch(self, vocab_size: int) -> DraftBatch:
-        """For a batch of the large model, whose tokens are so many."""
         return DraftBatch(self.executor, vocab_size)
+
+
+class MtpDrafter(Drafter):
+    """The model's own layer for multi-token prediction.
+
+    Its weights have the part of the plan's memory that they are of all weights, and where that is
+    too little for them they stream, as the model's do. Raises ArgumentError for a checkpoint
+    without such a layer, and what `Executor` does.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        own: ExitStack,
+        kind: Callable[..., Executor],
+        **options: Any,
+    ) -> None:
+        layer = mtp_checkpoint(checkpoint)
+        if layer is None:
+            raise ArgumentError(
+                f"draft_model {MTP!r}: {checkpoint.path} has no layer for multi-token prediction; "
+                "convert the original model again if that has one, or use a small model's path"
+            )
+        self._layer_bytes, self._model_bytes = (
+            sum(file.nbytes for file in each.files) for each in (layer, checkpoint)
+        )
+        small = self._small(plan)
+        try:
+            self.executor = kind(layer, small, own, **options)
+        except BudgetError as error:
+            if error.least is None or small.device_memory is None:
+                raise
+            least = replace(small, device_memory=error.least)
+            self.executor = kind(layer, least, own, **options)
+        residency = self.executor.runtime.residency
+        self._weights, self.host_nbytes = residency.device_weight_bytes, residency.host_bytes
+        self.nbytes = self.bytes_for(plan)
+
+    def _small(self, plan: Plan) -> Plan:
+        """The plan of the layer: its part of the memory."""
+        part = self._layer_bytes / (self._layer_bytes + self._model_bytes)
+        device, host = (
+            None if nbytes is None else int(part * nbytes)
+            for nbytes in (plan.device_memory, plan.host_memory)
+        )
+        return replace(_small(plan), device_memory=device, host_memory=host)
+
+    def bytes_for(self, plan: Plan) -> int:
+        memory, tokens = self.executor.memory_of(_small(plan), tiled=True), plan.tokens_of_passes
+        # Hidden states that passes leave, those that wait, and those that the layer is given.
+        waiting = plan.batches * plan.batch_size * (MOST_WAITING + 1 + plan.draft_tokens)
+        width = self.executor.runtime.spec.hidden_size * self.executor.dtype.itemsize
+        hidden = (sum(tokens) + waiting + plan.pass_tokens) * width
+        return self._weights + memory.total(DEVICE) + hidden
+
+    def new_batch(self, vocab_size: int) -> MtpBatch:
+        return MtpBatch(self.executor)
 
 
 def _small(plan: Plan) -> Plan:

@@ -99,6 +99,7 @@ class Executor(ABC):
         instrumentation: Instrumentation,
         adapters: Mapping[str, str | PathLike[str]] | None = None,
         draft_bytes: int = 0,
+        draft_host_bytes: int = 0,
     ) -> None:
         own.callback(release_scratch)
         if device.type == "cpu":  # a plan counts what is in use
@@ -106,7 +107,8 @@ class Executor(ABC):
         self.device, self.dtype = device, dtype
         self.plan = self._decided(plan, checkpoint)
         self.instrumentation = instrumentation
-        self._adapter_paths, self._draft_bytes = adapters or {}, draft_bytes
+        self._adapter_paths = adapters or {}
+        self._draft_bytes, self._draft_host_bytes = draft_bytes, draft_host_bytes
         transfers = own.enter_context(closing(self._transfers()))
         self._weight_transfers = transfers
         self.runtime = own.enter_context(self._open(checkpoint, transfers, packing))
@@ -367,6 +369,8 @@ class Executor(ABC):
             memory = memory.beside({"adapters": on_host}, HOST) if on_host else memory
         if self._draft_bytes:
             more["draft model"] = self._draft_bytes
+        if self._draft_host_bytes:
+            memory = memory.beside({"draft model": self._draft_host_bytes}, HOST)
         return memory.beside(more)
 
 

@@ -21,14 +21,14 @@ from qoff.kvcache.saved_states import SavedStates
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.modules.configs import is_native
 from qoff.models.modules.decoder import is_modules
-from qoff.plan import Plan
+from qoff.plan import MTP, Plan
 from qoff.plan.adapt import RunningPlan
 from qoff.plan.drafting import PassSeconds, pass_seconds
 from qoff.plan.pieces import prompt_tokens
 from qoff.system_memory import refusals
 
 from .batch import BatchSlots
-from .draft_model import DraftModel
+from .draft_model import Drafter, DraftModel, MtpDrafter
 from .executor import CpuExecutor, Executor
 from .prefixes import PrefixIndex
 from .rates import running_plan
@@ -50,7 +50,7 @@ class Opened:
         executor: Executor,
         schedule: Schedule,
         close: Callable[[], None],
-        drafts: DraftModel | None = None,
+        drafts: Drafter | None = None,
         seconds: float = 0.0,
         prompt_tokens: int | None = None,
     ) -> None:
@@ -137,6 +137,7 @@ class Source:
             if plan.draft_model is not None:
                 drafts = self._drafts(plan, **how)
                 more["draft_bytes"] = drafts.nbytes
+                more["draft_host_bytes"] = drafts.host_nbytes
             executor = self.kind(
                 self.checkpoint, plan, self._own, adapters=self.adapters, **how, **more
             )
@@ -157,12 +158,14 @@ class Source:
         """Give back what is open; may be repeated."""
         self._own.close()
 
-    def _drafts(self, plan: Plan, **how: Any) -> DraftModel:
+    def _drafts(self, plan: Plan, **how: Any) -> Drafter:
         if is_modules(self.checkpoint):
             raise ArgumentError(
                 "draft_model needs an architecture that qoff computes itself; leave it out"
             )
         assert plan.draft_model is not None
+        if plan.draft_model == MTP:
+            return MtpDrafter(self.checkpoint, plan, self._own, self.kind, **how)
         if self._draft is None:
             where, on_cpu = self.draft_cache, self.kind is CpuExecutor
             self._draft = find_checkpoint(

@@ -141,13 +141,12 @@ class _Layer(AttentionWeights):
 
     def _mtp(self) -> Iterator[Weight]:
         """What a layer for multi-token prediction has around its decoder layer."""
-        hidden, called = self._spec.hidden_size, self._names.mtp
+        hidden, names = self._spec.hidden_size, self._names
         for name in (MTP_EMBED_NORM, MTP_HIDDEN_NORM, MTP_NORM):
-            part = Part(f"{called.get(name, name)}.weight", hidden, plus=self._names.norm_offset)
+            part = Part(f"{names.mtp.get(name, name)}.weight", hidden, plus=names.norm_offset)
             yield Weight(f"{name}.weight", (part,))
-        yield Weight(
-            MTP_PROJ, (Part(f"{called.get(MTP_PROJ, MTP_PROJ)}.weight", hidden),), 2 * hidden
-        )
+        proj = Part(f"{names.mtp.get(MTP_PROJ, MTP_PROJ)}.weight", hidden)
+        yield Weight(MTP_PROJ, (proj,), 2 * hidden)
 
     def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
         """An MLP."""

@@ -1,5 +1,5 @@
 """Where every byte lives and how big batches are."""
 
-from .manual import Memory, Plan
+from .manual import MTP, Memory, Plan
 
-__all__ = ["Memory", "Plan"]
+__all__ = ["MTP", "Memory", "Plan"]

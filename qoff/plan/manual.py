@@ -50,15 +50,15 @@ class Plan:
     at most so many tokens, others bring them to the GPU (None: as is faster by the rates of the
     machine; as many as a pass may have: none comes).
     draft_model: a small model with the same tokenizer, which stays on the device and drafts them
-    instead. least_prefill_tokens: a batch reads so many tokens of prompts in a pass, or twice, four
-    times, ... as many, up to prefill_tokens, while each doubling makes a round at most half as long
-    again by the rates of the machine; that is decided when the plan is opened (None:
-    prefill_tokens). token_s: seconds between two tokens of a sequence at most. adapt: where rounds
-    take longer or less long than expected, the schedule and how many sequences and prompts a round
-    has follow what the machine does then, and where that pays, the running sequences end, and the
-    rest goes on with another plan in the same memory; "rounds": without the latter. On a CPU no
-    token depends on it without share_prefixes and prompt_logprobs. Raises ArgumentError for values
-    out of range.
+    instead; "mtp": the model's own layer for multi-token prediction. least_prefill_tokens: a batch
+    reads so many tokens of prompts in a pass, or twice, four times, ... as many, up to
+    prefill_tokens, while each doubling makes a round at most half as long again by the rates of the
+    machine; that is decided when the plan is opened (None: prefill_tokens). token_s: seconds
+    between two tokens of a sequence at most. adapt: where rounds take longer or less long than
+    expected, the schedule and how many sequences and prompts a round has follow what the machine
+    does then, and where that pays, the running sequences end, and the rest goes on with another
+    plan in the same memory; "rounds": without the latter. On a CPU no token depends on it without
+    share_prefixes and prompt_logprobs. Raises ArgumentError for values out of range.
     """
 
     device_memory: MemorySize = MemorySize()  # noqa: RUF009
@@ -77,7 +77,7 @@ class Plan:
     schedule: Literal["block", "sequential"] = "block"
     share_prefixes: bool = False  # prompts that begin alike share packed blocks
     draft_tokens: int = 0  # drafted of an answer, at most; 0: a token a pass
-    draft_model: str | None = None  # a checkpoint that drafts; None: what came before does
+    draft_model: str | None = None  # a checkpoint that drafts, or MTP; None: what came before does
     token_s: float | None = None
     adapt: bool | Literal["rounds"] = True
     slots: int = 2
@@ -305,6 +305,7 @@ class Plan:
         return self.cpu_attention != "never"
 
 
+MTP = "mtp"  # the draft_model that is the model's own layer
 _WHOLE = {  # and the least that each may be
     **dict.fromkeys(("batch_size", "batches", "context", "prefill_tokens", "slots"), 1),
     "activation_bits": 1,
@@ -393,11 +394,13 @@ class Memory:
                 if nbytes
             )
             enough = "" if least is None else f"raise the budget to at least {least:,}, "
-            raise BudgetError(
+            error = BudgetError(
                 f"{tier} memory: {self.total(tier):,} bytes are needed beside the weights "
                 f"({parts}), and the budget is {budget:,}; {enough}use fewer or shorter sequences, "
                 "or move the KV cache or the activations to another tier"
             )
+            error.least = least
+            raise error
         return budget - self.total(tier)
 
 

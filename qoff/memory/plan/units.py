@@ -63,12 +63,8 @@ EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 PER_LAYER = "model.embed_tokens_per_layer"  # a row for each token and layer
 _EXPERTS = ".mlp.experts."  # in the names of experts' weights
-_FIRST = (
-    "embed_positions",
-    "streams.split.",
-    "per_layer.context",
-    "mtp.proj",
-)  # come before all others
+# Come before all others.
+_FIRST = ("embed_positions", "streams.split.", "per_layer.context", "mtp.proj")
 _WHOLE = ".self_attn.kv_b_proj"  # the end of the name of a matrix that is read whole
 
 
