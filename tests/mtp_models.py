@@ -28,16 +28,19 @@ _APART = {
 }
 
 
-def save_with_mtp(directory: Path, family: str, sure: bool = False) -> None:
+def save_with_mtp(directory: Path, family: str, sure: bool = False, **changes: Any) -> None:
     """`save_model` with a layer for multi-token prediction, named as it is published.
 
     sure: what follows a token depends on that token alone, and the layer knows it.
     """
-    heads = {} if family.startswith("deepseek") else {"head_dim": 64}  # whose K and V are packed
-    save_model(directory, family, num_nextn_predict_layers=1, **heads)
+    if not family.startswith("deepseek"):
+        changes["head_dim"] = 64  # so that K and V can be packed
+    if family == "qwen3.5-moe":  # transformers takes the norms of the last layer
+        changes["layer_types"] = ["linear_attention", "linear_attention", "full_attention"]
+    save_model(directory, family, num_nextn_predict_layers=1, **changes)
     save_tokenizer(directory, FAMILIES[family].get("vocab_size", VOCAB))
     config = AutoConfig.from_pretrained(directory)
-    mtp = MtpModel(AutoModelForCausalLM.from_config(config), 1)
+    mtp = _mtp_model(AutoModelForCausalLM.from_config(config))
     weights = load_file(directory / "model.safetensors")
     torch.manual_seed(1)
     for name, value in mtp.layers[0].state_dict().items():
@@ -51,18 +54,18 @@ def save_with_mtp(directory: Path, family: str, sure: bool = False) -> None:
 def _be_sure(weights: dict[str, Tensor], config: Any) -> None:
     """Have layers change nothing, and the layer behind them see the newest token alone."""
     for name, value in weights.items():
-        if name.split(".")[-2] in ("o_proj", "down_proj") or name.endswith("experts.down_proj"):
+        if name.split(".")[-2] in ("o_proj", "out_proj", "down_proj") or name.endswith(
+            "experts.down_proj"
+        ):
             value.zero_()
     width = config.hidden_size
     own = {name: weights[_published(f"{name}.weight", config)] for name in _APART}
-    own["enorm"].fill_(1.0)
+    own["enorm"].fill_(float(not config.model_type.startswith("qwen3")))  # which adds 1
     own["post_norm"].copy_(weights["model.norm.weight"])
     own["eh_proj"].zero_()[:, :width].copy_(torch.eye(width))
 
 
-def tiny_with_mtp(
-    base: Path, family: str, packing: str = "rows16", sure: bool = False
-) -> Path:
+def tiny_with_mtp(base: Path, family: str, packing: str = "rows16", sure: bool = False) -> Path:
     """The checkpoint of `save_with_mtp`, under `base`; made once."""
     called = f"{family}-sure" if sure else family
     path = base / "mtp-checkpoints" / f"{called}-{packing}"
@@ -77,10 +80,10 @@ def tiny_with_mtp(
 def reference_with_mtp(path: Path) -> tuple[Any, MtpModel]:
     """transformers' model, and that of its layer, with the dequantized weights of a checkpoint."""
     model, checkpoint = reference_model(path), Checkpoint.open(path)
-    mtp, layer = MtpModel(model, 1), mtp_checkpoint(checkpoint)
+    mtp, layer = _mtp_model(model), mtp_checkpoint(checkpoint)
     assert layer is not None
     family, count = checkpoint.config["model_type"], len(checkpoint.layers)
-    has_mtp = "mtp." if family == "mellum" else f"model.layers.{count}."
+    has_mtp = "mtp." if _apart(family) else f"model.layers.{count}."
     names = mtp_names(tensor_names(family), count, lambda name: name.startswith(has_mtp))
     assert names is not None
     found = dict(stored_tensors(layer, replace(names, stacked_experts="bare-halves")))
@@ -90,9 +93,22 @@ def reference_with_mtp(path: Path) -> tuple[Any, MtpModel]:
     return model, mtp.float().eval()
 
 
+def _mtp_model(model: Any) -> MtpModel:
+    """transformers' model of the layer; it does not say that Qwen3-Next has one, which attends."""
+    config = model.config
+    if config.model_type.startswith("qwen3"):
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    return MtpModel(model, 1)
+
+
+def _apart(family: str) -> bool:
+    """Whether the layer's tensors are called "mtp"."""
+    return family == "mellum" or family.startswith("qwen3")
+
+
 def _published(name: str, config: Any) -> str:
     """What a checkpoint calls a tensor of transformers' `MtpLayer`."""
-    apart, behind = config.model_type == "mellum", f"model.layers.{config.num_hidden_layers}."
+    apart, behind = _apart(config.model_type), f"model.layers.{config.num_hidden_layers}."
     module, _, leaf = name.rpartition(".")
     if module in _APART:
         own = "shared_head.norm" if module == "post_norm" else module

@@ -153,10 +153,9 @@ def plan(
     if work.max_kl is not None:
         weights = replace(weights, group_size=min(GROUP_SIZES))  # divides what any other does
     sizes = sizes_of(model, weights, machine.on_gpu)
-    if work.acceptance and (sizes.spec.recurrent is not None or work.attention_top < 1):
+    if work.acceptance and work.attention_top < 1:
         raise ArgumentError(
-            "--acceptance plans drafted tokens, which models with recurrent states and "
-            "--attention-top do not have; leave it out"
+            "--acceptance plans drafted tokens, which --attention-top does not have; leave it out"
         )
 
     def is_beside(sizes: ModelSizes) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from qoff.checkpoint import Checkpoint
-from qoff.errors import ArgumentError, BudgetError
+from qoff.errors import BudgetError
 from qoff.kernels.layout.states import StateShape
 from qoff.kernels.ops import release_scratch
 from qoff.kvcache import PackedCache
@@ -47,18 +47,6 @@ from .adapter_room import settled
 from .admission import Limits
 
 AnyCache = TypeVar("AnyCache", bound=SlotCache)
-
-
-def check_states(plan: Plan, spec: DecoderSpec) -> None:
-    """Raise ArgumentError for a plan by which recurrent states would have to go back.
-
-    They sum up all tokens of a sequence: rejected drafts stay in them.
-    """
-    if spec.recurrent is not None and plan.draft_tokens:
-        raise ArgumentError(
-            f"draft_tokens: this {spec.model_type} model has recurrent states, which cannot go "
-            "back to an earlier token; leave draft_tokens out"
-        )
 
 
 class Moved(NamedTuple):
@@ -164,7 +152,6 @@ class Executor(ABC):
         """The model on what the plan leaves for weights; says what the rest is for."""
         plan = self.plan
         self.limits = self.spec = spec = DecoderSpec.from_config(checkpoint.config)
-        check_states(plan, spec)
         self.shapes, self.state_shapes = head_shapes(spec), spec.state_shapes
         self.forms = plan.kv.packed_forms(self.shapes)
         self._hidden_width = spec.hidden_width
@@ -384,7 +371,8 @@ class CpuExecutor(Executor):
         return self._staging.ring.wait_s
 
     def new_cache(self) -> PackedCache:
-        lent, (states, linear) = self.spec.lent_layers, new_states(self.spec, self.plan.batch_size)
+        plan, lent = self.plan, self.spec.lent_layers
+        states, linear = new_states(self.spec, plan.batch_size, drafted=plan.draft_tokens)
         if states is None:
             return self._new_cache(PackedCache, lent=lent)
         return self._new_cache(StatefulCache, lent=lent, states=states, linear=linear)

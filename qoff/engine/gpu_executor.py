@@ -72,7 +72,7 @@ class GpuExecutor(Executor):
             device_cache,
             steady=self.instrumentation.records(self.device),
             lent=self.spec.lent_layers,
-            states=new_states(self.spec, self.plan.batch_size, self.device),
+            states=new_states(self.spec, self.plan.batch_size, self.device, self.plan.draft_tokens),
         )
 
     def _new_cache(self, kind: Callable[..., AnyCache], **more: Any) -> AnyCache:

@@ -11,9 +11,10 @@ from qoff.kernels.layout.states import DeviceLayerStates, LayerStates
 from qoff.kvcache.store.sweep import BlockSweep
 
 from .device.cache import DeviceCache, DeviceCachePass
+from .drafted_states import DraftedLayerStates, DraftedPass
 from .host.packed import PackedCache, PackedPass
 from .slots import SlotCache, SlotPass
-from .states import NO_WAY_BACK, StateCache, StatePass, goes_back, places
+from .states import NO_WAY_BACK, StateCache, StatePass, drafted_pass, goes_back, places
 
 
 class _Stateful(SlotCache):
@@ -47,17 +48,24 @@ class _Stateful(SlotCache):
 
     def reset(self, slot: int, expected_tokens: int = 0) -> None:
         super().reset(slot, expected_tokens)
+        self.states.reset(slot)
         if not any(self.lengths):  # what a pass left half-way is forgotten
             self.states.spoiled = False
 
     def can_forget(self, tokens: Sequence[int]) -> bool:
-        return super().can_forget(tokens) and not goes_back(self.lengths, tokens)
+        return super().can_forget(tokens) and not goes_back(self.lengths, self._summed(tokens))
 
     def forget_each(self, tokens: Sequence[int]) -> None:
-        """As `SlotCache.forget_each`. Raises ArgumentError for a part of a sequence."""
-        if goes_back(self.lengths, tokens):
+        """As `SlotCache.forget_each`. Raises ArgumentError for what states have summed up."""
+        if goes_back(self.lengths, self._summed(tokens)):
             raise ArgumentError(NO_WAY_BACK)
         super().forget_each(tokens)
+        self.states.take_back(tokens)
+
+    def _summed(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens to forget of sequences that would have to forget some that states have."""
+        drafted = map(self.states.drafted, range(len(tokens)))
+        return [0 if n <= of_draft else n for n, of_draft in zip(tokens, drafted, strict=True)]
 
 
 class _StatefulPass(SlotPass):
@@ -65,17 +73,22 @@ class _StatefulPass(SlotPass):
 
     _cache: _Stateful
     _touched = False
+    drafted: DraftedPass | None = None
+
+    @property
+    def in_place(self) -> bool:
+        return self.drafted is None and super().in_place
 
     def _states_key(self) -> Hashable | None:
         """As `replay_key`, of the states."""
         raise NotImplementedError
 
-    def _open_states(self, index: int) -> LayerStates | DeviceLayerStates:
+    def _open_states(self, index: int) -> LayerStates | DeviceLayerStates | DraftedLayerStates:
         raise NotImplementedError
 
     def replay_key(self) -> Hashable | None:
         keys = super().replay_key(), self._states_key()
-        return None if None in keys else keys
+        return None if None in keys or self.drafted is not None else keys
 
     @property
     def spoils(self) -> bool:
@@ -84,6 +97,9 @@ class _StatefulPass(SlotPass):
     def end(self) -> None:
         super().end()
         self._cache.states.spoiled = False
+        if self.drafted is not None:
+            self.drafted.end()
+            self._cache.ended = None  # what follows is another recording
 
     @property
     def takes_back(self) -> bool:
@@ -142,6 +158,7 @@ class StatefulPass(_StatefulPass, PackedPass):
     def __init__(self, cache: StatefulCache, ragged: Ragged, slots: Sequence[int] | None) -> None:
         super().__init__(cache, ragged, slots)
         self._states = StatePass(cache.states, self.ragged, slots)
+        self.drafted = drafted_pass(cache.states, self.ragged, slots)
 
     def layers_key(self) -> Hashable | None:
         key = super().layers_key()
@@ -150,8 +167,9 @@ class StatefulPass(_StatefulPass, PackedPass):
     def _states_key(self) -> Hashable | None:
         return self._states.replay_key()
 
-    def _open_states(self, index: int) -> LayerStates:
-        return self._states.open(index)
+    def _open_states(self, index: int) -> LayerStates | DraftedLayerStates:
+        states = self._states.open(index)
+        return states if self.drafted is None else self.drafted.open(index, states)
 
 
 class StatefulDeviceCache(_Stateful, DeviceCache):
@@ -160,7 +178,9 @@ class StatefulDeviceCache(_Stateful, DeviceCache):
     def start(self, ragged: Ragged, slots: Sequence[int] | None = None) -> StatefulDevicePass:
         """As `SlotCache.start`. Raises ArgumentError where the states are worthless."""
         self.states.check(ragged)
-        return StatefulDevicePass(self, ragged, slots)
+        begun = StatefulDevicePass(self, ragged, slots)
+        begun.drafted = drafted_pass(self.states, ragged, slots)
+        return begun
 
 
 class StatefulDevicePass(_StatefulPass, DeviceCachePass):
@@ -176,9 +196,10 @@ class StatefulDevicePass(_StatefulPass, DeviceCachePass):
     def _states_key(self) -> Hashable:
         return self._cache.states.addresses
 
-    def _open_states(self, index: int) -> DeviceLayerStates:
-        states = self._cache.states
-        return DeviceLayerStates(states.conv[index], states.memory[index], self._step)
+    def _open_states(self, index: int) -> DeviceLayerStates | DraftedLayerStates:
+        of = self._cache.states
+        states = DeviceLayerStates(of.conv[index], of.memory[index], self._step)
+        return states if self.drafted is None else self.drafted.open(index, states)
 
 
 def device_cache(

@@ -15,6 +15,8 @@ from qoff.kernels.layout.states import LayerStates, StateShape, state_bytes
 from qoff.kernels.layout.steady import SteadyMemory
 from qoff.kvcache.base import CachePass, KVCache
 
+from .drafted_states import DraftedPass, DraftedStates
+
 NO_WAY_BACK = (
     "this model has recurrent states, which cannot go back to an earlier token; start with an "
     "empty cache"
@@ -26,11 +28,16 @@ class StateCache(KVCache):
 
     A pass writes over what was before it, so one that does not end leaves them worthless: then, and
     where they would have to go back to an earlier token, only sequences from their first token on
-    can follow. device: whose memory they are in.
+    can follow. device: whose memory they are in. drafted: tokens of a sequence that a pass over few
+    may have beside the newest one, and which can be forgotten until the next pass.
     """
 
     def __init__(
-        self, shapes: Sequence[StateShape], sequences: int, device: torch.device | str = "cpu"
+        self,
+        shapes: Sequence[StateShape],
+        sequences: int,
+        device: torch.device | str = "cpu",
+        drafted: int = 0,
     ) -> None:
         def empty(*size: int) -> Tensor:
             return torch.empty(sequences, *size, device=device)
@@ -40,11 +47,13 @@ class StateCache(KVCache):
         self.conv = [empty(*shape.conv_shape) for shape in shapes]
         self.memory = [empty(*shape.memory_shape) for shape in shapes]
         self.steady = SteadyMemory()
+        self.drafts = DraftedStates(sequences, drafted) if drafted else None
         self.spoiled = False
 
     @property
     def nbytes(self) -> int:
-        return len(self.lengths) * state_bytes(self.shapes)
+        drafts = 0 if self.drafts is None else self.drafts.nbytes
+        return len(self.lengths) * state_bytes(self.shapes) + drafts
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -65,6 +74,16 @@ class StateCache(KVCache):
         self.ended, self.spoiled = None, True  # until the pass ends
         return StatePass(self, ragged)
 
+    def drafted(self, slot: int) -> int:
+        """How many of a sequence's newest tokens can be forgotten."""
+        return 0 if self.drafts is None else max(0, self.drafts.waiting[slot] - 1)
+
+    def take_back(self, tokens: Sequence[int]) -> None:
+        """Forget so many of the newest tokens, which `drafted` says can be, of each sequence."""
+        for slot, count in enumerate(tokens):
+            if self.drafts is not None and count <= self.drafted(slot):
+                self.drafts.waiting[slot] -= count
+
     def check(self, ragged: Ragged) -> None:
         """Raise ArgumentError where the states that a pass goes on from are worthless."""
         if self.spoiled and any(span.past for span in ragged.spans):
@@ -77,14 +96,23 @@ class StateCache(KVCache):
         """Give a sequence what another one has."""
         for part in (*self.conv, *self.memory):
             part[target] = part[source]
+        if self.drafts is not None:
+            self.drafts.copy(source, target)
+
+    def reset(self, slot: int) -> None:
+        """A sequence begins in a slot."""
+        if self.drafts is not None:
+            self.drafts.waiting[slot] = 0
 
     def save(self, slot: int, saved: Tensor) -> None:
         """Copy the states of a sequence to `saved`, float32 [state_bytes / 4], on any device."""
+        assert self.drafts is None or not self.drafts.waiting[slot]
         for part, place in self._beside(slot, saved):
             place.copy_(part)
 
     def load(self, slot: int, saved: Tensor) -> None:
         """Give a sequence states that were saved."""
+        self.reset(slot)
         for part, place in self._beside(slot, saved):
             part.copy_(place)
 
@@ -155,6 +183,16 @@ class StatePass(CachePass):
     def advance(self, steps: int) -> None:
         self._cache.lengthen(self.ragged, steps)
         self._cache.spoiled = False
+
+
+def drafted_pass(
+    cache: StateCache, ragged: Ragged, slots: Sequence[int] | None
+) -> DraftedPass | None:
+    """A pass as one over drafts, or over what follows one; None where it is another."""
+    drafts = cache.drafts
+    if drafts is None or slots is not None or not drafts.concerns(ragged):
+        return None
+    return drafts.begin(ragged)
 
 
 def goes_back(lengths: Sequence[int], tokens: Sequence[int]) -> bool:

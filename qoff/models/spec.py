@@ -14,7 +14,7 @@ from qoff.kernels.layout.heads import QueryScale
 from qoff.kernels.layout.states import StateShape
 
 from .families import read_spec
-from .families.mtp import is_mtp
+from .families.mtp import mtp_fields
 from .recurrent_spec import RecurrentSpec
 from .spec_parts import (
     ExpertsSpec,
@@ -371,7 +371,7 @@ class DecoderSpec:
 
         Raises UnsupportedModelError naming the key, what was found and what is supported.
         """
-        return cls(**read_spec(config), mtp=is_mtp(config))
+        return cls(**{**read_spec(config), **mtp_fields(config)})
 
 
 def check_length(tokens: int, limit: int | None, model_type: str) -> None:

@@ -122,7 +122,7 @@ def memory_on_gpu(
     hidden = plan.hidden_bytes(spec.hidden_width, dtype)
     purposes = by_purpose(blocks.tier_bytes(), plan.batches * recent, hidden, work)
     if spec.recurrent is not None:
-        purposes[DEVICE]["states"] = plan.states_bytes(spec)
+        purposes[DEVICE]["states"] = plan.states_bytes(spec, dtype)
         purposes[HOST]["states"] = plan.saved_states_bytes(spec)
     return Memory(BlockPlans(), purposes, blocks)
 

@@ -17,6 +17,7 @@ from qoff.kernels.layout.states import state_bytes
 from qoff.kernels.sampling import rows_together, sampling_bytes
 from qoff.kvcache import KVQuant, PackedCache
 from qoff.kvcache.device.plan import DeviceBlockPlans
+from qoff.kvcache.drafted_states import drafted_bytes
 from qoff.kvcache.groups import LayerGroup, layer_groups, one_group
 from qoff.kvcache.host.recent import RecentTokens, RecentWorkspace
 from qoff.kvcache.slots import PADDING
@@ -235,9 +236,16 @@ class Plan:
             return {DEVICE: dtype.itemsize * held, HOST: 0, DISK: 0}
         return ActivationStore.bytes_for(self.activations, self.tokens_of_passes, width, dtype)
 
-    def states_bytes(self, spec: DecoderSpec) -> int:
-        """Bytes of the device that recurrent layers remember of all sequences."""
-        return self.batches * self.batch_size * state_bytes(spec.state_shapes)
+    def states_bytes(self, spec: DecoderSpec, dtype: torch.dtype) -> int:
+        """Bytes of the device that recurrent layers remember of all sequences.
+
+        dtype: of hidden states.
+        """
+        each, most = state_bytes(spec.state_shapes), self.draft_tokens
+        if spec.state_shape is not None and most:
+            layers = len(spec.state_shapes)
+            each += drafted_bytes(spec.state_shape, layers, most, dtype.itemsize)
+        return self.batches * self.batch_size * each
 
     @property
     def saved_states(self) -> int:
@@ -369,7 +377,8 @@ class Memory:
         kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
         purposes = by_purpose(kv, recent, hidden, {DEVICE: work})
         if spec.recurrent is not None:
-            purposes[DEVICE]["states"] = plan.states_bytes(spec) + plan.saved_states_bytes(spec)
+            states = plan.states_bytes(spec, torch.float32) + plan.saved_states_bytes(spec)
+            purposes[DEVICE]["states"] = states
         return cls(blocks, purposes)
 
     def beside(self, purposes: Mapping[str, int], tier: str = DEVICE) -> Memory:

@@ -1,4 +1,4 @@
-"""Recurrent layers in batches: states that are counted, and cannot go back."""
+"""Recurrent layers in batches: states that are counted, and go back to before drafts alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import qoff
 from qoff.checkpoint import Checkpoint
-from qoff.engine import LLM
+from qoff.engine import LLM, SamplingParams
 from qoff.engine.simulated.run import Driver, Simulation
 from qoff.errors import ArgumentError
 from qoff.kernels.layout.ragged import Ragged
@@ -21,6 +21,7 @@ from qoff.models.runtime import Runtime
 from qoff.plan.sizes import ModelSizes
 from tests.engine.test_llm_plans import BATCHES, PLAN, PROMPTS
 from tests.engine.test_simulated import PLAIN_PLAN, moved, real
+from tests.known_drafts import KnownDrafts, counts
 from tests.plan.machines import machine
 from tests.tiny_models import reference_model, tiny_checkpoint
 
@@ -32,15 +33,29 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def test_states_are_counted(checkpoint: Path) -> None:
     with LLM(checkpoint, BATCHES) as llm:
-        assert llm.memory.purposes["device"]["states"] == sum(
-            batch.cache.states.nbytes  # type: ignore[attr-defined]
-            for batch in llm._rounds.current.opened.batches
-        )
+        assert llm.memory.purposes["device"]["states"] == _state_bytes(llm)
 
 
-def test_states_cannot_go_back(checkpoint: Path) -> None:
-    with pytest.raises(ArgumentError, match="has recurrent states, which cannot go back"):
-        LLM(checkpoint, replace(PLAN, draft_tokens=3))
+def _state_bytes(llm: LLM) -> int:
+    """What there is of states in all batches."""
+    batches = llm._rounds.current.opened.batches
+    return sum(batch.cache.states.nbytes for batch in batches)  # type: ignore[attr-defined]
+
+
+def test_rejected_drafts_leave_nothing_in_states(checkpoint: Path) -> None:
+    """Drafts of which a part, all or nothing is accepted, in passes that follow one another."""
+    plan = replace(PLAN, batches=2, draft_tokens=3)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [[1], *PROMPTS, PROMPTS[0][:3]]
+    with LLM(checkpoint, PLAN) as llm:
+        wanted = [x.token_ids for x in llm.generate(prompts, params)]
+    drafts = KnownDrafts(dict(zip(map(tuple, prompts), wanted, strict=True)))
+    with LLM(checkpoint, plan) as llm:
+        drafts.draft_for(llm)
+        assert [x.token_ids for x in llm.generate(prompts, params)] == wanted
+        drafted, accepted = counts(llm)
+        assert 20 < accepted < drafted - drafts.wrong < drafted - 10
+        assert llm.memory.purposes["device"]["states"] == _state_bytes(llm)
 
 
 @pytest.mark.parametrize("kv", [None, "8", "8/0:16"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +10,16 @@ import torch
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.mtp_drafts import MtpBatch
 from qoff.engine.request import Sequence
-from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
 from tests.mtp_models import reference_with_mtp, tiny_with_mtp
-from tests.tiny_models import tiny_checkpoint
 
 PLAN = Plan(batch_size=3, context=300, prefill_tokens=40, kv=KVQuant(window=16))
 DRAFTS = replace(PLAN, draft_model="mtp", draft_tokens=3)
 PROMPTS = [[5, 6, 7, 8, 9] * 20, list(range(10, 57)), [1, 2, 3], [4] * 30, [90, 91]]
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "mellum"])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "mellum", "qwen3-next-head64"])
 def test_a_layer_that_knows_saves_passes(
     family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -234,7 +234,10 @@ class _SimulatedCache(PackedCache):
 
 class _SimulatedPass(PackedPass):
     _cache: _SimulatedCache
-    in_place = False  # there are no jobs
+
+    @property
+    def in_place(self) -> bool:
+        return False  # there are no jobs
 
     def _pack_blocks(
         self, layer: int, tokens: tuple[Tensor, Tensor], origins: Origins, records: Tensor

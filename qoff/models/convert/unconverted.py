@@ -96,12 +96,9 @@ def check_patterns(path: object, names: Sequence[str], patterns: Iterable[str]) 
 def _mtp(
     source: Source, config: Mapping[str, Any], spec: DecoderSpec, names: TensorNames
 ) -> tuple[str, tuple[Weight, ...]] | None:
-    """A layer for multi-token prediction; None without one, and where its drafts are of no use.
-
-    Recurrent states cannot go back to before tokens that are rejected.
-    """
+    """A layer for multi-token prediction; None without one, and where it is unlike the others."""
     called = mtp_names(names, spec.num_layers, lambda name: source.info(name) is not None)
-    if called is None or spec.recurrent is not None:
+    if called is None:
         return None
     own = DecoderSpec.from_config(mtp_config(config))
     weights = layer_weights(own, 0, as_stored(called, lambda name: source.info(name) is not None))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .family import Has, TensorNames
+from .family import Fields, Has, TensorNames
 
 _KEY = "qoff_mtp"  # of a config that is never written to a file
 # By what the layer calls its own modules: within the number behind the last layer's, or "mtp".
@@ -27,6 +27,7 @@ _BEHIND = {
     "mtp.proj": "eh_proj",
     "mtp.norm": "shared_head.norm",
 }
+_OWN_NORM = {**_BEHIND, "mtp.norm": "final_layernorm"}  # of Hunyuan 3
 _APART = {
     "mtp.embed_norm": "pre_fc_norm_embedding",
     "mtp.hidden_norm": "pre_fc_norm_hidden",
@@ -36,21 +37,26 @@ _APART = {
 _OF_LAYERS = ("layer_types", "mlp_layer_types")  # lists with an entry for each layer
 
 
-def is_mtp(config: Mapping[str, Any]) -> bool:
-    """Whether a config is one that `mtp_config` returns."""
-    return config.get(_KEY) is True
+def mtp_fields(config: Mapping[str, Any]) -> Fields:
+    """What the spec of a layer for multi-token prediction has that its model's has not.
+
+    Nothing, unless a config is one that `mtp_config` returns. Such layers attend.
+    """
+    return {"mtp": True, "recurrent": None} if config.get(_KEY) is True else {}
 
 
 def mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the layer for multi-token prediction of a model, as a model of that layer.
 
-    The layer is like the last one of the model.
+    The layer is like the last one of the model, and attends.
     """
     count, found = config["num_hidden_layers"], dict(config)
     for key in _OF_LAYERS:
         each, own = config.get(key), config.get(f"mtp_{key}")
         if isinstance(own, list) and own:
             found[key] = own[:1]
+        elif isinstance(each, list) and "linear_attention" in each:
+            found[key] = ["full_attention"]
         elif isinstance(each, list) and each:
             found[key] = each[count : count + 1] or each[-1:]
     if "first_k_dense_replace" in found:
@@ -66,7 +72,11 @@ def mtp_names(names: TensorNames, layers: int, has: Has) -> TensorNames | None:
     names, layers: of the model, and how many it has.
     """
     behind = names.layer.format(layers)
-    for layer, at, called in ((behind, behind, _BEHIND), ("mtp.layers.0.", "mtp.", _APART)):
+    for layer, at, called in (
+        (behind, behind, _BEHIND),
+        (behind, behind, _OWN_NORM),
+        ("mtp.layers.0.", "mtp.", _APART),
+    ):
         modules = {name: at + own for name, own in called.items()}
         if all(has(f"{module}.weight") for module in modules.values()):
             return replace(names, layer=layer, mtp=MappingProxyType(modules))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
@@ -16,6 +17,7 @@ from qoff.kernels.layout.mamba import MambaShape, MambaWeights
 from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import StateShape
 from qoff.kernels.ops import Ops, exact
+from qoff.kvcache.drafted_states import DraftedLayerStates
 from qoff.memory import Weights
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass
@@ -71,6 +73,8 @@ class Recurrent(ABC):
         op = self._op(weights)
 
         def mix(part: ForwardPass, states: Any, out: Tensor | None, *rows: Tensor) -> Tensor:
+            if isinstance(states, DraftedLayerStates):
+                return states.compute(partial(op, shape=shape), rows, out)
             return op(*rows, shape=shape, states=states, ragged=part.ragged, out=out)
 
         return run.kept(keep, by_parts(run, self._places[layer][-1], mix, out, *rows))
