@@ -174,9 +174,13 @@ class GGUFModel:
         if kind == ARCH.NEMOTRON_H and "moe" in config["layers_block_type"]:
             kind = ARCH.NEMOTRON_H_MOE
         name = _NAMES.get(config["model_type"], gguf.MODEL_ARCH_NAMES[kind])
-        found = cls(name, _metadata(config), {})
+        metadata = _metadata(config)
+        if ahead := config.get("num_nextn_predict_layers") or 0:
+            metadata["block_count"] += ahead
+            metadata["nextn_predict_layers"] = ahead
+        found = cls(name, metadata, {})
         names, plain = (  # layers without experts have Llama's names
-            gguf.get_tensor_name_map(x, config["num_hidden_layers"]) for x in (kind, ARCH.LLAMA)
+            gguf.get_tensor_name_map(x, metadata["block_count"]) for x in (kind, ARCH.LLAMA)
         )
         for name, values in _renamed(config, load_file(directory / "model.safetensors")):
             mapped = names.get_name(name, _SUFFIXES) or plain.get_name(name, _SUFFIXES)

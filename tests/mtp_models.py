@@ -45,18 +45,30 @@ def save_with_mtp(directory: Path, family: str, sure: bool = False, **changes: A
     torch.manual_seed(1)
     for name, value in mtp.layers[0].state_dict().items():
         random = torch.randn_like(value) * 0.1 + float("norm" in name)
-        weights[_published(name, config)] = random
+        weights |= _apart_experts(_published(name, config), random)
     if sure:
         _be_sure(weights, config)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
+def _apart_experts(name: str, value: Tensor) -> dict[str, Tensor]:
+    """A tensor by its name, or of all experts those of each, as they are published."""
+    stem, found, matrix = name.partition(".experts.")
+    if not found:
+        return {name: value}
+    parts = value.chunk(2, 1) if matrix == "gate_up_proj" else [value]
+    called = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+    return {
+        f"{stem}.experts.{e}.{own}.weight": part[e].contiguous()
+        for own, part in zip(called, parts, strict=True)
+        for e in range(len(value))
+    }
+
+
 def _be_sure(weights: dict[str, Tensor], config: Any) -> None:
     """Have layers change nothing, and the layer behind them see the newest token alone."""
     for name, value in weights.items():
-        if name.split(".")[-2] in ("o_proj", "out_proj", "down_proj") or name.endswith(
-            "experts.down_proj"
-        ):
+        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
             value.zero_()
     width = config.hidden_size
     own = {name: weights[_published(f"{name}.weight", config)] for name in _APART}

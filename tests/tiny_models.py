@@ -262,7 +262,7 @@ def read_all(path: Path) -> dict[str, QTensor | Tensor]:
     """The weights of a checkpoint, by their names."""
     return {
         name: read_weight(file, entry)
-        for file in Checkpoint.open(path).files
+        for file in Checkpoint.open(path).all_files
         for name, entry in file.weights.items()
     }
 

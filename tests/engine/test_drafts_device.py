@@ -17,7 +17,9 @@ from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.engine.test_llm_device import few_programs, where
+from tests.known_drafts import counts
 from tests.models.test_triton_decoder import CHANGES
+from tests.mtp_models import tiny_with_mtp
 from tests.tiny_models import QUANT, save_model, save_tokenizer
 
 __all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
@@ -58,6 +60,23 @@ def test_a_small_model_drafts_and_changes_no_token(
         assert counted > drafts.executor.runtime.residency.device_weight_bytes + caches
         assert llm.memory.total("device") > alone + counted
         assert drafts.bytes_for(llm.plan) == counted
+
+
+def test_a_layer_for_multi_token_prediction_drafts(
+    tmp_path_factory: pytest.TempPathFactory, where: dict[str, Any]
+) -> None:
+    """The model's hidden states are left where its recorded steps find them, too."""
+    path = tiny_with_mtp(tmp_path_factory.getbasetemp(), "glm4-moe", "split32", sure=True)
+    with LLM(path, PLAN, **where) as llm:
+        wanted = [one.token_ids for one in llm.generate(PROMPTS, PARAMS)]
+    plan = replace(PLAN, draft_model="mtp", draft_tokens=2)
+    with LLM(path, plan, **where) as llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == wanted
+        drafted, accepted = counts(llm)
+        assert accepted == drafted > 6
+        drafts = llm._rounds.current.opened.drafts
+        assert drafts is not None
+        assert drafts.bytes_for(llm.plan) == llm.memory_by_tier()["device"]["draft model"]
 
 
 def test_one_that_does_not_fit_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ import torch
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.mtp_drafts import MtpBatch
 from qoff.engine.request import Sequence
+from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
+from qoff.models.convert.convert import convert
 from qoff.plan import Plan
-from tests.mtp_models import reference_with_mtp, tiny_with_mtp
+from tests.known_drafts import counts
+from tests.mtp_models import reference_with_mtp, save_with_mtp, tiny_with_mtp
+from tests.tiny_models import QUANT, tiny_checkpoint
 
 PLAN = Plan(batch_size=3, context=300, prefill_tokens=40, kv=KVQuant(window=16))
 DRAFTS = replace(PLAN, draft_model="mtp", draft_tokens=3)
@@ -29,8 +34,8 @@ def test_a_layer_that_knows_saves_passes(
         wanted = [x.token_ids for x in llm.generate(PROMPTS, params)]
     with LLM(path, DRAFTS, device="cpu") as llm:
         assert [x.token_ids for x in llm.generate(PROMPTS, params)] == wanted
-        drafted = sum(one.drafted for one in llm.rounds)
-        assert sum(one.accepted for one in llm.rounds) == drafted > 50
+        drafted, accepted = counts(llm)
+        assert accepted == drafted > 50
         assert len(llm.rounds) < 60  # of 80 tokens in each slot
 
 
@@ -70,3 +75,57 @@ def test_what_is_drafted_is_what_transformers_layer_predicts(
         one.answer = tokens[0, 57:].tolist()
         assert batch.propose({1: (one, 3)}) == {1: wanted}
         assert batch.propose({1: (one, 3)}) == {1: []}  # until the model has read more
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose experts take more than all else."""
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes = {"hidden_size": 128, "n_routed_experts": 32, "moe_intermediate_size": 128}
+    save_with_mtp(folder / "model", "glm4-moe", sure=True, **sizes)
+    return convert(folder / "model", folder / "checkpoint", quant=QUANT, for_cpu=True)
+
+
+def test_a_layer_has_its_part_of_the_memory(mixture: Path) -> None:
+    """Experts of both come one by one, and the tokens are those of a model in memory."""
+    plan = replace(DRAFTS, batches=2, adapt=False)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(mixture, plan, device="cpu") as llm:
+        wanted = [x.token_ids for x in llm.generate(PROMPTS, params)]
+        everything = llm.memory.total("device") + llm.runtime.residency.device_weight_bytes
+        whole = llm.memory_by_tier()["device"]["draft model"]
+    with LLM(mixture, replace(plan, device_memory=everything * 9 // 10), device="cpu") as llm:
+        assert [x.token_ids for x in llm.generate(PROMPTS, params)] == wanted
+        drafts = llm._rounds.current.opened.drafts
+        assert drafts is not None
+        residency = drafts.executor.runtime.residency
+        assert 0 < residency.expert_slots < 32
+        counted = llm.memory_by_tier()["device"]["draft model"]
+        assert counted == drafts.nbytes == drafts.bytes_for(llm.plan) < whole
+        assert residency.device_bytes < counted
+        assert sum(one.accepted for one in llm.rounds) > 20
+
+
+def test_prompts_that_begin_alike_are_drafted_for(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of what they share the layer sees nothing."""
+    path = tiny_with_mtp(tmp_path_factory.getbasetemp(), "glm4-moe", sure=True)
+    prompts = [[*range(3, 90), *range(3, 60), 5 + i] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2)
+    found = []
+    for share in (False, True):
+        with LLM(path, replace(DRAFTS, share_prefixes=share), device="cpu") as llm:
+            llm.generate(prompts[:1], params)
+            found.append([x.token_ids for x in llm.generate(prompts, params)])
+            shared = sum(one.shared for one in llm.rounds)
+            drafted, accepted = counts(llm)
+    assert found[0] == found[1]
+    assert shared > 100
+    assert accepted == drafted > 10
+
+
+def test_a_checkpoint_without_such_a_layer_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    with pytest.raises(ArgumentError, match="has no layer for multi-token prediction"):
+        LLM(path, DRAFTS, device="cpu")

@@ -25,6 +25,7 @@ from qoff.models.convert.unconverted import Unconverted
 from qoff.models.sources import open_source
 from qoff.models.spec import DecoderSpec
 from tests.gguf_models import GGUFModel
+from tests.mtp_models import save_with_mtp
 from tests.tiny_families import FAMILIES
 from tests.tiny_models import QUANT, read_all, save_model, tiny_checkpoint, tiny_model
 
@@ -300,13 +301,24 @@ def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["glm4", "exaone-moe"])
 def test_layers_beyond_those_that_compute(family: str, base: Path, tmp_path: Path) -> None:
-    """The last layers of some files predict further tokens; nothing here uses them."""
+    """The last layers of some files predict further tokens; without all their tensors they are of
+    no use."""
     model = GGUFModel.of(tiny_model(base, family))
     wanted = model.write(tmp_path / "wanted.gguf")
     layers = model.metadata["block_count"]
     model.metadata |= {"block_count": layers + 1, "nextn_predict_layers": 1}
     model.tensors[f"blk.{layers}.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
+
+
+def test_a_layer_for_multi_token_prediction(tmp_path: Path) -> None:
+    save_with_mtp(tmp_path / "model", "glm4-moe", n_group=1, topk_group=1)
+    path = GGUFModel.of(tmp_path / "model").write(tmp_path / "m.gguf")
+    found = convert(path, tmp_path / "found", quant=QUANT)
+    wanted = convert(tmp_path / "model", tmp_path / "wanted", quant=QUANT)
+    files = [Checkpoint.open(one).mtp for one in (found, wanted)]
+    assert all(file is not None and len(file.weights) > 20 for file in files)
+    assert_same_weights(found, wanted)
 
 
 def test_parts_are_one_model(base: Path, tmp_path: Path) -> None:

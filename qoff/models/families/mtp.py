@@ -27,6 +27,12 @@ _BEHIND = {
     "mtp.proj": "eh_proj",
     "mtp.norm": "shared_head.norm",
 }
+_OF_GGUF = {
+    "mtp.embed_norm": "nextn.enorm",
+    "mtp.hidden_norm": "nextn.hnorm",
+    "mtp.proj": "nextn.eh_proj",
+    "mtp.norm": "nextn.shared_head_norm",
+}
 _OWN_NORM = {**_BEHIND, "mtp.norm": "final_layernorm"}  # of Hunyuan 3
 _APART = {
     "mtp.embed_norm": "pre_fc_norm_embedding",
@@ -75,6 +81,7 @@ def mtp_names(names: TensorNames, layers: int, has: Has) -> TensorNames | None:
     for layer, at, called in (
         (behind, behind, _BEHIND),
         (behind, behind, _OWN_NORM),
+        (behind, behind, _OF_GGUF),
         ("mtp.layers.0.", "mtp.", _APART),
     ):
         modules = {name: at + own for name, own in called.items()}
