@@ -15,6 +15,7 @@ from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.plan import EMBEDDING
 from qoff.models import names
+from qoff.models.families.mtp import mtp_config
 from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
@@ -81,18 +82,22 @@ def write_random_checkpoint(
     threads: int = 1,
     embedding: float = 1.0,
     twin: Twin | None = None,
+    mtp: bool = False,
 ) -> None:
     """Write a checkpoint of a Hugging Face config: 4-bit layers, heads by default.
 
     Each thread holds a layer in memory. embedding: how much larger its elements are; where they
     are as small as others, what attention adds is nearly the same for all tokens. twin: written
-    beside it, layer by layer, by one thread.
+    beside it, layer by layer, by one thread. mtp: with a layer for multi-token prediction.
     """
     spec, head_bits = DecoderSpec.from_config(config), QuantConfig().head_bits
 
-    def draw(weights: tuple[names.Weight, ...], layer: int) -> dict[str, Any]:
+    def draw(
+        weights: tuple[names.Weight, ...], layer: int, prefix: str | None = None
+    ) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed + layer + 1)
-        prefix = "" if layer < 0 else names.layer_prefix(layer)
+        if prefix is None:
+            prefix = "" if layer < 0 else names.layer_prefix(layer)
         drawn: dict[str, QTensor | Tensor] = {}
         for weight in weights:
             if weight.columns is None:
@@ -120,6 +125,10 @@ def write_random_checkpoint(
         for _ in pool.map(write, range(spec.num_layers)):
             pass
         writer.write_outer(draw(outer_weights(spec), -1))
+        if mtp:
+            ahead = DecoderSpec.from_config(mtp_config(config))
+            layer = draw(layer_weights(ahead, 0), spec.num_layers, names.MTP_PREFIX)
+            writer.write_mtp(layer)
         writer.finish(
             {
                 **config,

@@ -32,6 +32,8 @@ from .executor import Executor
 from .mtp_drafts import MOST_WAITING, MtpBatch
 from .request import Sequence
 
+_PIECE = 256  # tokens of prompts that a layer for multi-token prediction reads in a pass
+
 
 class Drafter(ABC):
     """What drafts, beside the model that it drafts for, with KV caches like its own."""
@@ -119,36 +121,49 @@ class MtpDrafter(Drafter):
                 f"draft_model {MTP!r}: {checkpoint.path} has no layer for multi-token prediction; "
                 "convert the original model again if that has one, or use a small model's path"
             )
-        self._layer_bytes, self._model_bytes = (
+        own_bytes, others = (
             sum(file.nbytes for file in each.files) for each in (layer, checkpoint)
         )
+        self._part = own_bytes / (own_bytes + others)
         small = self._small(plan)
-        try:
-            self.executor = kind(layer, small, own, **options)
-        except BudgetError as error:
-            if error.least is None or small.device_memory is None:
-                raise
-            least = replace(small, device_memory=error.least)
-            self.executor = kind(layer, least, own, **options)
+        if plan.device_memory is not None:
+            least = self._least(
+                lambda: kind(layer, replace(small, device_memory=0), own, **options)
+            )
+            part = self._part * max(0, plan.device_memory - least)
+            small = replace(small, device_memory=least + int(part))
+        self.executor = kind(layer, small, own, **options)
         residency = self.executor.runtime.residency
         self._weights, self.host_nbytes = residency.device_weight_bytes, residency.host_bytes
         self.nbytes = self.bytes_for(plan)
 
     def _small(self, plan: Plan) -> Plan:
-        """The plan of the layer: its part of the memory."""
-        part = self._layer_bytes / (self._layer_bytes + self._model_bytes)
-        device, host = (
-            None if nbytes is None else int(part * nbytes)
-            for nbytes in (plan.device_memory, plan.host_memory)
+        """The plan of the layer, which reads prompts in smaller pieces."""
+        host = plan.host_memory
+        return replace(
+            _small(plan),
+            prefill_tokens=min(plan.prefill_tokens, _PIECE),
+            host_memory=None if host is None else int(self._part * host),
         )
-        return replace(_small(plan), device_memory=device, host_memory=host)
+
+    @staticmethod
+    def _least(opened: Callable[[], object]) -> int:
+        """The least bytes of the device with which the layer can be computed."""
+        try:
+            opened()
+        except BudgetError as error:
+            if error.least is None:
+                raise
+            return error.least
+        raise AssertionError("it is computed without memory")
 
     def bytes_for(self, plan: Plan) -> int:
-        memory, tokens = self.executor.memory_of(_small(plan), tiled=True), plan.tokens_of_passes
+        tokens = plan.tokens_of_passes
+        memory = self.executor.memory_of(self._small(plan), tiled=True)
         # Hidden states that passes leave, those that wait, and those that the layer is given.
         waiting = plan.batches * plan.batch_size * (MOST_WAITING + 1 + plan.draft_tokens)
         width = self.executor.runtime.spec.hidden_size * self.executor.dtype.itemsize
-        hidden = (sum(tokens) + waiting + plan.pass_tokens) * width
+        hidden = (sum(tokens) + waiting + self.executor.plan.pass_tokens) * width
         return self._weights + memory.total(DEVICE) + hidden
 
     def new_batch(self, vocab_size: int) -> MtpBatch:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qoff.engine import LLM, SamplingParams
+from qoff.engine import LLM, SamplingParams, opened
 from qoff.engine.mtp_drafts import MtpBatch
 from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError
@@ -86,8 +86,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(folder / "model", folder / "checkpoint", quant=QUANT, for_cpu=True)
 
 
-def test_a_layer_has_its_part_of_the_memory(mixture: Path) -> None:
+def test_a_layer_has_its_part_of_the_memory(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts of both come one by one, and the tokens are those of a model in memory."""
+    monkeypatch.setattr(opened, "pass_seconds", lambda *_: lambda _: [1.0, 1.1, 1.2, 1.3])
     plan = replace(DRAFTS, batches=2, adapt=False)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM(mixture, plan, device="cpu") as llm:
