@@ -1,11 +1,12 @@
 """Drafts of a model's own layer for multi-token prediction, on weights that stream.
 
-    python -m bench.mtp --device-memory 2GiB
+    python -m bench.mtp --device-memory 512MiB
+    python -m bench.mtp --model glm4.5 --device-memory 2GiB --sequences 1,32
 
-A random mixture of experts answers with drafts of its layer and without, in turns. Its layer
-predicts nothing: what it drafts is replaced by what the model is known to answer, each token with
-the given chance and another one else, so passes cost what they do in a trained model of that
-acceptance. DeepSeek V3's layer is right about 85 to 90 % of the time (arXiv 2412.19437, 5.4.3).
+A random model answers with drafts of its layer and without. Its layer predicts nothing: what it
+drafts is replaced by what the model is known to answer, each token with the given chance and
+another one else, so passes cost what they do in a trained model of that acceptance. DeepSeek V3's
+layer is right about 85 to 90 % of the time (arXiv 2412.19437, 5.4.3).
 """
 
 from __future__ import annotations
@@ -25,23 +26,43 @@ from qoff.engine.mtp_drafts import MtpBatch
 from qoff.engine.request import Sequence as Answer
 from qoff.plan import Plan
 
-CONFIG: dict[str, Any] = {  # GLM 4.5 with fewer and smaller experts
-    "model_type": "glm4_moe",
-    "architectures": ["Glm4MoeForCausalLM"],
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "num_nextn_predict_layers": 1,
+MODELS: dict[str, dict[str, Any]] = {  # with fewer and smaller layers than those of the name
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "glm4.5": {
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "num_nextn_predict_layers": 1,
+    },
 }
 
 
@@ -79,31 +100,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = arguments(
         __doc__,
         argv,
-        device_memory=(str, "2GiB", "for everything"),
+        model=(str, "qwen3.5", f"its shape: {', '.join(MODELS)}"),
+        device_memory=(str, "512MiB", "for everything"),
         drafts=(str, "0,1,2,3", "tokens drafted, with commas between; 0 first"),
         chances=(str, "0.6,0.85", "that a drafted token is right if those before it are"),
         sequences=(str, "1,8", "that are answered at once"),
         tokens=(int, 48, "of an answer"),
         runs=(int, 3, "of each, in turns"),
-        layers=(int, CONFIG["num_hidden_layers"], "of the model"),
         folder=(str, "", "where its checkpoint is kept; default: it is not"),
     )
-    config = CONFIG | {"num_hidden_layers": given.layers}
     lengths, chances = (
         [int(x) for x in given.drafts.split(",")],
         [float(x) for x in given.chances.split(",")],
     )
-    settings = {k: getattr(given, k) for k in ("device_memory", "tokens", "runs", "layers")}
+    settings = {k: getattr(given, k) for k in ("model", "device_memory", "tokens", "runs")}
     report = Report(
         "mtp",
         settings,
-        f"{given.layers} layers of 128 experts in {given.device_memory}",
+        f"a random {given.model} in {given.device_memory}",
         ("sequences", "acceptance", "drafted", "tokens a pass", "tok/s", "times"),
     )
     with tempfile.TemporaryDirectory() as temporary:
-        path = Path(given.folder or temporary) / "glm"
+        path = Path(given.folder or temporary) / given.model
         if not path.exists():
-            write_random_checkpoint(path, config, mtp=True)
+            write_random_checkpoint(path, MODELS[given.model], mtp=True)
         for sequences in [int(x) for x in given.sequences.split(",")]:
             measure(path, given, sequences, lengths, chances, report)
     report.publish(given.out)

@@ -74,8 +74,11 @@ float32 and on the device ("states" in a plan's memory): 2.1 MiB in Qwen3-Next, 
 tokens of K and V packed to 4 bits in one of its other layers. These models run on CPUs and GPUs.
 
 - States sum up all tokens. A sequence can be copied and can go on from any prompt, also in pieces,
-  but cannot go back to an earlier token. So `draft_tokens`, a draft model of this kind, and
-  cropping a `QoffCache` are refused.
+  but cannot go back to an earlier token. So a draft model of this kind and cropping a `QoffCache`
+  are refused.
+- `draft_tokens` works: a pass over drafts computes on copies of the states, a layer's at a time,
+  and the next pass adds what was accepted. Plans count the copies under "states". Such passes are
+  not recorded, so models in memory gain less by drafts than those that stream.
 - With `share_prefixes`, host memory keeps as many states as there are sequences, and one more:
   those behind the part of a prompt that is packed when it is read, and behind what another prompt
   begins with. A further turn of a conversation reads the newest answer and what is new. A prompt
@@ -99,6 +102,20 @@ as well, has the bits of other matrices; what else there is, is floats. A `confi
 
 A layer of Nemotron has attention, Mamba, an MLP or experts: one of them. Experts of Nemotron 3
 Super get a narrower projection of the hidden states, and their sum is projected back.
+
+### Multi-token prediction
+
+Many models have a layer behind their last one that predicts the token after the next. Conversion
+keeps it, in a file of its own, and `draft_model="mtp"` drafts with it
+([throughput.md](throughput.md#drafts)). Nothing else reads it.
+
+- Layers as DeepSeek V3, V3.2, GLM 4.5 to 5 and Hunyuan 3 have them (`model.layers.N.eh_proj`), as
+  Qwen3-Next, Qwen 3.5, K-EXAONE and Mellum 2 do (`mtp.fc`), and as GGUF files do (`nextn`). What
+  they leave of a token and predict is compared with transformers' for DeepSeek V3, GLM 4.5,
+  Mellum 2, Qwen3-Next and Qwen 3.5 (`tests/models/test_mtp.py`).
+- A layer without a tensor that this needs is left out, and a line says so. So are those with other
+  names, as of MiMo, ERNIE 4.5 and Nemotron 3.
+- Published checkpoints that tools have quantized often lack the layer.
 
 ### Gemma 4 and Gemma 3n
 

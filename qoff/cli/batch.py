@@ -64,7 +64,9 @@ class PlanOptions:
         0, min=0, help="Most tokens drafted per answer and checked in one pass; 0: none."
     )
     draft_model: str | None = Option(
-        None, help="Small model with the same tokenizer that drafts; default: prompt lookup."
+        None,
+        help="Small model with the same tokenizer that drafts, or 'mtp': the model's own layer "
+        "for multi-token prediction; default: prompt lookup.",
     )
     share_prefixes: bool = Option(
         False, "--share-prefixes", help="Prompts with the same beginning share KV blocks."

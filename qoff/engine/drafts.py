@@ -47,7 +47,7 @@ class Acceptance:
         """How many tokens to draft: those that give the most tokens a second.
 
         0, and so for some tokens, if a pass without one gives more: a tenth more, if most drafts
-        are accepted. Then one token is drafted to see; while all are rejected, pauses become longer.
+        are accepted. Then one token is drafted to see; while all are rejected, pauses grow.
 
         seconds: of a pass in which each sequence has no drafted token, or one, or more. answered:
         tokens that the answer has.
