@@ -262,6 +262,11 @@ class QoffForCausalLM(PlacedModel, GenerationMixin):
                 "generate does not support assistant_early_exit; give an assistant_model, or use "
                 f"{self._in_torch}"
             )
+        if getattr(generation_config, "use_mtp", None):
+            raise OpError(
+                "generate does not support use_mtp; qoff.LLM does, with draft_model='mtp' and "
+                f"draft_tokens; or give an assistant_model, or use {self._in_torch}"
+            )
         made: Any = super()._get_candidate_generator  # type: ignore[misc]
         return made(generation_config, *given, **options)
 

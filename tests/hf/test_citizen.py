@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "checkpointing": (lambda m: m.gradient_checkpointing_enable(), "has no modules of torch"),
     "hidden states": (lambda m: m(IDS, output_hidden_states=True), "output_hidden_states=True;"),
     "early exit": (lambda m: m.generate(IDS, assistant_early_exit=1), "give an assistant_model"),
+    "multi-token prediction": (lambda m: m.generate(IDS, use_mtp=True), "draft_model='mtp'"),
     "as a draft model": (lambda m: m.generate(IDS, is_assistant=True), "as assistant_model"),
     "attentions": (lambda m: m.generate(IDS, output_attentions=True), "output_attentions=True;"),
 }
