@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qoff.checkpoint import Checkpoint
+from qoff.checkpoint.verify import verify
+from qoff.errors import ChecksumError
 from qoff.kernels.layout.ragged import Ragged
+from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.mtp import mtp_checkpoint
 from qoff.models.runtime import Runtime
-from tests.mtp_models import reference_with_mtp, tiny_with_mtp
+from tests.mtp_models import reference_with_mtp, save_with_mtp, tiny_with_mtp
+from tests.tiny_models import QUANT
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 
 FAMILIES = ("deepseek-v3", "glm4-moe", "mellum", "qwen3-next-head64", "qwen3.5-moe")
@@ -53,3 +60,39 @@ def test_a_layer_predicts_as_transformers_does(path: Path) -> None:
             assert more.final is not None
             assert_close(more.final, expected[0, start:stop], tolerance=tolerance)
             assert_close(found, logits[0, start:stop], tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.3.self_attn.o_proj.weight"), "no tensor"),
+        (lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(64, 64)}),
+         "has shape"),
+    ],
+    ids=["missing", "another shape"],
+)  # fmt: skip
+def test_a_layer_unlike_the_others_is_left_out(
+    damage: Callable[[dict[str, Tensor]], object],
+    message: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The model is converted as before."""
+    save_with_mtp(tmp_path / "model", "glm4-moe")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    path = convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
+    assert Checkpoint.open(path).mtp is None
+    assert "multi-token prediction is left out" in caplog.text
+    assert message in caplog.text
+
+
+def test_a_damaged_file_of_the_layer_is_found(tmp_path: Path) -> None:
+    path = tiny_with_mtp(tmp_path, "glm4-moe")
+    file = path / "model-mtp.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChecksumError, match="model-mtp"):
+        verify(path)

@@ -33,7 +33,7 @@ from .builder import Builder, with_uniform_experts
 from .calibration import Calibration
 from .loss import LossProbe
 from .modules import ModulesJob
-from .unconverted import Unconverted
+from .unconverted import Unconverted, leave_out_mtp
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # units done, units in all: the layers and the outer file
@@ -142,9 +142,14 @@ class _NativeJob:
         self._model, self._builder = Unconverted.of(source), Builder(source, quant, requantize)
         self._model.check_patterns(quant.weights)
         self.units = len(self._model.units)
-        self.has_mtp = self._model.mtp is not None
-        units = (*self._model.units, *([self._model.mtp] if self._model.mtp else []))
-        self.expected = sum(self._builder.check(*unit) for unit in units)
+        self.expected = sum(self._builder.check(*unit) for unit in self._model.units)
+        self.has_mtp = False
+        if self._model.mtp is not None:
+            try:
+                self.expected += self._builder.check(*self._model.mtp)
+                self.has_mtp = True
+            except (FormatError, QuantizationError) as error:
+                leave_out_mtp(source, error)
         self._calibration = self._calibrated(calibration)
         self._probe = probe
         if probe is not None:

@@ -78,7 +78,7 @@ class Unconverted:
 
     def check_patterns(self, patterns: Mapping[str, object]) -> None:
         """Raise QuantizationError for a pattern that is that of no matrix's name."""
-        units = self.units
+        units = (*self.units, *([] if self.mtp is None else [self.mtp]))
         names = [prefix + w.name for prefix, unit in units for w in unit if w.columns is not None]
         check_patterns(self.source.path, names, patterns)
 
@@ -100,17 +100,22 @@ def _mtp(
     called = mtp_names(names, spec.num_layers, lambda name: source.info(name) is not None)
     if called is None:
         return None
-    own = DecoderSpec.from_config(mtp_config(config))
-    weights = layer_weights(own, 0, as_stored(called, lambda name: source.info(name) is not None))
-    missing = [part.source for w in weights for part in w.parts if not source.info(part.source)]
-    if missing:
-        say_once(
-            logger,
-            f"{source.path}: its layer for multi-token prediction is left out, as it is unlike the "
-            f"others: there is no {missing[0]}",
-        )
+    try:
+        own = DecoderSpec.from_config(mtp_config(config))
+    except UnsupportedModelError as error:
+        leave_out_mtp(source, error)
         return None
-    return MTP_PREFIX, weights
+    called = as_stored(called, lambda name: source.info(name) is not None)
+    return MTP_PREFIX, layer_weights(own, 0, called)
+
+
+def leave_out_mtp(source: Source, error: Exception) -> None:
+    """Say that the layer for multi-token prediction is not used: the model is one without it."""
+    say_once(
+        logger,
+        f"{source.path}: its layer for multi-token prediction is left out, as it is unlike the "
+        f"model's others: {error}",
+    )
 
 
 def tell_of_unused(
