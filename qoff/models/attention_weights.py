@@ -220,8 +220,8 @@ class AttentionWeights:
             return mixed, z
         group = shape.values // shape.key_heads
         sizes = (shape.key_dim, shape.key_dim, group, group)
-        order = from_groups(sizes, shape.key_heads)
-        return (self._part("linear_attn.in_proj_qkvz", shape.width, order, sum(sizes)),)
+        order, unit = from_groups(sizes, shape.key_heads), sum(sizes)
+        return (self._part("linear_attn.in_proj_qkvz", shape.key_heads * unit, order, unit),)
 
     def _ba(self, shape: DeltaShape) -> tuple[Part, ...]:
         heads = shape.value_heads
