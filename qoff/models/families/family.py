@@ -45,7 +45,7 @@ class TensorNames:
     split_linear: linear attention has matrices for queries, keys and values together and for z,
     otherwise one for both, key head by key head; "all": for b and for a, too, which else are one,
     key head by key head. linear_of_ggml: what forgets is stored as minus its exponential, and the
-    convolution as a matrix.
+    convolution as a matrix. split_conv: queries, keys and values have a convolution each.
     rope_pairs: neighbouring channels of queries and keys turn together. index_pairs: those of an
     index.
     correction_in_row: the correction of a router is stored as [1, experts].
@@ -78,6 +78,7 @@ class TensorNames:
     stacked_experts: Literal["", "columns", "column-halves", "rows", "halves", "bare-halves"] = ""
     split_linear: Literal["", "z", "all"] = ""
     linear_of_ggml: bool = False
+    split_conv: bool = False
     rope_pairs: bool = False
     index_pairs: bool = False
     correction_in_row: bool = False

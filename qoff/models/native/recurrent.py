@@ -103,6 +103,25 @@ class LinearAttention(Recurrent):
         return [qkv, z, *ba.split(shape.value_heads, 1)]
 
 
+class KimiDelta(LinearAttention):
+    """See `kernels.layout.delta`; a and z are products of what hidden states become first."""
+
+    MATRICES = MappingProxyType({names.KDA_QKV: False, names.KDA_FGB: True})
+
+    def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
+        qkv, low = yield from Recurrent._rows(self, run, weights, norm)
+        shape, found = self._shape, list[Tensor]()
+        f, g, b = low.split([shape.rank, shape.rank, shape.value_heads], 1)
+        for name, x, into in zip(
+            (names.KDA_FORGET, names.KDA_GATE), (f, g), self._places_of(run)[2:], strict=True
+        ):
+            linear = self._linear[name == names.KDA_FORGET]
+            x = x if self._ops.USES_OUT else x.contiguous()
+            found.append((yield from linear(run, weights, name, x, out=into)))
+        a, z = found
+        return [qkv, z, b, a]
+
+
 class ShortConv(Recurrent):
     """See `kernels.layout.short_conv`."""
 
@@ -138,6 +157,8 @@ _KINDS: Mapping[type[StateShape], type[Recurrent]] = MappingProxyType(
 def recurrent_of(spec: DecoderSpec, ops: Ops) -> Recurrent | None:
     """What a model's layers with states compute; None: it has none."""
     shape = spec.state_shape
+    if isinstance(shape, DeltaShape) and shape.by_channel:
+        return KimiDelta(shape, spec, ops)
     return None if shape is None else _KINDS[type(shape)](shape, spec, ops)
 
 
