@@ -25,7 +25,7 @@ _SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one th
     DeltaShape(3, 6, 48, 96, 4),
     DeltaShape(16, 32, 128, 128, 4),
 )
-_KDA_SHAPES = DeltaShape(32, 32, 128, 128, 4, rank=128), DeltaShape(3, 3, 48, 96, 4, rank=48)
+_KDA_SHAPES = DeltaShape(3, 3, 48, 96, 4, rank=48), DeltaShape(32, 32, 128, 128, 4, rank=128)
 _KERNELS = {
     "delta_convolve_kernel": (1, 4096),
     "delta_recur_kernel": (1, 4096),
@@ -35,7 +35,8 @@ _KERNELS = {
 }
 _KDA_KERNELS = {
     "delta_recur_kernel": (1, 4096),
-    "kda_sums_kernel": (4096,),
+    "kda_fade_kernel": (4096,),
+    "kda_products_kernel": (4096,),
     "kda_solve_kernel": (4096,),
     "kda_chunk_kernel": (4096,),
     "gated_norm_kernel": (1, 4096),
@@ -54,8 +55,9 @@ _MAMBA_KERNELS = {
 _CONVOLUTIONS = (ShortConvShape(2048, 3), ShortConvShape(1040, 4))  # of LFM2; and one in parts
 _CHUNKED = (
     *("delta_solve_kernel", "delta_chunk_kernel", "mamba_chunk_kernel"),
-    *("kda_sums_kernel", "kda_solve_kernel", "kda_chunk_kernel"),
+    *("kda_fade_kernel", "kda_products_kernel", "kda_solve_kernel", "kda_chunk_kernel"),
 )
+_WITHOUT_PRODUCTS = ("kda_fade_kernel", "kda_solve_kernel")
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -89,7 +91,7 @@ def _delta(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool)
     name = ("kda-" if shape.by_channel else "") + kernel.removesuffix("_kernel")
     name = name.replace("delta_", "").replace("kda_", "")
     name += f"-{dtype}-{shape.value_heads}x{shape.key_dim}x{shape.value_dim}-{rows}rows"
-    traits = frozenset({TENSOR_CORES} if chunked else ())
+    traits = frozenset({TENSOR_CORES} if chunked and kernel not in _WITHOUT_PRODUCTS else ())
     return Variant("delta", name, kernel, launch, traits)
 
 

@@ -15,7 +15,7 @@ from .convolve import convolve
 from .delta_chunks import chunks_bytes, in_chunks
 from .delta_recur import recur
 from .gated_norm import gated_norm
-from .kda_chunks import channels_in_chunks, sums_bytes
+from .kda_chunks import channels_bytes, channels_in_chunks
 
 _FEW = 16  # tokens of a sequence that go by one by one
 
@@ -77,5 +77,5 @@ def delta(
 def delta_bytes(tokens: int, shape: DeltaShape, sequences: int, dtype: torch.dtype) -> int:
     """The most bytes `delta` allocates, its result included, as if it freed nothing."""
     values = tokens * (shape.channels + 2 * shape.values)
-    found = values * dtype.itemsize + chunks_bytes(tokens, sequences, shape, dtype)
-    return found + sums_bytes(tokens, shape)
+    by_chunks = channels_bytes if shape.by_channel else chunks_bytes
+    return values * dtype.itemsize + by_chunks(tokens, sequences, shape, dtype)

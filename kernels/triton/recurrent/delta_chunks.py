@@ -62,6 +62,19 @@ def square_at(place, head, VALUE_HEADS: tl.constexpr):
 
 
 @triton.jit
+def inverse_of(below, rows):
+    """That of I + A, of which so many rows are not those of I; below: A, without what is above."""
+    i = tl.arange(0, CHUNK)
+    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for n in tl.range(1, rows, num_stages=1):
+        here = i[:, None] == n
+        factors = tl.sum(tl.where(here, below, 0.0), axis=0)
+        known = tl.sum(factors[:, None] * solved, axis=0)
+        solved = tl.where(here, solved - known[None, :], solved)
+    return solved
+
+
+@triton.jit
 def delta_solve_kernel(
     mixed,  # [M, CHANNELS], as `convolve` leaves it
     b, a, order, row_start, decay, dt_bias,
@@ -99,12 +112,7 @@ def delta_solve_kernel(
     tl.store(scores + square, score.to(scores.dtype.element_ty))
     below = dot16(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), ASM)
     below = tl.where(i[:, None] > i[None, :], below * fade * learns[:, None], 0.0)
-    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for n in tl.range(1, tl.minimum(CHUNK, count - chunk * CHUNK), num_stages=1):
-        here = i[:, None] == n
-        factors = tl.sum(tl.where(here, below, 0.0), axis=0)
-        known = tl.sum(factors[:, None] * solved, axis=0)
-        solved = tl.where(here, solved - known[None, :], solved)
+    solved = inverse_of(below, tl.minimum(CHUNK, count - chunk * CHUNK))
     tl.store(inverses + square, solved.to(inverses.dtype.element_ty))
 
 
