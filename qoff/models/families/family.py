@@ -106,13 +106,15 @@ class Family:
     transformers' config object.
 
     converted: the config of the checkpoint that a model becomes, and what its tensors are called;
-    None: its own config, and `names`.
+    None: its own config, and `names`. modules: the same of transformers' modules, where its loader
+    renames tensors; None: they are called as these.
     """
 
     models: str
     fields: Callable[[Any], Fields]
     names: TensorNames = TensorNames()  # frozen
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
+    modules: TensorNames | None = None
 
 
 def full_config(config: Mapping[str, Any]) -> Any:

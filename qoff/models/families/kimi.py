@@ -92,6 +92,8 @@ _OWN = replace(
         **{f"linear_attn.{name}": f"self_attn.forget_gate.{name}" for name in _FORGETS},
     },
 )
+# transformers joins the convolutions of a file when it loads it.
+_LOADED = replace(_PUBLISHED, split_conv=False)
 FAMILIES = {
-    "kimi_linear": Family("Kimi Linear 48B-A3B", _kimi_linear, _PUBLISHED, _converted),
+    "kimi_linear": Family("Kimi Linear 48B-A3B", _kimi_linear, _LOADED, _converted, _OWN),
 }
