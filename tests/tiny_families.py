@@ -615,10 +615,8 @@ FAMILIES |= {
 FAMILIES |= {
     "kimi-linear": {
         "model_type": "kimi_linear",
-        "num_hidden_layers": 4,
-        "layer_types": [
-            *("linear_attention", "full_attention", "linear_attention", "full_attention"),
-        ],
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_num_heads": 4,
         "linear_head_dim": 32,
         "kv_lora_rank": 64,
