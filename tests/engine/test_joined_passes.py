@@ -63,9 +63,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "kimi-linear": (
         {
             "max_position_embeddings": 1024,
-            "num_hidden_layers": 12,
-            "layer_types": ["linear_attention", "full_attention"] * 6,
-            "mlp_layer_types": ["dense"] * 12,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense"] * 3,
         },
         False,
     ),
