@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 
 from qoff.kernels.cpu.jit import simd
-from qoff.kernels.cpu.jit.compiled import inlined, inner, job
+from qoff.kernels.cpu.jit.compiled import inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.linear.activation import NUMBERS, activated, sigmoid
 from qoff.kernels.cpu.operands import int64s, offsets
@@ -19,7 +19,7 @@ from qoff.kernels.layout.delta import L2_EPS
 from qoff.kernels.layout.states import SPAN_FIELDS
 
 from .convolution import clear, convolve
-from .delta_step import channel_step, dot, step, wide_channel_step, wide_step
+from .delta_step import dot, step, wide_step
 from .step import softplus, softplus_16
 
 _SILU = NUMBERS["silu"]
@@ -153,23 +153,24 @@ def _normalized(args, out, z, dim):
         simd.store_f32(out + i, simd.mul(v, by))
 
 
-@inlined
-def _panel(memory, panel, q, k, v, out, dim, by_channel, decay, beta, both):
-    """A token of a panel; decay: where it is, or those of the key's channels are."""
-    row = 4 * panel
-    if by_channel:
-        if panel == 64:
-            wide_channel_step(memory, q, k, v, out, dim, decay, beta, both)
-        else:
-            for i in range(0, row, 64):
-                channel_step(memory + i, row, q, k, v + i, out + i, dim, decay, beta, both)
-        return
-    forget = simd.peek_f32(decay)
+@inner
+def _panel(memory, panel, q, k, v, out, dim, decay, beta, both):
+    """A token of a panel; decay: where it is."""
     if panel == 64:
-        wide_step(memory, q, k, v, out, dim, forget, beta, both)
+        wide_step(memory, q, k, v, out, dim, decay, beta, both, False)
     else:
-        for i in range(0, row, 64):
-            step(memory + i, row, q, k, v + i, out + i, dim, forget, beta, both)
+        for i in range(0, 4 * panel, 64):
+            step(memory + i, 4 * panel, q, k, v + i, out + i, dim, decay, beta, both, False)
+
+
+@inner
+def _channels_panel(memory, panel, q, k, v, out, dim, decay, beta, both):
+    """As `_panel`; decay: where those of the key's channels are."""
+    if panel == 64:
+        wide_step(memory, q, k, v, out, dim, decay, beta, both, True)
+    else:
+        for i in range(0, 4 * panel, 64):
+            step(memory + i, 4 * panel, q, k, v + i, out + i, dim, decay, beta, both, True)
 
 
 @inner
@@ -199,7 +200,10 @@ def _head(args, item):
             beta, decay = simd.peek_f32(b + token * b_stride), a + token * a_stride
             both = dot(query, key, dim)
             value, to = v + token * stride + 4 * begin, out + token * out_stride + 4 * begin
-            _panel(memory, panel, query, key, value, to, dim, by_channel, decay, beta, both)
+            if by_channel:
+                _channels_panel(memory, panel, query, key, value, to, dim, decay, beta, both)
+            else:
+                _panel(memory, panel, query, key, value, to, dim, decay, beta, both)
         memory += 4 * dim * panel
     z_stride = simd.peek_i64(args + Z_STRIDE)
     z = simd.peek_i64(args + Z) + first * z_stride + 4 * head * width
