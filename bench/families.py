@@ -81,6 +81,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR | {"num_experts": 16, "num_experts_per_tok": 4,
                   "moe_intermediate_size": 384, "shared_expert_intermediate_size": 768},
+    "kimi_linear": _LATENT | _SMALL | {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4, "q_lora_rank": None,
+        "linear_num_heads": 12, "linear_head_dim": 64, "num_experts": 16, "num_shared_experts": 1},
     "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": _CONVOLUTIONS | _SMALL | {"num_experts": 16},
     "bamba": _MAMBA | {"attn_layer_indices": [3, 7, 11, 15]},

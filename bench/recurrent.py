@@ -1,8 +1,8 @@
 """Small models with recurrent layers on the CPU: qoff's decoder beside transformers' modules.
 
-In the shapes of Qwen3-Next, Granite 4 H and Nemotron 3, both on the same 4-bit weights but for
-`in_proj_ba` of the first, which has 8 bits in the former, in turn: a decode step behind a prompt,
-and that prompt.
+In the shapes of Qwen3-Next, Kimi Linear, Granite 4 H and Nemotron 3, both on the same 4-bit weights
+but for what the first two forget by, which has 8 bits in the former, in turn: a decode step behind
+a prompt, and that prompt.
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16,
         "num_experts": 16,
         "shared_expert_intermediate_size": 256,
+    },
+    "kimi_linear": {
+        "num_key_value_heads": 8,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "mlp_layer_types": ["sparse"] * 4,
+        "linear_num_heads": 16,
+        "linear_head_dim": 128,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "num_experts": 16,
     },
     "granitemoehybrid": {
         "layer_types": [*["linear_attention"] * 3, "full_attention"],

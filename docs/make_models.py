@@ -53,9 +53,9 @@ Granite have them, whichever form their family is published in.
 ### Latent attention
 
 The KV cache keeps the latent of each token, from which keys and values of all heads come, and the
-part of the keys that RoPE rotates. In DeepSeek V2 and V3 that is 324 bytes a token and layer,
-packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and values
-are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
+part of the keys that RoPE rotates, or would. In DeepSeek V2 and V3 that is 324 bytes a token and
+layer, packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and
+values are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
 ### An index of keys
 
@@ -85,6 +85,17 @@ tokens of K and V packed to 4 bits in one of its other layers. These models run 
   takes one more round for each place where states are kept.
 - `--kv` for single layers counts only the layers that attend.
 - The matrix of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
+
+Kimi Linear has Kimi Delta Attention (KDA), in which each channel of keys forgets by itself, beside
+latent attention without RoPE. What is said above holds here, too.
+
+- Its states take 2.1 MiB for a sequence and layer, as much as 6,900 tokens in one of its layers
+  with latent attention, packed to 4 bits.
+- The matrices of what is forgotten have 8 bits: `f_a_proj`, `f_b_proj` and `b_proj`, and
+  `g_a_proj`, which lies beside them.
+- On a GPU a prompt is computed in chunks of 64 tokens, as in Qwen3-Next. No GPU has run these
+  kernels yet. They are tested in Triton's interpreter, and compiled for six architectures.
+- A `config.json` whose `mla_use_nope` is false is refused.
 
 ### Short convolutions
 
@@ -269,6 +280,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "latent attention": spec.latent is not None,
         "an index of keys": spec.index is not None,
         "linear attention": isinstance(spec.recurrent, LinearSpec),
+        "decays of key channels (KDA)": isinstance(spec.recurrent, LinearSpec)
+        and spec.recurrent.rank,
         "short convolutions": isinstance(spec.recurrent, ShortConvSpec),
         "Mamba 2": isinstance(spec.recurrent, MambaSpec),
         "a mixer or an MLP in each layer": spec.mixers is not None,

@@ -179,8 +179,10 @@ class Ops(Protocol):
 
     def delta(
         self,
-        qkvz: Tensor,
-        ba: Tensor,
+        qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
         weights: DeltaWeights,
         shape: DeltaShape,
         states: Any,  # as `cache` in `attention`: a `LayerStates`, or a `DeviceLayerStates`

@@ -45,6 +45,30 @@ def renamed(config: Mapping[str, Any], name: str, values: Array) -> Iterator[tup
         yield name, values.squeeze(1) if "conv1d" in name else values
 
 
+def kda_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of Kimi Linear. Layers with KDA have no KV heads."""
+    return {
+        "attention.head_count_kv": [int(x == "full_attention") for x in config["layer_types"]],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "kda.head_dim": config["linear_head_dim"],
+        "leading_dense_block_count": config["mlp_layer_types"].index("sparse"),
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_gating_func": 2,
+    }
+
+
+def kda_renamed(name: str, values: Array) -> Iterator[tuple[str, Array]]:
+    """Tensors of a model of transformers, which saves its MLP among the experts."""
+    if name.endswith(".A_log"):
+        yield name, -np.exp(values)
+    elif name.endswith(".dt_bias"):
+        yield name.replace(".dt_bias", ".dt_proj.bias"), values
+    elif "_conv1d" in name:
+        yield name, values[None].reshape(1, len(values), 1, -1)
+    else:
+        yield name.replace(".block_sparse_moe.", ".mlp."), values
+
+
 def _tiled(config: Mapping[str, Any], name: str, values: Array) -> Array:
     """The same with value heads as llama.cpp repeats keys: the first of each key head, ..."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]

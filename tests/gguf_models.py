@@ -60,6 +60,7 @@ ARCHITECTURES = {  # by model_type
     "qwen3_next": ARCH.QWEN3NEXT,
     "qwen3_5_text": ARCH.QWEN35,
     "qwen3_5_moe_text": ARCH.QWEN35MOE,
+    "kimi_linear": ARCH.KIMI_LINEAR,
     "granitemoehybrid": ARCH.GRANITE_HYBRID,
     "nemotron_h": ARCH.NEMOTRON_H,
     "lfm2": ARCH.LFM2,
@@ -80,6 +81,7 @@ ARCHITECTURES = {  # by model_type
     "glm_moe_dsa": ARCH.GLM_DSA,
     "deepseek_v32": ARCH.GLM_DSA,  # whose names of tensors it has
 }
+_KDA = re.compile(r"_conv1d|\.A_log|\.dt_bias|\.0\.block_sparse_moe\.")  # and its only MLP
 _NAMES = {"deepseek_v32": "deepseek32"}  # which the package does not know yet
 _SUFFIXES = (".weight", ".bias")
 _PERMUTED = (
@@ -99,6 +101,7 @@ _SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afm
 _SIGMOID += ("deepseek_v32", "glm_moe_dsa", "lfm2_moe")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
+    "model_max_length": "context_length",
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length",
@@ -123,6 +126,7 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "moe_layer_interval": "interleave_moe_layer_step",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
     "num_experts_per_tok": "expert_used_count",
+    "num_experts_per_token": "expert_used_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
     "q_lora_rank": "attention.q_lora_rank",
@@ -286,9 +290,11 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= _short_conv(config)
     if "indexer_types" in config:
         found["attention.indexer.types"] = [kind == "full" for kind in config["indexer_types"]]
-    if "linear_num_value_heads" in config:
+    if model_type == "kimi_linear":
+        found |= _latent(config, rope) | gguf_linear.kda_metadata(config)
+    elif "linear_num_value_heads" in config:
         found |= gguf_linear.metadata(config)
-    if "kv_lora_rank" in config:
+    if "kv_lora_rank" in config and model_type != "kimi_linear":
         found |= _latent(config, rope)
     if model_type in _SIGMOID:
         found["expert_gating_func"] = 2
@@ -379,6 +385,8 @@ def _renamed(
             stem = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj")
             for which, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
                 yield stem.format(which), part
+        elif model_type == "kimi_linear" and _KDA.search(name):
+            yield from gguf_linear.kda_renamed(name, values)
         elif name.endswith(("layer_scalar", "correct_output_scale")):
             yield f"{name}.weight", values
         elif (x := re.fullmatch(r"(model\.altup_\w+)\.(\d+)\.weight", name)) is not None:

@@ -612,6 +612,25 @@ FAMILIES |= {
     "qwen3.5": {"model_type": "qwen3_5_text", **_DELTA, "attention_bias": True},
     "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
 }
+FAMILIES |= {
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+}
 _CONVOLUTIONS = {
     "hidden_size": 128,
     "num_attention_heads": 2,

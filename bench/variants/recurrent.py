@@ -25,11 +25,20 @@ _SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one th
     DeltaShape(3, 6, 48, 96, 4),
     DeltaShape(16, 32, 128, 128, 4),
 )
+_KDA_SHAPES = DeltaShape(3, 3, 48, 96, 4, rank=48), DeltaShape(32, 32, 128, 128, 4, rank=128)
 _KERNELS = {
     "delta_convolve_kernel": (1, 4096),
     "delta_recur_kernel": (1, 4096),
     "delta_solve_kernel": (4096,),
     "delta_chunk_kernel": (4096,),
+    "gated_norm_kernel": (1, 4096),
+}
+_KDA_KERNELS = {
+    "delta_recur_kernel": (1, 4096),
+    "kda_fade_kernel": (4096,),
+    "kda_products_kernel": (4096,),
+    "kda_solve_kernel": (4096,),
+    "kda_chunk_kernel": (4096,),
     "gated_norm_kernel": (1, 4096),
 }
 _MAMBA_SHAPES = (  # one that is padded; of Granite 4 Tiny and Nemotron 3 Nano
@@ -44,14 +53,21 @@ _MAMBA_KERNELS = {
     "gated_norm_kernel": (1, 4096),
 }
 _CONVOLUTIONS = (ShortConvShape(2048, 3), ShortConvShape(1040, 4))  # of LFM2; and one in parts
-_CHUNKED = ("delta_solve_kernel", "delta_chunk_kernel", "mamba_chunk_kernel")
+_CHUNKED = (
+    *("delta_solve_kernel", "delta_chunk_kernel", "mamba_chunk_kernel"),
+    *("kda_fade_kernel", "kda_products_kernel", "kda_solve_kernel", "kda_chunk_kernel"),
+)
+_WITHOUT_PRODUCTS = ("kda_fade_kernel", "kda_solve_kernel")
 
 
 def variants(capability: int) -> Iterator[Variant]:
     """Steps of decoding, and prompts: on Turing token by token, as it has no tensor cores here."""
     types = float_types(capability)
     ops: tuple[tuple[Mapping[str, tuple[int, ...]], Sequence[Any], Callable[..., Variant]], ...]
-    ops = (_KERNELS, _SHAPES, _delta), (_MAMBA_KERNELS, _MAMBA_SHAPES, _mamba)
+    ops = (
+        *((_KERNELS, _SHAPES, _delta), (_KDA_KERNELS, _KDA_SHAPES, _delta)),
+        (_MAMBA_KERNELS, _MAMBA_SHAPES, _mamba),
+    )
     for kernels, shapes, build in ops:
         for kernel, rows in kernels.items():
             chunked = kernel in _CHUNKED
@@ -67,20 +83,15 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def _delta(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool) -> Variant:
     states = _states(shape, rows, dtype)
-    sizes = (shape.taps * shape.channels, shape.value_heads, shape.value_heads, shape.value_dim)
+    sizes = (shape.taps * shape.channels, shape.value_heads, shape.decays, shape.value_dim)
     weights = DeltaWeights(*(empty(torch.float32, size) for size in sizes))
-    launch = partial(
-        delta,
-        empty(DTYPES[dtype], rows, shape.width),
-        empty(DTYPES[dtype], rows, 2 * shape.value_heads),
-        weights,
-        shape,
-        states,
-        chunked=chunked,
-    )
-    name = kernel.removeprefix("delta_").removesuffix("_kernel")
+    widths = (shape.channels, shape.values, shape.value_heads, shape.decays)
+    qkv, z, b, a = (empty(DTYPES[dtype], rows, width) for width in widths)
+    launch = partial(delta, qkv, z, b, a, weights, shape, states, chunked=chunked)
+    name = ("kda-" if shape.by_channel else "") + kernel.removesuffix("_kernel")
+    name = name.replace("delta_", "").replace("kda_", "")
     name += f"-{dtype}-{shape.value_heads}x{shape.key_dim}x{shape.value_dim}-{rows}rows"
-    traits = frozenset({TENSOR_CORES} if chunked else ())
+    traits = frozenset({TENSOR_CORES} if chunked and kernel not in _WITHOUT_PRODUCTS else ())
     return Variant("delta", name, kernel, launch, traits)
 
 

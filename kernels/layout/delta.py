@@ -1,4 +1,4 @@
-"""Gated DeltaNet, a linear attention: what a layer remembers of a sequence has a fixed size.
+"""Gated DeltaNet and KDA, linear attention: what a layer remembers of a sequence has a fixed size.
 
 Queries, keys and values of a token go through a causal convolution of each channel, `taps` tokens
 wide, and silu. Each value head has a state S [key_dim, value_dim] of float32, which forgets, and is
@@ -10,6 +10,10 @@ corrected by what it gave for the token's key (arXiv 2412.06464):
 with q and k of length 1, q divided by the root of key_dim. A key head serves value_heads /
 key_heads value heads that follow each other. o goes through an RMSNorm and is multiplied by
 silu(z).
+
+Kimi Delta Attention (arXiv 2510.26692) forgets each channel of keys by itself: a and dt are numbers
+of a channel, and a row of S is multiplied by what its own says. o is multiplied by sigmoid(z). z
+and a are products of a few channels each: of `rank`.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ class DeltaShape:
     value_dim: int
     taps: int  # tokens that the convolution sees
     norm_eps: float = 1e-6
+    rank: int = 0  # of KDA's gates; 0: Gated DeltaNet
 
     def __post_init__(self) -> None:
         if min(self.key_heads, self.key_dim, self.value_dim) < 1 or self.taps < 2:
@@ -65,14 +70,24 @@ class DeltaShape:
         return 2 * self.keys + self.values
 
     @property
-    def width(self) -> int:
-        """Numbers of a token: queries, keys, values, z."""
-        return self.channels + self.values
+    def by_channel(self) -> bool:
+        """Whether it is KDA: whether each channel of keys forgets by itself."""
+        return self.rank > 0
+
+    @property
+    def decays(self) -> int:
+        """What a token's a has: a number of each value head, or of each of its key's channels."""
+        return self.value_heads * (self.key_dim if self.by_channel else 1)
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """See `states.StateShape`: of queries, keys, values and z; of b and a."""
-        return self.width, 2 * self.value_heads
+        """See `states.StateShape`: of queries, keys, values and z; of b and a.
+
+        KDA: of queries, keys and values; of what a and z come of, and b; of a; of z.
+        """
+        if self.by_channel:
+            return self.channels, 2 * self.rank + self.value_heads, self.decays, self.values
+        return self.channels + self.values, 2 * self.value_heads
 
     @property
     def panel(self) -> int:
@@ -101,5 +116,5 @@ class DeltaWeights:
 
     conv: Tensor  # [taps * channels], tap by tap, the newest token's last
     decay: Tensor  # [value_heads], A_log
-    dt_bias: Tensor  # [value_heads]
+    dt_bias: Tensor  # [decays]
     norm: Tensor  # [value_dim]

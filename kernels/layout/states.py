@@ -1,7 +1,7 @@
 """What recurrent layers remember of a sequence: states of a fixed size.
 
 Every one has a causal convolution of each channel, and remembers its newest inputs. Gated DeltaNet
-(`layout.delta`) and Mamba 2 (`layout.mamba`) have a memory beside, short convolutions
+and KDA (`layout.delta`) and Mamba 2 (`layout.mamba`) have a memory beside, short convolutions
 (`layout.short_conv`) have none.
 """
 
@@ -24,7 +24,7 @@ class StateShape(Protocol):
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """Outputs of each matrix that hidden states are multiplied by: what its op is given."""
+        """Outputs of each matrix that comes before its op."""
 
     @property
     def values(self) -> int:

@@ -1,4 +1,4 @@
-"""What the ops of gated DeltaNet mean, in plain torch."""
+"""What the ops of Gated DeltaNet and KDA mean, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from .short_conv import convolved
 
 
 def delta(
-    qkvz: Tensor,
-    ba: Tensor,
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: LayerStates,
@@ -27,15 +29,16 @@ def delta(
 ) -> Tensor:
     """Linear attention of a layer's new tokens; the states are those after them.
 
-    qkvz: [M, shape.width], which may be overwritten. ba: [M, 2 * value_heads], b and then a, which
-    may be, too. A sequence whose first new token has position 0 remembers nothing. Returns
-    [M, shape.values]. See `layout.delta`.
+    qkv: [M, shape.channels], queries, keys and values; z: [M, shape.values]; b: [M, value_heads];
+    a: [M, shape.decays]. All but z may be overwritten. A sequence whose first new token has
+    position 0 remembers nothing. Returns [M, shape.values]. See `layout.delta`.
     """
+    spans = [(slice(first, first + count), slot) for first, count, slot in states.spans.tolist()]
     found = torch.cat(
         [
-            _sequence(qkvz[first : first + count], ba[first : first + count], weights, shape,
-                      states, slot, fresh=int(ragged.positions[first]) == 0)
-            for first, count, slot in states.spans.tolist()
+            _sequence(qkv[rows], z[rows], b[rows], a[rows], weights, shape, states, slot,
+                      fresh=int(ragged.positions[rows.start]) == 0)
+            for rows, slot in spans
         ]
     )  # fmt: skip
     return found if out is None else out.copy_(found)
@@ -48,8 +51,10 @@ def gate(x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = Non
 
 
 def _sequence(
-    qkvz: Tensor,
-    ba: Tensor,
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: LayerStates,
@@ -57,22 +62,21 @@ def _sequence(
     fresh: bool,
 ) -> Tensor:
     """New tokens of one sequence."""
-    mixed, z = qkvz.split([shape.channels, shape.values], 1)
-    before = mixed.new_zeros(shape.conv_shape) if fresh else states.conv[slot].to(mixed.dtype)
-    kernel = weights.conv.view(shape.taps, shape.channels).to(mixed.dtype)
-    mixed, states.conv[slot] = convolved(before, mixed, kernel)
+    before = qkv.new_zeros(shape.conv_shape) if fresh else states.conv[slot].to(qkv.dtype)
+    kernel = weights.conv.view(shape.taps, shape.channels).to(qkv.dtype)
+    mixed, states.conv[slot] = convolved(before, qkv, kernel)
     query, key, value = F.silu(mixed).split([shape.keys, shape.keys, shape.values], 1)
     query, key = (_unit(x.unflatten(1, (shape.key_heads, -1)), shape) for x in (query, key))
     value = value.unflatten(1, (shape.value_heads, -1))
-    b, a = wide(ba).split(shape.value_heads, 1)
-    decay = (-weights.decay.exp() * F.softplus(a + weights.dt_bias)).exp()
+    steps = F.softplus(wide(a) + weights.dt_bias).unflatten(1, (shape.value_heads, -1))
+    decay = (-weights.decay.exp()[:, None] * steps).exp()
     found, memory = _recurrence(
-        query * shape.key_dim**-0.5, key, value, decay, b.sigmoid(),
+        query * shape.key_dim**-0.5, key, value, decay, wide(b).sigmoid(),
         whole(states.memory[slot], fresh).to(query.dtype),
     )  # fmt: skip
     states.memory[slot] = panels(memory.detach(), shape.panel)
-    found = rms_norm(found.to(qkvz.dtype), weights.norm, shape.norm_eps)
-    return found.flatten(1) * F.silu(z)
+    found = rms_norm(found.to(qkv.dtype), weights.norm, shape.norm_eps)
+    return found.flatten(1) * (z.sigmoid() if shape.by_channel else F.silu(z))
 
 
 def _unit(x: Tensor, shape: DeltaShape) -> Tensor:
@@ -85,10 +89,13 @@ def _unit(x: Tensor, shape: DeltaShape) -> Tensor:
 def _recurrence(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, heads, value_dim], and the states after them, [heads, key_dim, value_dim]."""
+    """Outputs [T, heads, value_dim], and the states after them, [heads, key_dim, value_dim].
+
+    decay: of heads, [T, heads, 1], or of the channels of their keys, [T, heads, key_dim].
+    """
     found = []
     for q, k, v, g, b in zip(query, key, wide(value), decay, beta, strict=True):
-        memory = memory * g[:, None, None]
+        memory = memory * g[:, :, None]
         known = torch.einsum("hkv,hk->hv", memory, k)
         memory = memory + k[:, :, None] * ((v - known) * b[:, None])[:, None]
         found.append(torch.einsum("hkv,hk->hv", memory, q))

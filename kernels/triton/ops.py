@@ -157,8 +157,10 @@ def _normalized(x: Tensor, by: Norm) -> Tensor:
 
 
 def delta(
-    qkvz: Tensor,
-    ba: Tensor,
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: DeviceLayerStates,
@@ -167,8 +169,8 @@ def delta(
     out: Tensor | None = None,
 ) -> Tensor:
     """The rows for which the states were opened: see `recurrent.delta.delta`."""
-    with torch.cuda.device_of(qkvz):
-        return linear_attention.delta(qkvz, ba, weights, shape, states, out=out)
+    with torch.cuda.device_of(qkv):
+        return linear_attention.delta(qkv, z, b, a, weights, shape, states, out=out)
 
 
 def short_conv(

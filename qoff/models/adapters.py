@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from qoff.kernels.processor import pool_threads
 from qoff.schema import read_object, shown
 
 from .adapter_layers import AdapterLayers, Factors, Place, Planned, kept_as, merged
+from .families import module_names
+from .families.family import TensorNames
 from .forward_pass import AdaptedRows, mlp_tokens
 from .layer_weights import layer_weights
 from .names import Part, Weight
@@ -88,7 +91,7 @@ class AdapterFile:
             slices = {name: file.get_slice(name) for name in names}
             shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
             self._dtypes = {name: one.get_dtype() for name, one in slices.items()}
-        self._names = self._modules(spec, shapes)
+        self._tensors, self._names = self._of_model(spec, shapes)
         self.layers = [self._plan(spec, layer, shapes) for layer in range(spec.num_layers)]
 
     def load(self, number: int, layers: AdapterLayers) -> None:
@@ -99,12 +102,27 @@ class AdapterFile:
                 for name, one in planned.items():
                     one.load(file, weights, layers.memory((layer, name), number))
 
-    def _modules(self, spec: DecoderSpec, shapes: Mapping[str, object]) -> dict[str, str]:
+    def _of_model(
+        self, spec: DecoderSpec, shapes: Mapping[str, object]
+    ) -> tuple[TensorNames, dict[str, str]]:
+        """By which names it adapts the model, and `_modules`."""
+        first, *others = module_names(spec.model_type)
+        try:
+            return first, self._modules(spec, first, shapes)
+        except UnsupportedModelError:
+            for names in others:
+                with suppress(UnsupportedModelError):
+                    return names, self._modules(spec, names, shapes)
+            raise
+
+    def _modules(
+        self, spec: DecoderSpec, names: TensorNames, shapes: Mapping[str, object]
+    ) -> dict[str, str]:
         """From the model's modules in the layers to what the adapter calls them."""
         there = {
             part.source.removesuffix(".weight")
             for layer in range(spec.num_layers)
-            for weight in layer_weights(spec, layer)
+            for weight in layer_weights(spec, layer, names)
             if weight.columns is not None and not weight.routes
             for part in weight.parts
             if part.expert is None
@@ -138,7 +156,7 @@ class AdapterFile:
     ) -> dict[str, Planned]:
         """What the matrices of a layer get."""
         found: dict[str, Planned] = {}
-        for weight in layer_weights(spec, layer):
+        for weight in layer_weights(spec, layer, self._tensors):
             if weight.columns is None or weight.routes:
                 continue
             factors = [self._factors(part, weight.columns, shapes) for part in weight.parts]

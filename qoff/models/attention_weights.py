@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from types import MappingProxyType
 
 from qoff.errors import UnsupportedModelError
@@ -21,6 +22,10 @@ from .names import (
     INDEX_KEYS,
     INDEX_NORM,
     INDEX_Q,
+    KDA_FGB,
+    KDA_FORGET,
+    KDA_GATE,
+    KDA_QKV,
     KV_B,
     MAMBA_CONV,
     MAMBA_CONV_BIAS,
@@ -192,24 +197,61 @@ class AttentionWeights:
         return Part(source, shape.heads, stored=stored, of_exponential=of_exponential)
 
     def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:
-        """Gated DeltaNet."""
-        hidden, heads = self._spec.hidden_size, shape.value_heads
-        yield Weight(CONV, (self._convolution(CONV, shape),))
+        """Gated DeltaNet, or KDA."""
+        hidden, heads, kda = self._spec.hidden_size, shape.value_heads, shape.by_channel
+        convolutions = self._convolutions(shape)
+        yield Weight(CONV, convolutions)
         logs = self._names.linear_of_ggml
-        yield Weight(DECAY, (Part(self._source(DECAY, ""), heads, of_exponential=logs),))
-        yield Weight(DT_BIAS, (Part(self._source(DT_BIAS, ""), heads),))
+        stored = ((heads, 1) if logs else (1, 1, heads, 1)) if kda else None
+        decay = Part(self._source(DECAY, ""), heads, stored=stored, of_exponential=logs)
+        yield Weight(DECAY, (decay,))
+        yield Weight(DT_BIAS, (Part(self._source(DT_BIAS, ""), shape.decays),))
         norm = Part(self._source(DELTA_NORM.removesuffix(".weight")), shape.value_dim)
         yield Weight(DELTA_NORM, (norm,))
-        yield Weight(QKVZ, self._qkvz(shape), hidden)
-        yield Weight(BA, self._ba(shape), hidden)
+        if kda:
+            yield from self._kda(shape)
+        else:
+            yield Weight(QKVZ, self._qkvz(shape), hidden)
+            yield Weight(BA, self._ba(shape), hidden)
         yield Weight(OUT, (self._part(OUT, hidden),), shape.values)
+
+    def _kda(self, shape: DeltaShape) -> Iterator[Weight]:
+        hidden, rank = self._spec.hidden_size, shape.rank
+        if rank % ROW_BLOCK:
+            raise UnsupportedModelError(
+                f"config.json: linear_head_dim is {rank}; supported: multiples of {ROW_BLOCK}"
+            )
+        for weight, rows in (
+            (KDA_QKV, {"q_proj": shape.keys, "k_proj": shape.keys, "v_proj": shape.values}),
+            (KDA_FGB, {"f_a_proj": rank, "g_a_proj": rank, "b_proj": shape.value_heads}),
+        ):
+            firsts = accumulate(rows.values(), initial=0)
+            parts = (
+                self._part(f"linear_attn.{name}", count, after(first))
+                for (name, count), first in zip(rows.items(), firsts, strict=False)
+            )
+            yield Weight(weight, tuple(parts), hidden)
+        yield Weight(KDA_FORGET, (self._part(KDA_FORGET, shape.decays),), rank)
+        yield Weight(KDA_GATE, (self._part(KDA_GATE, shape.values),), rank)
+
+    def _convolutions(self, shape: DeltaShape) -> tuple[Part, ...]:
+        """Those of queries, of keys and of values, or one of all."""
+        if not self._names.split_conv:
+            return (self._convolution(CONV, shape),)
+        taps, found, first = shape.taps, list[Part](), 0
+        for x, channels in (("q", shape.keys), ("k", shape.keys), ("v", shape.values)):
+            order = _tap_by_tap(taps, shape.channels, first)
+            source = self._source(f"linear_attn.{x}_conv1d")
+            found.append(Part(source, taps * channels, order, stored=(channels, 1, taps)))
+            first += channels
+        return tuple(found)
 
     def _convolution(self, name: str, shape: DeltaShape | ShortConvShape | MambaShape) -> Part:
         taps, channels = shape.taps, shape.channels
         return Part(
             self._source(name.removesuffix(".weight")),
             taps * channels,
-            lambda at: at % taps * channels + at // taps,
+            _tap_by_tap(taps, channels),
             stored=(channels, taps) if self._names.linear_of_ggml else (channels, 1, taps),
         )
 
@@ -220,8 +262,8 @@ class AttentionWeights:
             return mixed, z
         group = shape.values // shape.key_heads
         sizes = (shape.key_dim, shape.key_dim, group, group)
-        order = from_groups(sizes, shape.key_heads)
-        return (self._part("linear_attn.in_proj_qkvz", shape.width, order, sum(sizes)),)
+        order, unit = from_groups(sizes, shape.key_heads), sum(sizes)
+        return (self._part("linear_attn.in_proj_qkvz", shape.key_heads * unit, order, unit),)
 
     def _ba(self, shape: DeltaShape) -> tuple[Part, ...]:
         heads = shape.value_heads
@@ -276,6 +318,11 @@ class AttentionWeights:
         if not self._names.rope_pairs:
             return after(first), ROW_BLOCK
         return unpaired(first, start + turned, turned, 1 << 62, start), start + turned
+
+
+def _tap_by_tap(taps: int, channels: int, first: int = 0) -> Order:
+    """From the taps of a channel after those of another; first: the channel that they begin at."""
+    return lambda at: at % taps * channels + at // taps + first
 
 
 def with_bias(name: str, parts: tuple[Part, ...], columns: int, bias: bool) -> Iterator[Weight]:

@@ -132,7 +132,7 @@ class _Layer(AttentionWeights):
             for x, rows in (("q", self._q), ("k", self._kv))[: 1 if self._lent else 2]:
                 each = rows if spec.qk_norm == "all" else self._dim
                 yield self._vector(f"self_attn.{x}_norm", each)
-        if spec.latent is not None:
+        if spec.latent is not None and spec.attends(self._layer):
             yield self._vector(KV_NORM, spec.latent.latent)
             if spec.latent.query_latent:
                 yield self._vector(Q_NORM, spec.latent.query_latent)

@@ -27,6 +27,12 @@ Layers with linear attention (`kernels.layout.delta`) have in place of attention
     linear_attn.conv1d      the convolution, tap by tap
     linear_attn.out_proj, linear_attn.norm, linear_attn.A_log, linear_attn.dt_bias
 
+where it is KDA, in place of the first two
+
+    linear_attn.qkv_proj    the rows of queries, of keys and of values
+    linear_attn.fgb_proj    those of f_a_proj, of g_a_proj and of b
+    linear_attn.f_b_proj, linear_attn.g_b_proj      what a and z come of, as they are
+
 and those with short convolutions (`kernels.layout.short_conv`)
 
     short_conv.in_proj, short_conv.out_proj     as they are: b, c and x, one below the other
@@ -99,6 +105,8 @@ INDEX_KEYS, INDEX_Q = "self_attn.indexer.keys", "self_attn.indexer.wq_b"
 INDEX_NORM = "self_attn.indexer.k_norm"
 POSITIONS = "embed_positions"  # of layer 0
 QKVZ, BA, OUT = (f"linear_attn.{x}_proj" for x in ("qkvz", "ba", "out"))
+KDA_QKV, KDA_FGB = "linear_attn.qkv_proj", "linear_attn.fgb_proj"
+KDA_FORGET, KDA_GATE = "linear_attn.f_b_proj", "linear_attn.g_b_proj"
 CONV, DELTA_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
 DECAY, DT_BIAS = "linear_attn.A_log", "linear_attn.dt_bias"
 SHORT_IN, SHORT_OUT = "short_conv.in_proj", "short_conv.out_proj"
@@ -168,7 +176,8 @@ class Weight:
     @property
     def exact(self) -> bool:
         """Whether it is small and decides: routers, keys of an index, what forgets, LAuReL."""
-        return self.routes or self.name in (BA, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
+        small = (BA, KDA_FGB, KDA_FORGET, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
+        return self.routes or self.name in small
 
     @property
     def routes(self) -> bool:

@@ -40,7 +40,7 @@ class RecurrentSpec(ABC):
 
 @dataclass(frozen=True)
 class LinearSpec(RecurrentSpec):
-    """Gated DeltaNet: `layout.delta.DeltaShape`."""
+    """Gated DeltaNet, or KDA: `layout.delta.DeltaShape`."""
 
     key_heads: int
     value_heads: int
@@ -48,10 +48,11 @@ class LinearSpec(RecurrentSpec):
     value_dim: int
     taps: int
     layers: tuple[bool, ...]
+    rank: int = 0  # of KDA's gates; 0: Gated DeltaNet
 
     def shape(self, norm_eps: float) -> DeltaShape:
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
-        return DeltaShape(*sizes, norm_eps)
+        return DeltaShape(*sizes, norm_eps, self.rank)
 
 
 @dataclass(frozen=True)

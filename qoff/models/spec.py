@@ -196,18 +196,16 @@ class DecoderSpec:
     @property
     def attention_width(self) -> int:
         """Numbers of a token that attention is given, with its gates, or a recurrent layer's op."""
-        if self.state_shape is not None:
-            return max(self.qkv_rows, sum(self.state_shape.projections))
+        states = 0 if self.state_shape is None else sum(self.state_shape.projections)
         if self.latent is None:
-            return self.qkv_rows
-        return (self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim)
+            return max(self.qkv_rows, states)
+        return max((self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim), states)
 
     @property
     def attended_width(self) -> int:
         """Numbers of a token that attention returns."""
-        if self.state_shape is not None:
-            return max(self.q_rows, self.state_shape.values)
-        return self.q_rows if self.latent is None else self.num_heads * self.latent.latent
+        own = self.q_rows if self.latent is None else self.num_heads * self.latent.latent
+        return own if self.state_shape is None else max(own, self.state_shape.values)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """How a layer rotates queries and keys; None: it does not."""

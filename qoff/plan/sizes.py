@@ -23,6 +23,7 @@ from qoff.checkpoint import (
 )
 from qoff.checkpoint.layout import OUTER_FILE, layer_file
 from qoff.errors import OpError, UnsupportedModelError
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.packing import BITS, packed_shapes
 from qoff.memory.plan import HEAD, Layouts, is_expert, unit_weights
@@ -175,7 +176,11 @@ class ModelSizes:
         if not spec.has_mixer(layer):
             return 0
         if spec.state_shape is not None and spec.is_recurrent(layer):
-            return spec.hidden_size * (sum(spec.state_shape.projections) + spec.state_shape.values)
+            shape = spec.state_shape
+            found = spec.hidden_size * (sum(shape.projections) + shape.values)
+            if isinstance(shape, DeltaShape) and shape.by_channel:  # a and z are of a few channels
+                found -= (spec.hidden_size - shape.rank) * (shape.decays + shape.values)
+            return found
         if spec.latent is not None:
             columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
             columns += spec.latent.query_latent * spec.q_rows

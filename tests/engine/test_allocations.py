@@ -111,7 +111,8 @@ def of_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "gemma3n", "lfm2"]
+    "family",
+    ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "kimi-linear", "gemma3n", "lfm2"],
 )
 def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
@@ -145,6 +146,7 @@ def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
         ("never", "llama"),
         ("always", "deepseek-v3"),
         ("never", "qwen3-next-head64"),
+        ("never", "kimi-linear"),
         ("never", "gemma4-small"),
         ("never", "gemma3n"),
         ("never", "lfm2"),
@@ -167,7 +169,7 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     sizes: dict[str, Any] = {"intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 2}
     if family == "deepseek-v3":
         sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
-    if family == "qwen3-next-head64":
+    if family in ("qwen3-next-head64", "kimi-linear"):
         sizes["layer_types"] = ["linear_attention", "full_attention"]
     if family == "lfm2":
         sizes["layer_types"] = ["conv", "full_attention"]

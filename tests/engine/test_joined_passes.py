@@ -44,7 +44,8 @@ CONVOLUTIONS = {
     "num_hidden_layers": 12,
     "max_position_embeddings": 1024,
 }
-# Their changes, and whether layers follow from others: experts are told each time.
+# Their changes, and whether layers follow from others: experts are told each time, and so is latent
+# attention.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-biased": (DEEP, True),
     "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
@@ -58,6 +59,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
             "mlp_only_layers": list(range(12)),
         },
         True,
+    ),
+    "kimi-linear": (
+        {
+            "max_position_embeddings": 1024,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense"] * 3,
+        },
+        False,
     ),
     "nemotron-h": (
         {

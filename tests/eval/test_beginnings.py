@@ -77,6 +77,7 @@ def test_a_pass_without_wanted_rows_makes_one() -> None:
         "deepseek-v3",
         "glm-5",
         "qwen3-next",
+        "kimi-linear",
         "gemma4",
     ],
 )

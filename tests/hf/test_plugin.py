@@ -71,7 +71,7 @@ def test_a_checkpoint_loads_as_the_model_of_its_family(base: Path, family: str) 
     assert linears
     packed = (QoffLinear, QoffRouter)
     assert all(isinstance(m, packed) for n, m in linears.items() if ".altup." not in n)
-    floats = re.compile(r"_bias$|conv(1d)?\.weight$|\.altup\.")
+    floats = re.compile(r"_bias$|A_log$|conv(1d)?\.weight$|\.altup\.")
     matrices = [n for n, p in model.named_parameters() if p.dim() > 1 and not floats.search(n)]
     assert matrices == []  # no matrix but codes
     for name, module in packed_modules(model).items():  # the same codes, with the same values

@@ -23,7 +23,10 @@ op = triton_module("recurrent.delta")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU"
 )
-SHAPES = [DeltaShape(2, 4, 16, 16, 4), DeltaShape(1, 2, 48, 96, 5), DeltaShape(1, 1, 128, 128, 2)]
+SHAPES = [
+    *(DeltaShape(2, 4, 16, 16, 4), DeltaShape(1, 2, 48, 96, 5), DeltaShape(1, 1, 128, 128, 2)),
+    *(DeltaShape(2, 2, 32, 32, 4, rank=16), DeltaShape(1, 2, 48, 64, 2, rank=32)),
+]
 
 
 class Run:
@@ -50,20 +53,21 @@ class Run:
                 start += count
                 self.lengths[slot] += count
         ragged = Ragged(tuple(spans))
-        qkvz, ba = (x.to(self.dtype) for x in inputs(self.shape, ragged.tokens))
+        rows = [x.to(self.dtype) for x in inputs(self.shape, ragged.tokens)]
         before = LayerStates(*self.wanted, spans_of(ragged))
         wanted = reference.delta(
-            qkvz.double(), ba.double(), self.weights, self.shape, before, ragged
+            *(x.double() for x in rows), self.weights, self.shape, before, ragged
         )
         states = device_states(self.found, ragged, steady)
         tokens = len(states.step.positions)
-        both = torch.full((tokens, self.shape.width + ba.shape[1] + 3), torch.nan).to(self.dtype)
-        both[: len(qkvz), : self.shape.width] = qkvz
-        both[: len(qkvz), self.shape.width : -3] = ba
-        given = both[:, : self.shape.width], both[:, self.shape.width : -3]
+        given = []
+        for x in rows:
+            wider = torch.full((tokens, x.shape[1] + 3), torch.nan).to(self.dtype)
+            wider[: len(x), :-3] = x
+            given.append(wider[:, :-3])
         found = op.delta(*given, self.weights, self.shape, states, chunked=chunked)
         tolerance = 2 * RELATIVE_RMS[self.dtype]
-        assert_close(found[: len(qkvz)].double(), wanted, tolerance=tolerance)
+        assert_close(found[: len(rows[0])].double(), wanted, tolerance=tolerance)
         for here, there in zip(self.wanted, self.found, strict=True):
             assert_close(there[self.slots], here[self.slots], tolerance=tolerance)
         return found
@@ -71,7 +75,10 @@ class Run:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float16), (SHAPES[2], torch.float16)],
+    [
+        *((SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float16), (SHAPES[2], torch.float16)),
+        *((SHAPES[3], torch.bfloat16), (SHAPES[4], torch.float16)),
+    ],
     ids=str,
 )
 def test_passes_of_any_lengths_are_the_references(shape: DeltaShape, dtype: torch.dtype) -> None:
@@ -90,8 +97,9 @@ def test_other_gpus_than_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     run.forward([2, 65], chunked=True)
 
 
-def test_a_step_of_some_slots_leaves_the_others_and_rows_of_no_token() -> None:
-    run = Run(SHAPES[0], torch.float16, [0, 1, 3])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
+def test_a_step_of_some_slots_leaves_the_others_and_rows_of_no_token(shape: DeltaShape) -> None:
+    run = Run(shape, torch.float16, [0, 1, 3])
     run.forward([3, 1, 2], chunked=None)
     others = [kept[1].clone() for kept in run.found]
     run.slots, run.lengths[2] = [0, 2, 3], 0
@@ -102,31 +110,33 @@ def test_a_step_of_some_slots_leaves_the_others_and_rows_of_no_token() -> None:
         assert torch.equal(kept[1], other)
 
 
-def test_many_tokens_that_are_alike_and_never_forgotten() -> None:
+@pytest.mark.parametrize("rank", [0, 16])
+def test_many_tokens_that_are_alike_and_never_forgotten(rank: int) -> None:
     """The worst of systems: every correction depends on all before it."""
-    shape = DeltaShape(1, 1, 32, 32, 2)
+    shape = DeltaShape(1, 1, 32, 32, 2, rank=rank)
     run = Run(shape, torch.float16, [1])
     run.weights = DeltaWeights(
-        run.weights.conv, torch.full((1,), -20.0), torch.zeros(1), run.weights.norm
+        run.weights.conv, torch.full((1,), -20.0), torch.zeros(shape.decays), run.weights.norm
     )
-    line = torch.randn(1, shape.width).expand(130, -1)
+    qkv, z = (torch.randn(1, width).expand(130, -1) for width in (shape.channels, shape.values))
     ragged = Ragged((Span(1, 0, 130, 0),))
-    ba = torch.full((130, 2), 9.0)
     before = LayerStates(*run.wanted, torch.tensor([[0, 130, 1]]))
-    line = (line + torch.randn_like(line) / 50).half()
-    wanted = reference.delta(line.double(), ba.double(), run.weights, shape, before, ragged)
+    rows = [x + torch.randn_like(x) / 50 for x in (qkv, z)]
+    rows += [torch.full((130, width), 9.0) for width in (1, shape.decays)]
+    rows = [x.half() for x in rows]
+    wanted = reference.delta(*(x.double() for x in rows), run.weights, shape, before, ragged)
     states = device_states(run.found, ragged)
-    found = op.delta(line, ba.half(), run.weights, shape, states, chunked=True)
+    found = op.delta(*rows, run.weights, shape, states, chunked=True)
     assert_close(found.double(), wanted, tolerance=1e-2)
 
 
 def test_wrong_operands_are_refused() -> None:
     shape, ragged = SHAPES[0], Ragged.of([1, 1, 1, 1], [0] * 4)
     states, given = device_states(states_of(shape), ragged), weights(shape)
-    qkvz, ba = (x.half() for x in inputs(shape, 4))
-    with pytest.raises(OpError, match="qkvz is"):
-        op.delta(qkvz[:3], ba, given, shape, states)
-    with pytest.raises(OpError, match="ba is"):
-        op.delta(qkvz, ba.float(), given, shape, states)
+    qkv, *rows = (x.half() for x in inputs(shape, 4))
+    with pytest.raises(OpError, match="qkv is"):
+        op.delta(qkv[:3], *rows, given, shape, states)
+    with pytest.raises(OpError, match="a is"):
+        op.delta(qkv, *rows[:2], rows[2].float(), given, shape, states)
     with pytest.raises(OpError, match="states is"):
-        op.delta(qkvz, ba, given, shape, replace(states, memory=states.memory[:3]))
+        op.delta(qkv, *rows, given, shape, replace(states, memory=states.memory[:3]))

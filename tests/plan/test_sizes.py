@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,21 @@ def test_the_formula_of_a_large_model() -> None:
     assert sizes.layer_columns == 12 * 96 * 12288**2
     assert sizes.parameters == pytest.approx(175e9, rel=0.01)
     assert sum(sizes.layer_bytes) == pytest.approx(4.5 / 8 * sizes.layer_columns, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", {}),
+        ("qwen3-next-head64", {}),
+        ("kimi-linear", {"mlp_layer_types": ["dense"] * 3}),
+    ],
+)
+def test_a_token_is_multiplied_by_all_matrices_once(family: str, change: dict[str, Any]) -> None:
+    sizes = ModelSizes.of({**TINY, **FAMILIES[family], **change})
+    layers = range(sizes.spec.num_layers)
+    weights = [weight for i in layers for weight in layer_weights(sizes.spec, i)]
+    assert sizes.layer_columns == sum(x.rows * x.columns for x in weights if x.columns is not None)
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}

@@ -19,17 +19,21 @@ from qoff.kernels.triton.recurrent.delta import delta
 from qoff.kvcache.device.tables import DeviceTables, pass_tables
 
 OP = "delta"
-_MODELS = {"Qwen3-Next-80B-A3B": DeltaShape(16, 32, 128, 128, 4)}
-_Operands = tuple[Tensor, Tensor, DeltaWeights, DeltaShape, DeviceLayerStates]
+_MODELS = {
+    "Qwen3-Next-80B-A3B": DeltaShape(16, 32, 128, 128, 4),
+    "Kimi-Linear-48B-A3B": DeltaShape(32, 32, 128, 128, 4, rank=128),
+}
+_TINY = DeltaShape(1, 2, 32, 32, 4), DeltaShape(2, 2, 32, 32, 4, rank=32)
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, DeltaWeights, DeltaShape, DeviceLayerStates]
 
 
 def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
-    shape = DeltaShape(1, 2, 32, 32, 4) if tiny else next(iter(_MODELS.values()))
-    for dtype in dtypes(device)[:1] if tiny else dtypes(device):
-        for counts in ([1, 1], [66, 2]) if tiny else ([1] * 5, [9, 1, 3], [700, 1, 64]):
-            name = f"{short(dtype)} {counts} tokens"
-            error = partial(_error, shape, counts, dtype, device)
-            yield Check(OP, name, error, 2 * BOUNDS[dtype])
+    for shape in _TINY if tiny else _MODELS.values():
+        for dtype in dtypes(device)[:1] if tiny else dtypes(device):
+            for counts in ([1, 1], [66, 2]) if tiny else ([1] * 5, [9, 1, 3], [700, 1, 64]):
+                name = f"{short(dtype)} {counts} tokens" + (", KDA" if shape.by_channel else "")
+                error = partial(_error, shape, counts, dtype, device)
+                yield Check(OP, name, error, 2 * BOUNDS[dtype])
 
 
 def problem(
@@ -43,13 +47,16 @@ def problem(
     ragged, step = tables(counts, past, device)
     heads = shape.value_heads
     weights = DeltaWeights(
-        random(shape.taps * shape.channels), random(heads), random(heads) - 4,
+        random(shape.taps * shape.channels), random(heads), random(shape.decays) - 4,
         random(shape.value_dim).abs() + 0.5,
     )  # fmt: skip
     memory = random(len(counts), *shape.memory_shape)
     states = DeviceLayerStates(random(len(counts), *shape.conv_shape), memory, step)
-    qkvz = random(ragged.tokens, shape.width).to(dtype)
-    return (qkvz, random(ragged.tokens, 2 * heads).to(dtype), weights, shape, states), ragged
+    qkv, z, b, a = (
+        random(ragged.tokens, width).to(dtype)
+        for width in (shape.channels, shape.values, heads, shape.decays)
+    )
+    return (qkv, z, b, a, weights, shape, states), ragged
 
 
 def tables(counts: Sequence[int], past: int, device: torch.device) -> tuple[Ragged, PassTables]:
@@ -65,11 +72,12 @@ def tables(counts: Sequence[int], past: int, device: torch.device) -> tuple[Ragg
 def _error(
     shape: DeltaShape, counts: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> float:
-    (qkvz, ba, weights, _, states), ragged = problem(shape, counts, 7, dtype, device)
+    (qkv, z, b, a, weights, _, states), ragged = problem(shape, counts, 7, dtype, device)
     rows = torch.tensor([(span.start, span.count, span.slot) for span in ragged.spans])
     before = LayerStates(states.conv.clone(), states.memory.clone(), rows)
-    wanted = reference.delta(qkvz.double(), ba.double(), weights, shape, before, ragged)
-    found = delta(qkvz, ba, weights, shape, states)
+    exact = qkv.double(), z.double(), b.double(), a.double()
+    wanted = reference.delta(*exact, weights, shape, before, ragged)
+    found = delta(qkv, z, b, a, weights, shape, states)
     pairs = (found, wanted), (states.conv, before.conv), (states.memory, before.memory)
     return max(relative_rms(a, b) for a, b in pairs)
 
@@ -85,7 +93,7 @@ def cases(quick: bool, models: Sequence[ModelShape]) -> Iterator[TimedCase]:
 
 def _case(name: str, shape: DeltaShape, batch: int, rows: int) -> TimedCase:
     tokens = batch * rows
-    own = 2 * tokens * (shape.width + shape.values)
+    own = 2 * tokens * (shape.channels + 2 * shape.values + shape.decays)
     states = 2 * batch * shape.state_bytes
     # Three products with the state a token, and the system of a chunk of 64 tokens.
     flops = 2.0 * tokens * shape.value_heads * shape.value_dim * (3 * shape.key_dim + 2 * 64)
@@ -97,7 +105,7 @@ def _case(name: str, shape: DeltaShape, batch: int, rows: int) -> TimedCase:
         partial(_build, shape, batch, rows),
         flops=flops,
         m=tokens,
-        footprint=states + 4 * own + tokens * shape.value_heads * 4 * 64,
+        footprint=states + 4 * own + tokens * (shape.value_heads * 4 * 64 + 4 * shape.decays),
     )
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet on the CPU: see `layout.delta`."""
+"""Gated DeltaNet and KDA on the CPU: see `layout.delta`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from .states import check_states
 
 
 def delta(
-    qkvz: Tensor,
-    ba: Tensor,
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
     weights: DeltaWeights,
     shape: DeltaShape,
     states: LayerStates,
@@ -28,21 +30,24 @@ def delta(
 ) -> Tensor:
     """Linear attention of a layer's new tokens: see `reference.delta.delta`.
 
-    qkvz, ba, out: float32, rows contiguous; the first two are overwritten. Raises OpError.
+    qkv, z, b, a, out: float32, rows contiguous; qkv, b and a are overwritten. Raises OpError.
     """
-    op, tokens, pool = "delta", len(qkvz), pool or default_pool()
-    out = qkvz.new_empty(tokens, shape.values) if out is None else out
-    check_rows(op, "qkvz", qkvz, tokens, shape.width)
-    check_rows(op, "ba", ba, tokens, 2 * shape.value_heads)
+    op, tokens, pool = "delta", len(qkv), pool or default_pool()
+    out = qkv.new_empty(tokens, shape.values) if out is None else out
+    check_rows(op, "qkv", qkv, tokens, shape.channels)
+    check_rows(op, "z", z, tokens, shape.values)
+    check_rows(op, "b", b, tokens, shape.value_heads)
+    check_rows(op, "a", a, tokens, shape.decays)
     check_rows(op, "out", out, tokens, shape.values)
     check_dense(op, "conv", weights.conv, (shape.taps * shape.channels,))
     check_dense(op, "decay", weights.decay, (shape.value_heads,))
-    check_dense(op, "dt_bias", weights.dt_bias, (shape.value_heads,))
+    check_dense(op, "dt_bias", weights.dt_bias, (shape.decays,))
     check_dense(op, "norm", weights.norm, (shape.value_dim,))
     check_states(op, states, shape, ragged, tokens)
     arguments = DeltaArguments(
-        x=qkvz.data_ptr(), x_stride=4 * qkvz.stride(0), ba=ba.data_ptr(),
-        ba_stride=4 * ba.stride(0), taps_weight=weights.conv.data_ptr(),
+        x=qkv.data_ptr(), x_stride=4 * qkv.stride(0), z=z.data_ptr(), z_stride=4 * z.stride(0),
+        b=b.data_ptr(), b_stride=4 * b.stride(0), a=a.data_ptr(), a_stride=4 * a.stride(0),
+        by_channel=shape.by_channel, taps_weight=weights.conv.data_ptr(),
         decay=weights.decay.data_ptr(), dt_bias=weights.dt_bias.data_ptr(),
         norm=weights.norm.data_ptr(), conv=states.conv.data_ptr(), memory=states.memory.data_ptr(),
         spans=states.spans.data_ptr(), positions=ragged.positions.data_ptr(),

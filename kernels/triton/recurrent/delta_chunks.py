@@ -40,23 +40,21 @@ LEAST = tl.constexpr(-30.0)
 
 @triton.jit
 def _sums(
-    ba, order, row, there, ba_stride, decay, dt_bias, head,
-    VALUE_HEADS: tl.constexpr, ORDERED: tl.constexpr,
+    b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """G and beta of the rows of a chunk; those not there forget nothing and learn nothing."""
     place = row
     if ORDERED:
         place = tl.load(order + row, mask=there, other=0)
-    at = ba + place.to(tl.int64) * ba_stride + head
-    b = tl.load(at, mask=there, other=0.0)
-    a = tl.load(at + VALUE_HEADS, mask=there, other=0.0)
-    forgets, learns = gates(b, a, decay, dt_bias, head)
+    beta = tl.load(b + place.to(tl.int64) * b_stride + head, mask=there, other=0.0)
+    far = tl.load(a + place.to(tl.int64) * a_stride + head, mask=there, other=0.0)
+    forgets, learns = gates(beta, far, decay, dt_bias, head)
     forgets = tl.where(there, tl.maximum(forgets, LEAST), 0.0)
     return tl.cumsum(forgets, axis=0), tl.where(there, learns, 0.0)
 
 
 @triton.jit
-def _square(place, head, VALUE_HEADS: tl.constexpr):
+def square_at(place, head, VALUE_HEADS: tl.constexpr):
     """Where the matrix of a chunk and head is, [CHUNK, CHUNK]."""
     i = tl.arange(0, CHUNK)
     first = (place.to(tl.int64) * VALUE_HEADS + head) * (CHUNK * CHUNK)
@@ -64,12 +62,25 @@ def _square(place, head, VALUE_HEADS: tl.constexpr):
 
 
 @triton.jit
+def inverse_of(below, rows):
+    """That of I + A, of which so many rows are not those of I; below: A, without what is above."""
+    i = tl.arange(0, CHUNK)
+    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for n in tl.range(1, rows, num_stages=1):
+        here = i[:, None] == n
+        factors = tl.sum(tl.where(here, below, 0.0), axis=0)
+        known = tl.sum(factors[:, None] * solved, axis=0)
+        solved = tl.where(here, solved - known[None, :], solved)
+    return solved
+
+
+@triton.jit
 def delta_solve_kernel(
     mixed,  # [M, CHANNELS], as `convolve` leaves it
-    ba, order, row_start, decay, dt_bias,
+    b, a, order, row_start, decay, dt_bias,
     inverses,  # [places, VALUE_HEADS, CHUNK, CHUNK]
     scores,  # the same
-    ba_stride,
+    b_stride, a_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ORDERED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +97,7 @@ def delta_solve_kernel(
     row = first_row + chunk * CHUNK + i
     there = chunk * CHUNK + i < count
     total, learns = _sums(
-        ba, order, row, there, ba_stride, decay, dt_bias, head, VALUE_HEADS, ORDERED
+        b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED
     )
     channel = tl.arange(0, KEY_PAD)
     line = mixed + row.to(tl.int64) * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
@@ -95,27 +106,22 @@ def delta_solve_kernel(
     q = tl.load(at, mask=mask, other=0.0)
     k = tl.load(at + KEYS, mask=mask, other=0.0)
     fade = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-    square = _square(first_row // CHUNK + s + chunk, head, VALUE_HEADS)
+    square = square_at(first_row // CHUNK + s + chunk, head, VALUE_HEADS)
     score = dot16(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), ASM)
     score = tl.where(i[:, None] >= i[None, :], score * fade, 0.0)
     tl.store(scores + square, score.to(scores.dtype.element_ty))
     below = dot16(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), ASM)
     below = tl.where(i[:, None] > i[None, :], below * fade * learns[:, None], 0.0)
-    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for n in tl.range(1, tl.minimum(CHUNK, count - chunk * CHUNK), num_stages=1):
-        here = i[:, None] == n
-        factors = tl.sum(tl.where(here, below, 0.0), axis=0)
-        known = tl.sum(factors[:, None] * solved, axis=0)
-        solved = tl.where(here, solved - known[None, :], solved)
+    solved = inverse_of(below, tl.minimum(CHUNK, count - chunk * CHUNK))
     tl.store(inverses + square, solved.to(inverses.dtype.element_ty))
 
 
 @triton.jit
 def delta_chunk_kernel(
-    mixed, ba, order, row_start, start, decay, dt_bias, inverses, scores,
+    mixed, b, a, order, row_start, start, decay, dt_bias, inverses, scores,
     memory,  # [S, VALUE_HEADS, VALUE_DIM / PANEL, KEY_DIM, PANEL]
     out,  # [M, VALUE_HEADS * VALUE_DIM]
-    ba_stride,
+    b_stride, a_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, PANEL: tl.constexpr,
     COLUMNS: tl.constexpr, ORDERED: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
@@ -149,7 +155,7 @@ def delta_chunk_kernel(
         row = first_row + first + i
         there = first + i < count
         total, learns = _sums(
-            ba, order, row, there, ba_stride, decay, dt_bias, head, VALUE_HEADS, ORDERED
+            b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED
         )
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), axis=0)
         line = mixed + row.to(tl.int64) * (2 * KEYS + VALUES)
@@ -160,7 +166,7 @@ def delta_chunk_kernel(
         grown = tl.exp(total)[:, None]
         lacks = dot16(k, rounded, tl.zeros([CHUNK, COLUMNS], tl.float32), ASM)
         lacks = learns[:, None] * (v.to(tl.float32) - grown * lacks)
-        square = _square(place + first // CHUNK, head, VALUE_HEADS)
+        square = square_at(place + first // CHUNK, head, VALUE_HEADS)
         inverse = tl.load(inverses + square)
         new = dot16(inverse, lacks.to(DTYPE), tl.zeros([CHUNK, COLUMNS], tl.float32), ASM)
         q = tl.load(line[:, None] + query[None, :], mask=mask, other=0.0)
@@ -177,26 +183,37 @@ def delta_chunk_kernel(
 
 
 def in_chunks(
-    mixed: Tensor, ba: Tensor, weights: DeltaWeights, shape: DeltaShape, states: DeviceLayerStates
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: DeviceLayerStates,
 ) -> Tensor:
     """As `recur`, rounded where products read 16 bits."""
     step = states.step
-    room = (2, _places(len(mixed), len(step.start)), shape.value_heads, CHUNK.value, CHUNK.value)
-    inverses, scores = torch.empty(room, dtype=mixed.dtype, device=mixed.device)
+    inverses, scores = matrices_of_chunks(mixed, len(step.start), shape)
     out = mixed.new_empty(len(mixed), shape.values)
     capability = Gpu.of(mixed.device).capability
     solve, chunk, tiles = _bound(shape, step.order is not None, capability)
-    rates = weights.decay, weights.dt_bias
+    rates, strides = (weights.decay, weights.dt_bias), (b.stride(0), a.stride(0))
     heads, slots = shape.value_heads, len(step.start)
     solve(
         (cdiv(step.max_rows, CHUNK.value), heads, slots),
-        mixed, ba, step.order, step.row_start, *rates, inverses, scores, ba.stride(0),
+        mixed, b, a, step.order, step.row_start, *rates, inverses, scores, *strides,
     )  # fmt: skip
     chunk(
-        (tiles, heads, slots), mixed, ba, step.order, step.row_start, step.start, *rates,
-        inverses, scores, states.memory, out, ba.stride(0),
+        (tiles, heads, slots), mixed, b, a, step.order, step.row_start, step.start, *rates,
+        inverses, scores, states.memory, out, *strides,
     )  # fmt: skip
     return out
+
+
+def matrices_of_chunks(mixed: Tensor, sequences: int, shape: DeltaShape) -> tuple[Tensor, Tensor]:
+    """Room for inverses and for P of all chunks."""
+    room = (2, _places(len(mixed), sequences), shape.value_heads, CHUNK.value, CHUNK.value)
+    inverses, scores = mixed.new_empty(room)
+    return inverses, scores
 
 
 def chunks_bytes(tokens: int, sequences: int, shape: DeltaShape, dtype: torch.dtype) -> int:

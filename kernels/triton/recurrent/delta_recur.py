@@ -26,10 +26,16 @@ _COLUMNS = 32  # of a state that a program has
 
 
 @triton.jit
+def forgetting(a, decay, bias, head):
+    """Of tokens, the logarithm of what a head's state is multiplied by, or some rows of it."""
+    return -tl.exp(tl.load(decay + head)) * softplus(a.to(tl.float32) + bias)
+
+
+@triton.jit
 def gates(b, a, decay, dt_bias, head):
     """Of tokens, the logarithm of what a head's state is multiplied by, and how much it learns."""
-    step = softplus(a.to(tl.float32) + tl.load(dt_bias + head))
-    return -tl.exp(tl.load(decay + head)) * step, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+    forgets = forgetting(a, decay, tl.load(dt_bias + head), head)
+    return forgets, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
 @triton.jit
@@ -48,15 +54,16 @@ def state_at(
 @triton.jit
 def delta_recur_kernel(
     mixed,  # [M, CHANNELS], as `convolve` leaves it
-    ba,  # [M, 2 * VALUE_HEADS], rows ba_stride apart, in the order of the batch
+    b,  # [M, VALUE_HEADS], rows b_stride apart, in the order of the batch
+    a,  # the same, or [M, VALUE_HEADS * KEY_DIM]; rows a_stride apart
     order,  # [M], or not read
     row_start, start, decay, dt_bias,
     memory,  # [S, VALUE_HEADS, VALUE_DIM / PANEL, KEY_DIM, PANEL]
     out,  # [M, VALUE_HEADS * VALUE_DIM]
-    ba_stride,
+    b_stride, a_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, PANEL: tl.constexpr,
-    COLUMNS: tl.constexpr, ORDERED: tl.constexpr,
+    COLUMNS: tl.constexpr, ORDERED: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head's state, and what all new tokens of a sequence find in them."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -74,6 +81,9 @@ def delta_recur_kernel(
     state = tl.load(at, mask=known[:, None], other=0.0)
     query = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + tl.arange(0, KEY_PAD)
     column = head * VALUE_DIM + tile * COLUMNS + tl.arange(0, COLUMNS)
+    own = head * KEY_DIM + tl.arange(0, KEY_PAD)
+    if BY_CHANNEL:
+        bias = tl.load(dt_bias + own, mask=inside, other=0.0)
     for i in tl.range(0, end - first_row, num_stages=1):
         row = first_row + i
         line = mixed + row.to(tl.int64) * (2 * KEYS + VALUES)
@@ -83,9 +93,15 @@ def delta_recur_kernel(
         place = row
         if ORDERED:
             place = tl.load(order + row)
-        b = ba + place.to(tl.int64) * ba_stride + head
-        forgets, learns = gates(tl.load(b), tl.load(b + VALUE_HEADS), decay, dt_bias, head)
-        state *= tl.exp(forgets)
+        beta = tl.load(b + place.to(tl.int64) * b_stride + head)
+        far = a + place.to(tl.int64) * a_stride
+        if BY_CHANNEL:
+            forgets = forgetting(tl.load(far + own, mask=inside, other=0.0), decay, bias, head)
+            learns = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
+            state *= tl.exp(forgets)[:, None]
+        else:
+            forgets, learns = gates(beta, tl.load(far + head), decay, dt_bias, head)
+            state *= tl.exp(forgets)
         lacks = learns * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * lacks[None, :]
         found = tl.sum(state * q[:, None], axis=0)
@@ -95,19 +111,24 @@ def delta_recur_kernel(
 
 
 def recur(
-    mixed: Tensor, ba: Tensor, weights: DeltaWeights, shape: DeltaShape, states: DeviceLayerStates
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    states: DeviceLayerStates,
 ) -> Tensor:
     """What tokens find in their heads' states, [M, shape.values] in the order of the slots.
 
-    mixed: see `convolve`. ba: [M, 2 * value_heads] in the order of the batch, whose rows may lie
-    apart. `states.memory` is what it is after these tokens.
+    mixed: see `convolve`. b: [M, value_heads], a: [M, shape.decays], in the order of the batch;
+    their rows may lie apart. `states.memory` is what it is after these tokens.
     """
     step = states.step
     out = mixed.new_empty(len(mixed), shape.values)
     kernel, grid = _bound(shape, step.order is not None)
     kernel(
-        (*grid, len(step.start)), mixed, ba, step.order, step.row_start, step.start, weights.decay,
-        weights.dt_bias, states.memory, out, ba.stride(0),
+        (*grid, len(step.start)), mixed, b, a, step.order, step.row_start, step.start,
+        weights.decay, weights.dt_bias, states.memory, out, b.stride(0), a.stride(0),
     )  # fmt: skip
     return out
 
@@ -116,7 +137,10 @@ def recur(
 def _bound(shape: DeltaShape, ordered: bool) -> tuple[BoundKernel, tuple[int, int]]:
     """The kernel, and programs of a sequence."""
     sizes = tile_sizes(shape)
-    kernel = BoundKernel(delta_recur_kernel, **sizes, ORDERED=ordered, num_warps=4, num_stages=1)
+    kernel = BoundKernel(
+        delta_recur_kernel, **sizes, ORDERED=ordered, BY_CHANNEL=shape.by_channel, num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
     return kernel, (shape.value_dim // sizes["COLUMNS"], shape.value_heads)
 
 

@@ -1,4 +1,4 @@
-"""The norm of what recurrent layers find, and silu of their gates, on a GPU."""
+"""The norm of what recurrent layers find, and their gates, on a GPU."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -22,7 +22,7 @@ def gated_norm_kernel(
     order,  # [M], or not read
     row_start, weight, out, rows, slots, z_stride, eps,
     GROUPS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-    ORDERED: tl.constexpr, GATED_FIRST: tl.constexpr,
+    ORDERED: tl.constexpr, GATED_FIRST: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """A group of channels of some tokens; rows of no token are 0. See `gated_norm`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -39,7 +39,7 @@ def gated_norm_kernel(
     x = tl.load(found + at, mask=mask, other=0.0).to(tl.float32)
     by = tl.load(z + place.to(tl.int64)[:, None] * z_stride + column, mask=mask, other=0.0)
     by = by.to(tl.float32)
-    by = by / (1.0 + tl.exp(-by))
+    by = tl.where(SIGMOID, 1.0, by) / (1.0 + tl.exp(-by))
     if GATED_FIRST:
         x *= by
         by = tl.full([ROWS, PAD], 1.0, tl.float32)
@@ -61,15 +61,19 @@ def gated_norm(
     out: Tensor,
     *,
     gated_first: bool,
+    sigmoid: bool = False,
 ) -> None:
     """out = norm(found) * silu(z), each group by itself; gated_first: norm(found * silu(z)).
+
+    sigmoid: sigmoid(z) is in place of silu(z).
 
     found: [M, values] in the order of the slots. z: [M, values or more], whose rows may lie apart,
     in the order of the batch, as out [M, values] is; its rows of no token become 0. weight: of a
     group, of all of them; gated_first: of all channels.
     """
     tokens, values = out.shape
-    kernel, rows = _bound(values // groups, groups, step.order is not None, gated_first)
+    ordered = step.order is not None
+    kernel, rows = _bound(values // groups, groups, ordered, gated_first, sigmoid)
     kernel(
         (cdiv(tokens, rows), groups, 1), found, z, step.order, step.row_start, weight, out, tokens,
         len(step.start), z.stride(0), eps,
@@ -77,7 +81,9 @@ def gated_norm(
 
 
 @cache
-def _bound(dim: int, groups: int, ordered: bool, gated_first: bool) -> tuple[BoundKernel, int]:
+def _bound(
+    dim: int, groups: int, ordered: bool, gated_first: bool, sigmoid: bool
+) -> tuple[BoundKernel, int]:
     """The kernel, and the tokens of a program."""
     pad = next_power_of_2(dim)
     rows = max(1, 1024 // pad)
@@ -89,6 +95,7 @@ def _bound(dim: int, groups: int, ordered: bool, gated_first: bool) -> tuple[Bou
         ROWS=rows,
         ORDERED=ordered,
         GATED_FIRST=gated_first,
+        SIGMOID=sigmoid,
         num_warps=min(8, max(1, rows * pad // 512)),
         num_stages=1,
     )

@@ -180,8 +180,10 @@ class SimulatedOps:
 
     def delta(
         self,
-        qkvz: Tensor,
-        ba: Tensor,
+        qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
         weights: DeltaWeights,
         shape: DeltaShape,
         states: LayerStates,
@@ -189,7 +191,7 @@ class SimulatedOps:
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._recurrent(qkvz, shape, ragged, out)
+        return self._recurrent(qkv, shape, ragged, out)
 
     def short_conv(
         self,

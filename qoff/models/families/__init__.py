@@ -53,10 +53,16 @@ def tensor_names(model_type: str) -> TensorNames:
     return _family(model_type).names
 
 
+def module_names(model_type: str) -> tuple[TensorNames, ...]:
+    """What adapters may call a model's modules: as its files do, or as transformers."""
+    family = _family(model_type)
+    return (family.names,) if family.modules is None else (family.names, family.modules)
+
+
 def _family(model_type: object, known: Mapping[str, Family] = FAMILIES) -> Family:
     if str(model_type) not in known:
         raise unsupported("model_type", model_type, ", ".join((*FAMILIES, *SOURCES)))
     return known[str(model_type)]
 
 
-__all__ = ["FAMILIES", "SOURCES", "converted", "read_spec", "tensor_names"]
+__all__ = ["FAMILIES", "SOURCES", "converted", "module_names", "read_spec", "tensor_names"]

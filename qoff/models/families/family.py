@@ -45,7 +45,7 @@ class TensorNames:
     split_linear: linear attention has matrices for queries, keys and values together and for z,
     otherwise one for both, key head by key head; "all": for b and for a, too, which else are one,
     key head by key head. linear_of_ggml: what forgets is stored as minus its exponential, and the
-    convolution as a matrix.
+    convolution as a matrix. split_conv: queries, keys and values have a convolution each.
     rope_pairs: neighbouring channels of queries and keys turn together. index_pairs: those of an
     index.
     correction_in_row: the correction of a router is stored as [1, experts].
@@ -80,6 +80,7 @@ class TensorNames:
     stacked_experts: Literal["", "columns", "column-halves", "rows", "halves", "bare-halves"] = ""
     split_linear: Literal["", "z", "all"] = ""
     linear_of_ggml: bool = False
+    split_conv: bool = False
     rope_pairs: bool = False
     index_pairs: bool = False
     correction_in_row: bool = False
@@ -107,13 +108,15 @@ class Family:
     transformers' config object.
 
     converted: the config of the checkpoint that a model becomes, and what its tensors are called;
-    None: its own config, and `names`.
+    None: its own config, and `names`. modules: the same of transformers' modules, where its loader
+    renames tensors; None: they are called as these.
     """
 
     models: str
     fields: Callable[[Any], Fields]
     names: TensorNames = TensorNames()  # frozen
     converted: Callable[[Config, Has], tuple[dict[str, Any], TensorNames]] | None = None
+    modules: TensorNames | None = None
 
 
 def full_config(config: Mapping[str, Any]) -> Any:

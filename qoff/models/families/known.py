@@ -10,6 +10,7 @@ from . import (
     experts,
     gemma,
     hunyuan,
+    kimi,
     latent,
     layer_norm,
     linear,
@@ -29,6 +30,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **corrected.FAMILIES,
         **latent.FAMILIES,
         **linear.FAMILIES,
+        **kimi.FAMILIES,
         **short_conv.FAMILIES,
         **mamba.FAMILIES,
     }

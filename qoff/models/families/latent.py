@@ -13,7 +13,7 @@ from .corrected import NAMES, SHARED, after, deepseek_experts
 from .family import Family, Fields, TensorNames, mixture, positive, query_scale, rope_of
 
 
-def _latent(config: Any, rope: Mapping[str, Any] | None = None) -> Fields:
+def latent_attention(config: Any, rope: Mapping[str, Any] | None = None) -> Fields:
     """Attention: RoPE rotates pairs of channels; YaRN scales scores by `mscale` squared.
 
     rope: where it is not all of `rope_parameters`.
@@ -53,7 +53,7 @@ def _mscale(rope: Mapping[str, Any]) -> float:
 def _deepseek_v3(config: Any) -> Fields:
     """Experts as others took them over."""
     layers = after(config, config.first_k_dense_replace)
-    return {**_latent(config), "experts": deepseek_experts(config, layers)}
+    return {**latent_attention(config), "experts": deepseek_experts(config, layers)}
 
 
 def _mistral4(config: Any) -> Fields:
@@ -71,7 +71,7 @@ def _mistral4(config: Any) -> Fields:
         shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
     )
     return {
-        **_latent(config, rope),
+        **latent_attention(config, rope),
         **scale,
         "rope": rope_of(config, rope, config.qk_rope_head_dim),
         "experts": experts,
@@ -97,13 +97,13 @@ def _deepseek_v2(config: Any) -> Fields:
         scale=positive(config, "routed_scaling_factor"),
         shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
     )
-    return {**_latent(config), "experts": experts}
+    return {**latent_attention(config), "experts": experts}
 
 
 def _glm4_moe_lite(config: Any) -> Fields:
     """DeepSeek V3 that says layer by layer which have experts."""
     layers = (kind == "sparse" for kind in config.mlp_layer_types)
-    return {**_latent(config), "experts": deepseek_experts(config, layers)}
+    return {**latent_attention(config), "experts": deepseek_experts(config, layers)}
 
 
 def _indexed(config: Any) -> Fields:
@@ -139,5 +139,5 @@ FAMILIES = {
         _mistral4,
         TensorNames(modules=SHARED, rope_pairs=True, stacked_experts="bare-halves"),
     ),
-    "youtu": Family("Youtu-LLM 2B", _latent, _V3),
+    "youtu": Family("Youtu-LLM 2B", latent_attention, _V3),
 }

@@ -11,7 +11,7 @@ from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
 from qoff.memory import Weights
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace, columns
 from qoff.models.spec import DecoderSpec
 
 from .index import Index
@@ -50,7 +50,8 @@ class Latent:
             q = yield from self._linear(run, weights, names.Q_B, q, out=out, norm=by)
         by = self._norm(weights, names.KV_NORM)
         matrix = cast(QTensor, weights[names.KV_B])
-        return self._ops.absorb(q, kv, matrix, by, self._shape, out=workspace.qkv)
+        out = columns(workspace.qkv, (spec.num_heads + 1) * self._shape.head_dim)
+        return self._ops.absorb(q, kv, matrix, by, self._shape, out=out)
 
     def values(self, run: ForwardPass, weights: Weights, attended: Tensor) -> Tensor:
         """Values of all heads, [M, o_columns], where `queries` had theirs."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from qoff.kernels.layout.delta import DeltaShape
 from qoff.kernels.layout.states import StateShape
 from qoff.kernels.reference.streams import TOGETHER
 from qoff.memory.rows import ROWS
@@ -108,6 +109,8 @@ def layer_bytes(
         shape = spec.state_shape
         states = sum(linear(tokens, rows, hidden) for rows in shape.projections)
         states += states_bytes(tokens, shape)
+        if isinstance(shape, DeltaShape):  # what KDA's a and z come of, each by itself
+            states += 2 * tokens * shape.rank * item
         states += linear(tokens, hidden, shape.values) + normed + aside
         attention = max(attention, states)
 

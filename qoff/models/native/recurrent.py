@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
@@ -18,21 +18,23 @@ from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import StateShape
 from qoff.kernels.ops import Ops, exact
 from qoff.kvcache.drafted_states import DraftedLayerStates
-from qoff.memory import Weights
+from qoff.memory import Unit, Weights
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace
 from qoff.models.spec import DecoderSpec
 
 from .attention import by_parts
 from .linear import Linear, Steps, vector
 
 Op = Callable[..., Tensor]  # of rows that matrices gave, states and a batch
+Products = Generator[Unit, Weights, list[Tensor]]
 
 
 class Recurrent(ABC):
     """From hidden states to what the output projection is given.
 
-    MATRICES: that hidden states are multiplied by, and whether exactly.
+    MATRICES: that hidden states are multiplied by, and whether exactly; the first of its shape's
+    projections.
     """
 
     MATRICES: ClassVar[Mapping[str, bool]]
@@ -60,16 +62,8 @@ class Recurrent(ABC):
         """
         shape, workspace = self._shape, run.workspace
         assert workspace is not None
-        rows, out = list[Tensor](), None
-        ends = accumulate(shape.projections)
-        for (name, exactly), width, end in zip(
-            self.MATRICES.items(), shape.projections, ends, strict=True
-        ):
-            into = None if workspace.qkv is None else workspace.qkv[:, end - width : end]
-            linear = self._linear[exactly]
-            rows.append((yield from linear(run, weights, name, out=into, norm=norm)))
-        if workspace.attended is not None:
-            out = workspace.attended[:, : shape.values]
+        rows = yield from self._rows(run, weights, norm)
+        out = None if workspace.attended is None else workspace.attended[:, : shape.values]
         op = self._op(weights)
 
         def mix(part: ForwardPass, states: Any, out: Tensor | None, *rows: Tensor) -> Tensor:
@@ -78,6 +72,22 @@ class Recurrent(ABC):
             return op(*rows, shape=shape, states=states, ragged=part.ragged, out=out)
 
         return run.kept(keep, by_parts(run, self._places[layer][-1], mix, out, *rows))
+
+    def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
+        """What the op is given of the new tokens."""
+        found = list[Tensor]()
+        for (name, exactly), into in zip(self.MATRICES.items(), self._places_of(run), strict=False):
+            linear = self._linear[exactly]
+            found.append((yield from linear(run, weights, name, out=into, norm=norm)))
+        return found
+
+    def _places_of(self, run: ForwardPass) -> list[Tensor | None]:
+        """Where each projection goes."""
+        widths, memory = self._shape.projections, cast(LayerWorkspace, run.workspace).qkv
+        if memory is None:
+            return [None] * len(widths)
+        ends = accumulate(widths)
+        return [memory[:, end - width : end] for width, end in zip(widths, ends, strict=True)]
 
 
 class LinearAttention(Recurrent):
@@ -88,7 +98,32 @@ class LinearAttention(Recurrent):
     def _op(self, weights: Weights) -> Op:
         small = (names.CONV, names.DECAY, names.DT_BIAS, names.DELTA_NORM)
         vectors = DeltaWeights(*_vectors(weights, small))
-        return lambda qkvz, ba, **rest: self._ops.delta(qkvz, ba, vectors, **rest)
+        return lambda qkv, z, b, a, **rest: self._ops.delta(qkv, z, b, a, vectors, **rest)
+
+    def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
+        qkvz, ba = yield from super()._rows(run, weights, norm)
+        shape = self._shape
+        qkv, z = qkvz.split([shape.channels, shape.values], 1)
+        return [qkv, z, *ba.split(shape.value_heads, 1)]
+
+
+class KimiDelta(LinearAttention):
+    """See `kernels.layout.delta`; a and z are products of what hidden states become first."""
+
+    MATRICES = MappingProxyType({names.KDA_QKV: False, names.KDA_FGB: True})
+
+    def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
+        qkv, low = yield from Recurrent._rows(self, run, weights, norm)
+        shape, found = self._shape, list[Tensor]()
+        f, g, b = low.split([shape.rank, shape.rank, shape.value_heads], 1)
+        for name, x, into in zip(
+            (names.KDA_FORGET, names.KDA_GATE), (f, g), self._places_of(run)[2:], strict=True
+        ):
+            linear = self._linear[name == names.KDA_FORGET]
+            x = x if self._ops.USES_OUT else x.contiguous()
+            found.append((yield from linear(run, weights, name, x, out=into)))
+        a, z = found
+        return [qkv, z, b, a]
 
 
 class ShortConv(Recurrent):
@@ -126,6 +161,8 @@ _KINDS: Mapping[type[StateShape], type[Recurrent]] = MappingProxyType(
 def recurrent_of(spec: DecoderSpec, ops: Ops) -> Recurrent | None:
     """What a model's layers with states compute; None: it has none."""
     shape = spec.state_shape
+    if isinstance(shape, DeltaShape) and shape.by_channel:
+        return KimiDelta(shape, spec, ops)
     return None if shape is None else _KINDS[type(shape)](shape, spec, ops)
 
 

@@ -73,6 +73,8 @@ class GGUFSource:
         kind, shape = self._file.tensor_type(stored), self._file.shape(stored)
         if ".ffn_gate_inp_shexp." in name and len(shape) == 1:  # a matrix of one row
             shape = (1, *shape)
+        if len(shape) == 4:  # of KDA, as it was converted; llama-quantize leaves out the first ones
+            shape = shape[next((i for i, size in enumerate(shape[:2]) if size > 1), 2) :]
         if kind in (*DENSE, *_AS_CONFIGURED):
             return TensorInfo(shape, None)
         if kind in TO_FLOATS:
@@ -90,10 +92,10 @@ class GGUFSource:
             return
         info, stored = self.info(name), self._stored[name]
         assert info is not None
-        if len(self._file.shape(stored)) < len(info.shape):
+        if len(self._file.shape(stored)) != len(info.shape):
             found = self._file.load(stored)
             assert isinstance(found, Tensor)
-            yield found[None]
+            yield found.reshape(info.shape)
             return
         heads = self._tiled
         order = None if heads is None else heads.rows(name)

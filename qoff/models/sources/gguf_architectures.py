@@ -16,6 +16,7 @@ from qoff.models.families.family import TensorNames, class_of
 from . import gguf_dense as dense
 from . import gguf_experts as experts
 from . import gguf_gemma as gemma
+from . import gguf_kimi as kimi
 from . import gguf_latent as latent
 from . import gguf_linear as linear
 from . import gguf_mamba as mamba
@@ -61,8 +62,8 @@ class Architecture:
     fields: of its config, what is not common. rope_pairs: neighbouring rows of queries and keys
     turn together (llama.cpp permutes those of Llama when it converts). partial: a part of each head
     may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. index_pairs, split_gates,
-    linear (that of most layers): as `TensorNames` has them. modules: its own names of modules.
-    norm: the last one. base: what is in place of the fields that all have alike.
+    linear (that of most layers), split_conv: as `TensorNames` has them. modules: its own names of
+    modules. norm: the last one. base: what is in place of the fields that all have alike.
     """
 
     model_type: str
@@ -74,6 +75,7 @@ class Architecture:
     split_gates: bool = False
     modules: Mapping[str, str] | None = None
     linear: Literal["", "z", "all"] = ""
+    split_conv: bool = False
     norm: str = "output_norm"
     base: Callable[[Metadata], Config] | None = None
 
@@ -103,6 +105,7 @@ class Architecture:
             stacked_experts=stacked(metadata),
             split_linear=self.linear,
             linear_of_ggml=True,
+            split_conv=self.split_conv,
             rope_pairs=self.rope_pairs,
             index_pairs=self.index_pairs,
         )
@@ -204,6 +207,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         modules=linear.MODULES,
         linear="all",
         base=linear.qwen3_5_moe_base,
+    ),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        kimi.kimi_linear,
+        modules=kimi.MODULES,
+        split_conv=True,
+        base=kimi.base,
     ),
     "lfm2": _LFM2,
     "lfm2moe": replace(_LFM2, model_type="lfm2_moe", fields=short_conv.lfm2_moe),

@@ -46,6 +46,18 @@ def is_v3(metadata: Metadata) -> bool:
 
 
 def _latent(metadata: Metadata, config: Config) -> Config:
+    """Sizes, and the RoPE."""
+    sizes = latent_sizes(metadata)
+    metadata.only("attention.head_count_kv", 1, config["num_attention_heads"])
+    rope = dict(config["rope_parameters"])
+    multiplier = metadata.get("rope.scaling.yarn_log_multiplier", 0.0)
+    if rope["rope_type"] == "yarn" and multiplier:
+        rope["mscale"] = rope["mscale_all_dim"] = round(10 * multiplier, 6)
+    heads = config["num_attention_heads"]
+    return {"num_key_value_heads": heads, **sizes, "rope_parameters": rope}
+
+
+def latent_sizes(metadata: Metadata) -> Config:
     """Old files have the lengths of a head's keys and values where new ones have those cached."""
     key = metadata.get("attention.key_length_mla", metadata.get("attention.key_length"))
     value = metadata.get("attention.value_length_mla", metadata.get("attention.value_length"))
@@ -55,19 +67,12 @@ def _latent(metadata: Metadata, config: Config) -> Config:
             f"{metadata.path}: keys of {key} channels, {rope_dim} of them with RoPE, and values of "
             f"{value}; it is damaged, get it again"
         )
-    metadata.only("attention.head_count_kv", 1, config["num_attention_heads"])
-    rope = dict(config["rope_parameters"])
-    multiplier = metadata.get("rope.scaling.yarn_log_multiplier", 0.0)
-    if rope["rope_type"] == "yarn" and multiplier:
-        rope["mscale"] = rope["mscale_all_dim"] = round(10 * multiplier, 6)
     return {
-        "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": metadata.get("attention.q_lora_rank"),
         "kv_lora_rank": metadata.need("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": key - rope_dim,
         "v_head_dim": value,
-        "rope_parameters": rope,
     }
 
 

@@ -73,7 +73,7 @@ _FIELDS: Fields = {  # after the architecture's name
     **dict.fromkeys(("embedding_scale", "residual_scale", "attention.scale"), _FACTOR),
     **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count"), _COUNT),
     **dict.fromkeys(("ssm.time_step_rank", "ssm.inner_size", "full_attention_interval"), _COUNT),
-    "shortconv.l_cache": _COUNT,
+    **dict.fromkeys(("shortconv.l_cache", "kda.head_dim"), _COUNT),
     "moe_latent_size": _SIZE,
     "logit_scale": _SCALE,
     "use_parallel_residual": SWITCH,
