@@ -109,7 +109,7 @@ def layer_bytes(
         states = sum(linear(tokens, rows, hidden) for rows in shape.projections)
         states += states_bytes(tokens, shape)
         states += linear(tokens, hidden, shape.values) + normed + aside
-        attention = max(attention, states)
+        attention = attention + states if spec.has_both else max(attention, states)
 
     def mlp(inner: int) -> int:
         first = linear(part, 2 * inner if spec.gated else inner, hidden)

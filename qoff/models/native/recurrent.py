@@ -1,4 +1,4 @@
-"""What layers with states compute in place of attention: between the projections of it."""
+"""What layers with states compute in place of attention, or beside it: between projections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qoff.kernels.layout.states import StateShape
 from qoff.kernels.ops import Ops, exact
 from qoff.memory import Weights
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass
+from qoff.models.forward_pass import ForwardPass, columns
 from qoff.models.spec import DecoderSpec
 
 from .attention import by_parts
@@ -38,6 +38,7 @@ class Recurrent(ABC):
     def __init__(self, shape: Any, spec: DecoderSpec, ops: Ops) -> None:
         """shape: of a layer."""
         self._shape, self._ops, self._places = shape, ops, spec.cache_places
+        self._behind = spec.q_rows if spec.has_both else 0  # where attention's outputs are
         self._linear = {False: Linear(ops), True: Linear(exact(ops))}
 
     @abstractmethod
@@ -58,7 +59,7 @@ class Recurrent(ABC):
         """
         shape, workspace = self._shape, run.workspace
         assert workspace is not None
-        rows, out = list[Tensor](), None
+        rows = list[Tensor]()
         ends = accumulate(shape.projections)
         for (name, exactly), width, end in zip(
             self.MATRICES.items(), shape.projections, ends, strict=True
@@ -66,14 +67,13 @@ class Recurrent(ABC):
             into = None if workspace.qkv is None else workspace.qkv[:, end - width : end]
             linear = self._linear[exactly]
             rows.append((yield from linear(run, weights, name, out=into, norm=norm)))
-        if workspace.attended is not None:
-            out = workspace.attended[:, : shape.values]
+        out = columns(workspace.attended, shape.values, self._behind)
         op = self._op(weights)
 
         def mix(part: ForwardPass, states: Any, out: Tensor | None, *rows: Tensor) -> Tensor:
             return op(*rows, shape=shape, states=states, ragged=part.ragged, out=out)
 
-        return run.kept(keep, by_parts(run, self._places[layer][-1], mix, out, *rows))
+        return run.kept(keep, by_parts(run, self._places[layer][0], mix, out, *rows))
 
 
 class LinearAttention(Recurrent):
@@ -103,14 +103,11 @@ class Mamba(Recurrent):
     MATRICES = MappingProxyType({names.MAMBA_IN: False})
 
     def _op(self, weights: Weights) -> Op:
-        conv, *small = _vectors(
-            weights,
-            (
-                *(names.MAMBA_CONV, names.MAMBA_DECAY, names.MAMBA_DT_BIAS, names.MAMBA_SKIP),
-                names.MAMBA_NORM,
-            ),
+        conv, decay, dt_bias, skip = _vectors(
+            weights, (names.MAMBA_CONV, names.MAMBA_DECAY, names.MAMBA_DT_BIAS, names.MAMBA_SKIP)
         )
-        vectors = MambaWeights(conv, vector(weights, names.MAMBA_CONV_BIAS), *small)
+        bias, norm = (vector(weights, x) for x in (names.MAMBA_CONV_BIAS, names.MAMBA_NORM))
+        vectors = MambaWeights(conv, bias, decay, dt_bias, skip, norm)
         return lambda x, **rest: self._ops.mamba(x, vectors, **rest)
 
 
