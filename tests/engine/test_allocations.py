@@ -111,7 +111,8 @@ def of_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "gemma3n", "lfm2"]
+    "family",
+    ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "gemma3n", "lfm2", "falcon-h1"],
 )
 def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
@@ -148,6 +149,7 @@ def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
         ("never", "gemma4-small"),
         ("never", "gemma3n"),
         ("never", "lfm2"),
+        ("never", "falcon-h1"),
     ],
 )
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(

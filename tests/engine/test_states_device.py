@@ -18,7 +18,7 @@ from tests.models.test_triton_decoder import checkpoint as checkpoint_of
 __all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
 
 
-@pytest.mark.parametrize("family", ["qwen3-next-head64", "lfm2", "nemotron-h-latent"])
+@pytest.mark.parametrize("family", ["qwen3-next-head64", "lfm2", "nemotron-h-latent", "falcon-h1"])
 def test_states_are_beside_packed_blocks(
     family: str, tmp_path: Path, where: dict[str, Any]
 ) -> None:

@@ -84,7 +84,7 @@ class Unread(PlainRun):
 
 @interpreted
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3n", "deepseek-v3", "qwen3-next-head64", "lfm2", "opt"]
+    "family", ["gemma2", "gemma3n", "deepseek-v3", "qwen3-next-head64", "lfm2", "falcon-h1", "opt"]
 )
 def test_no_pass_waits_for_a_value(family: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, family)
