@@ -409,6 +409,7 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
             FormatError,
             "expected a multiple of the embedding's",
         ),
+        ("falcon-h1", {"ssm.inner_size": 250}, FormatError, "is 250; expected a multiple of 16 he"),
         ("nemotron-h-moe", {"attention.head_count_kv": [0, 0, 1]}, FormatError, "4 layers 0, or"),
         (
             "nemotron-h",
