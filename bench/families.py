@@ -87,6 +87,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": _CONVOLUTIONS | _SMALL | {"num_experts": 16},
     "bamba": _MAMBA | {"attn_layer_indices": [3, 7, 11, 15]},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 1536},
     "granitemoehybrid": _MAMBA | {
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4,
         "num_local_experts": 0, "shared_intermediate_size": 2304},

@@ -62,6 +62,7 @@ ARCHITECTURES = {  # by model_type
     "qwen3_5_moe_text": ARCH.QWEN35MOE,
     "kimi_linear": ARCH.KIMI_LINEAR,
     "granitemoehybrid": ARCH.GRANITE_HYBRID,
+    "falcon_h1": ARCH.FALCON_H1,
     "nemotron_h": ARCH.NEMOTRON_H,
     "lfm2": ARCH.LFM2,
     "lfm2_moe": ARCH.LFM2MOE,
@@ -286,6 +287,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         if "moe" not in config.get("layers_block_type", ["moe"]):  # whose keys a config has, too
             found = {key: x for key, x in found.items() if not key.startswith("expert_")}
         found |= gguf_mamba.metadata(config)
+    if model_type == "falcon_h1":
+        del found["embedding_scale"]  # which its matrices have
     if "conv_L_cache" in config:
         found |= _short_conv(config)
     if "indexer_types" in config:
@@ -376,6 +379,8 @@ def _renamed(
     """Tensors as llama.cpp's converter changes them, under names that are in its map."""
     model_type, stacks = config["model_type"], dict[str, dict[int, Array]]()
     for name, values in tensors.items():
+        if model_type == "falcon_h1":
+            values = gguf_mamba.multiplied(config, name, values)
         one = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
         if one is not None:
             stacks.setdefault(f"{one[1]}.{one[3]}.weight", {})[int(one[2])] = values

@@ -1,8 +1,8 @@
 """Tiny random models that run through transformers' modules, and transformers' logits for them.
 
-All but Gemma 3n are of architectures without a spec. Earlier versions had none for it either: its
-checkpoints from then go on to run through modules, where no other model's layers attend to packed
-keys and values of earlier ones.
+All but Gemma 3n and Falcon H1 are of architectures without a spec. Earlier versions had none for
+these either: their checkpoints from then go on to run through modules, where no other layers
+attend to packed keys and values of earlier ones, or have both attention and states.
 """
 
 from __future__ import annotations

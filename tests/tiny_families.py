@@ -750,6 +750,25 @@ FAMILIES |= {
         "attn_layer_indices": [1, 2],
         "mamba_d_conv": 3,
     },
+    "falcon-h1": {
+        "model_type": "falcon_h1",
+        **_MAMBA,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,  # whose K and V can be packed
+        "mamba_n_heads": 16,
+        "mamba_d_ssm": 256,
+        "embedding_multiplier": 0.5,
+        "lm_head_multiplier": 0.3,
+        "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.4,
+        "attention_out_multiplier": 0.7,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.35, 0.5, 0.7, 0.6, 1.5],
+        "mlp_multipliers": [0.8, 0.6],
+    },
 }
 EXPERTS = [
     name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -41,10 +42,11 @@ _KDA_KERNELS = {
     "kda_chunk_kernel": (4096,),
     "gated_norm_kernel": (1, 4096),
 }
-_MAMBA_SHAPES = (  # one that is padded; of Granite 4 Tiny and Nemotron 3 Nano
+_MAMBA_SHAPES = (  # one that is padded; of Granite 4 Tiny, Nemotron 3 Nano and Falcon H1 7B
     MambaShape(4, 48, 2, 80, 3),
     MambaShape(48, 64, 1, 128, 4),
     MambaShape(64, 64, 8, 128, 4),
+    MambaShape(24, 128, 1, 256, 4, factors=(0.4, 0.5, 0.6, 0.7, 0.8)),
 )
 _MAMBA_KERNELS = {
     "mamba_convolve_kernel": (1, 4096),
@@ -97,10 +99,13 @@ def _delta(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool)
 
 def _mamba(kernel: str, shape: MambaShape, rows: int, dtype: str, chunked: bool) -> Variant:
     sizes = (shape.taps * shape.channels, shape.channels, *[shape.heads] * 3, shape.values)
+    weights = MambaWeights(*(empty(torch.float32, size) for size in sizes))
+    if set(shape.factors) != {1.0}:  # as in Falcon H1
+        weights = replace(weights, norm=None)
     launch = partial(
         mamba,
         empty(DTYPES[dtype], rows, shape.width),
-        MambaWeights(*(empty(torch.float32, size) for size in sizes)),
+        weights,
         shape,
         _states(shape, rows, dtype),
         chunked=chunked,

@@ -10,12 +10,16 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 class Norm(NamedTuple):
-    """RMSNorm of rows (arXiv 1910.07467) or, `centered`, LayerNorm (arXiv 1607.06450)."""
+    """RMSNorm of rows (arXiv 1910.07467) or, `centered`, LayerNorm (arXiv 1607.06450).
+
+    scale: what the weight is multiplied by.
+    """
 
     weight: Tensor  # [K]
     eps: float
     bias: Tensor | None = None  # [K]
     centered: bool = False
+    scale: float = 1.0
 
 
 class Ending(NamedTuple):

@@ -7,8 +7,8 @@ forgets, and learns x (arXiv 2405.21060):
     t = softplus(dt + dt_bias)
     S = exp(-exp(decay) * t) * S + B (t * x)^T,    y = S^T C + skip * x
 
-`heads / groups` heads that follow each other share B and C. y is multiplied by silu(z); then comes
-an RMSNorm of each group's channels.
+`heads / groups` heads that follow each other share B and C. y is multiplied by silu(z); then may
+come an RMSNorm of each group's channels. z, x, B, C and dt may have constant factors (Falcon H1).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class MambaShape:
     state: int  # channels of B and of C
     taps: int  # tokens that the convolution sees
     norm_eps: float = 1e-5
+    factors: tuple[float, float, float, float, float] = (1.0,) * 5  # of z, x, B, C and dt
 
     def __post_init__(self) -> None:
         if min(self.heads, self.groups) < 1 or self.heads % self.groups or self.taps < 2:
@@ -94,4 +95,4 @@ class MambaWeights:
     decay: Tensor  # [heads], A_log
     dt_bias: Tensor  # [heads]
     skip: Tensor  # [heads], D
-    norm: Tensor  # [values]
+    norm: Tensor | None  # [values]; None: there is no norm

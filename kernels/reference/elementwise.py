@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
     """Return x / sqrt(mean(x**2) + eps) * weight for x [T, C], the mean over C (arXiv 1910.07467).
 
-    float64 operands are computed in float64.
+    scale: what the result is multiplied by. float64 operands are computed in float64.
     """
     y = wide(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(y.dtype)
-    return y.to(x.dtype)
+    return (y if scale == 1 else y * scale).to(x.dtype)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ TURN = 16  # columns of gate, then as many of up
 def normalized(x: Tensor, norm: Norm) -> Tensor:
     """RMSNorm or LayerNorm of rows of x [..., K], rounded once; of float64 in float64."""
     if not norm.centered:
-        return rms_norm(x, norm.weight, norm.eps)
+        return rms_norm(x, norm.weight, norm.eps, norm.scale)
     rows = wide(x)
-    weight, bias = (None if v is None else v.to(rows.dtype) for v in (norm.weight, norm.bias))
+    bias = None if norm.bias is None else norm.bias.to(rows.dtype)
+    weight = norm.weight.to(rows.dtype) * norm.scale
     return F.layer_norm(rows, x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
 
 

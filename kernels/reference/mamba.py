@@ -24,7 +24,7 @@ def mamba(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The mixer of a layer's new tokens, up to its norm; the states are those after them.
+    """The mixer of a layer's new tokens, with its norm if any; the states are those after them.
 
     zxbcdt: [M, shape.width], which may be overwritten. A sequence whose first new token has
     position 0 remembers nothing. Returns [M, shape.values]. See `layout.mamba`.
@@ -52,20 +52,26 @@ def _sequence(
     before = mixed.new_zeros(shape.conv_shape) if fresh else states.conv[slot].to(mixed.dtype)
     kernel = weights.conv.view(shape.taps, shape.channels).to(mixed.dtype)
     mixed, states.conv[slot] = convolved(before, mixed, kernel)
+    z_factor, *factors, dt_factor = shape.factors
+    all_of_b = shape.groups * shape.state
+    sections = shape.values, all_of_b, all_of_b
+    each = [part * by for part, by in zip(mixed.split(sections, 1), factors, strict=True)]
+    mixed = torch.cat(each, 1)
     if weights.conv_bias is not None:
         mixed = mixed + weights.conv_bias.to(mixed.dtype)
-    all_of_b = shape.groups * shape.state
-    x, b, c = wide(F.silu(mixed)).split([shape.values, all_of_b, all_of_b], 1)
+    x, b, c = wide(F.silu(mixed)).split(sections, 1)
     x = x.unflatten(1, (shape.heads, -1))
     b, c = (one.unflatten(1, (shape.groups, -1)) for one in (b, c))
     b, c = (one.repeat_interleave(shape.heads // shape.groups, 1) for one in (b, c))
-    step = F.softplus(wide(dt) + weights.dt_bias)
+    step = F.softplus(wide(dt) * dt_factor + weights.dt_bias)
     decay = (-weights.decay.exp() * step).exp()
     y, memory = _recurrence(
         x * step[:, :, None], b, c, decay, whole(states.memory[slot], fresh).to(x.dtype)
     )
     states.memory[slot] = panels(memory.detach(), shape.panel)
-    y = (y + weights.skip[:, None] * x).flatten(1) * F.silu(wide(z))
+    y = (y + weights.skip[:, None] * x).flatten(1) * F.silu(wide(z) * z_factor)
+    if weights.norm is None:
+        return y.to(zxbcdt.dtype)
     grouped = y.unflatten(1, (shape.groups, -1))
     inverse = torch.rsqrt((grouped * grouped).mean(-1, keepdim=True) + shape.norm_eps)
     return ((grouped * inverse).flatten(1) * weights.norm).to(zxbcdt.dtype)

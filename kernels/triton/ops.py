@@ -151,9 +151,10 @@ def _ended(z: Tensor, end: Ending, residual: Tensor | None) -> Tensor:
 
 def _normalized(x: Tensor, by: Norm) -> Tensor:
     if not by.centered:
-        return rms_norm(x, by.weight, by.eps)
+        return rms_norm(x, by.weight, by.eps, by.scale)
     bias = None if by.bias is None else by.bias.to(x.dtype)
-    return F.layer_norm(x, x.shape[-1:], by.weight.to(x.dtype), bias, by.eps)
+    weight = by.weight if by.scale == 1 else by.weight * by.scale
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias, by.eps)
 
 
 def delta(

@@ -1,4 +1,4 @@
-"""The weights of attention, or of what a layer has in its place."""
+"""The weights of attention, and of what a layer has in its place or beside it."""
 
 from __future__ import annotations
 
@@ -67,11 +67,15 @@ def output_of(spec: DecoderSpec, layer: int) -> str:
     """The last matrix of attention, or of what a layer has in its place; or one of its MLP."""
     if not spec.has_mixer(layer):
         return ROUTER if spec.has_experts(layer) else "mlp.down_proj"
-    if spec.state_shape is None or not spec.is_recurrent(layer):
-        return "self_attn.o_proj"
+    return ATTENTION_OUT if spec.attends(layer) else recurrent_output(spec)
+
+
+def recurrent_output(spec: DecoderSpec) -> str:
+    """The last matrix of what layers with states have."""
     return _OUTPUTS[type(spec.state_shape)]
 
 
+ATTENTION_OUT = "self_attn.o_proj"
 _OUTPUTS: Mapping[type, str] = MappingProxyType(
     {DeltaShape: OUT, ShortConvShape: SHORT_OUT, MambaShape: MAMBA_OUT}
 )
@@ -116,7 +120,7 @@ class AttentionWeights:
         return Weight(name, (Part(self._source(name, ""), rows),))
 
     def _attention(self) -> Iterator[Weight]:
-        spec, o = self._spec, "self_attn.o_proj"
+        spec, o = self._spec, ATTENTION_OUT
         parts = self._qkv() if spec.latent is None else self._compressed(spec.latent)
         yield from with_bias(QKV, parts, spec.hidden_size, spec.qkv_bias)
         if spec.latent is not None:
@@ -158,6 +162,11 @@ class AttentionWeights:
             parts.append(self._part("self_attn.gate_proj", q, after(first)))
         return tuple(parts)
 
+    def _both(self) -> list[Weight]:
+        """Those of states and of attention: matrices of outputs, used last, come last."""
+        last = (recurrent_output(self._spec), ATTENTION_OUT)
+        return sorted((*self._recurrent(), *self._attention()), key=lambda x: x.name in last)
+
     def _recurrent(self) -> Iterator[Weight]:
         shape = self._spec.state_shape
         if isinstance(shape, DeltaShape):
@@ -184,9 +193,10 @@ class AttentionWeights:
         yield Weight(MAMBA_DECAY, (self._by_head(MAMBA_DECAY, shape, of_exponential=logs),))
         yield Weight(MAMBA_DT_BIAS, (Part(self._source(MAMBA_DT_BIAS, ""), shape.heads),))
         yield Weight(MAMBA_SKIP, (self._by_head(MAMBA_SKIP, shape),))
-        stored = (shape.groups, shape.values // shape.groups) if logs else None
-        norm = self._source(MAMBA_NORM.removesuffix(".weight"))
-        yield Weight(MAMBA_NORM, (Part(norm, shape.values, stored=stored),))
+        if spec.normed:
+            stored = (shape.groups, shape.values // shape.groups) if logs else None
+            norm = self._source(MAMBA_NORM.removesuffix(".weight"))
+            yield Weight(MAMBA_NORM, (Part(norm, shape.values, stored=stored),))
         yield Weight(MAMBA_IN, (self._part(MAMBA_IN, shape.width),), hidden)
         yield Weight(MAMBA_OUT, (self._part(MAMBA_OUT, hidden),), shape.values)
 

@@ -274,11 +274,15 @@ def first_rows(memory: Tensor | None, rows: int) -> Tensor | None:
     return memory if memory is None or len(memory) <= rows else memory[:rows]
 
 
-def columns(memory: Tensor | None, width: int) -> Tensor | None:
-    """Working space of rows of at least this width as rows of it, one after the other."""
+def columns(memory: Tensor | None, width: int, behind: int = 0) -> Tensor | None:
+    """Working space of rows of at least this width as rows of it, one after the other.
+
+    behind: leave the space of so wide rows to others.
+    """
     if memory is None or memory.shape[1] == width:
         return memory
-    return memory.flatten()[: len(memory) * width].view(len(memory), width)
+    first = len(memory) * behind
+    return memory.flatten()[first : first + len(memory) * width].view(len(memory), width)
 
 
 def mlp_tokens(tokens: int, tiled: bool, on_gpu: bool = False) -> int:

@@ -94,7 +94,7 @@ class _Layer(AttentionWeights):
         spec, experts = self._spec, self._spec.experts
         attention = list(self._norms())
         if spec.attends(self._layer):
-            attention += self._attention()
+            attention += self._both() if spec.is_recurrent(self._layer) else self._attention()
         elif spec.has_mixer(self._layer):
             attention += self._recurrent()
         if spec.streams is not None:

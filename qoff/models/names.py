@@ -44,6 +44,9 @@ and those with Mamba 2 (`kernels.layout.mamba`)
     mamba.conv1d                      the convolution, tap by tap
     mamba.A_log, mamba.dt_bias, mamba.D, mamba.norm
 
+Layers with both attention and Mamba 2 have the matrices of both: those of their inputs, then those
+of their outputs.
+
 Whatever a family calls its tensors, weights are stored under Llama's names, with
 
     input_layernorm, post_attention_layernorm      the norms before attention and MLP

@@ -1,4 +1,4 @@
-"""What a spec says of layers with states in place of attention: their kind, and sizes."""
+"""What a spec says of layers with states in place of attention, or beside it: kind and sizes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from .spec_parts import unsupported
 class RecurrentSpec(ABC):
     """Some layers have this in place of attention.
 
-    KIND: what configs call such a layer. Raises UnsupportedModelError for sizes without a kernel,
-    and where no layer attends.
+    KIND: what configs call such a layer. beside: they attend, too, and both are given the same.
+    scale: of what it adds. Raises UnsupportedModelError for sizes without a kernel, and where no
+    layer attends.
     """
 
     KIND: ClassVar[str] = "linear_attention"
     layers: tuple[bool, ...]  # per layer: whether it is one
+    beside: bool = False
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if all(self.layers):
+        if all(self.layers) and not self.beside:
             raise unsupported("layer_types", f"{self.KIND} alone", "a full_attention layer")
         try:
             self.shape(0.0)
@@ -70,7 +73,10 @@ class ShortConvSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class MambaSpec(RecurrentSpec):
-    """Mamba 2: `layout.mamba.MambaShape`. conv_bias: of the convolution."""
+    """Mamba 2: `layout.mamba.MambaShape`. conv_bias: of the convolution.
+
+    normed: there is a norm at its end. factors: what z, x, B, C and dt are multiplied by.
+    """
 
     heads: int
     head_dim: int
@@ -79,7 +85,11 @@ class MambaSpec(RecurrentSpec):
     taps: int
     conv_bias: bool
     layers: tuple[bool, ...]
+    normed: bool = True
+    factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    scale: float = 1.0
+    beside: bool = False
 
     def shape(self, norm_eps: float) -> MambaShape:
         sizes = self.heads, self.head_dim, self.groups, self.state, self.taps
-        return MambaShape(*sizes, norm_eps)
+        return MambaShape(*sizes, norm_eps, self.factors)

@@ -79,6 +79,9 @@ class DecoderSpec:
     sinks: bool = False  # each head has a score for a key without a value
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
+    attention_output_scale: float = 1.0  # of what attention adds, beside
+    mlp_input_scale: float = 1.0  # of what the norm before it gives
+    mlp_output_scale: float = 1.0  # of what the MLP adds, beside
     layer_scale: bool = False  # what a layer returns is multiplied by a number of its own
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
@@ -87,7 +90,7 @@ class DecoderSpec:
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
     gated_attention: bool = False  # times the sigmoid of a projection, before the output's
-    recurrent: RecurrentSpec | None = None  # what some layers have in place of attention
+    recurrent: RecurrentSpec | None = None  # what some layers have in place of attention, or beside
     # Per layer, whether it has attention or what is in its place; an MLP or experts. None: all do.
     mixers: tuple[bool, ...] | None = None
     mlps: tuple[bool, ...] | None = None
@@ -203,9 +206,12 @@ class DecoderSpec:
 
     @property
     def attended_width(self) -> int:
-        """Numbers of a token that attention returns."""
+        """Numbers of a token that attention, a recurrent layer's op, or both return."""
         own = self.q_rows if self.latent is None else self.num_heads * self.latent.latent
-        return own if self.state_shape is None else max(own, self.state_shape.values)
+        if self.state_shape is None:
+            return own
+        both = own, self.state_shape.values
+        return sum(both) if self.has_both else max(both)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
         """How a layer rotates queries and keys; None: it does not."""
@@ -246,8 +252,13 @@ class DecoderSpec:
         """What each recurrent layer computes and remembers."""
         return None if self.recurrent is None else self.recurrent.shape(self.norm_eps)
 
+    @property
+    def has_both(self) -> bool:
+        """Whether layers with states attend, too."""
+        return self.recurrent is not None and self.recurrent.beside
+
     def is_recurrent(self, layer: int) -> bool:
-        """Whether a layer has states in place of K and V."""
+        """Whether a layer has states, in place of K and V or beside them."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     def has_mixer(self, layer: int) -> bool:
@@ -260,7 +271,7 @@ class DecoderSpec:
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return self.has_mixer(layer) and not self.is_recurrent(layer)
+        return self.has_mixer(layer) and (self.has_both or not self.is_recurrent(layer))
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
@@ -279,15 +290,15 @@ class DecoderSpec:
     def cache_places(self) -> tuple[tuple[int, ...], ...]:
         """What each layer opens of a KV cache, one after the other; the last is its K and V.
 
-        Or its states. An index, which comes before them, is a layer of the cache of its own. A
-        layer without a mixer has none.
+        Or its states, which come first where there are both. An index, which comes before K and V,
+        is a layer of the cache of its own. A layer without a mixer has none.
         """
-        if self.index is None and self.mixers is None:
+        if self.index is None and self.mixers is None and not self.has_both:
             return tuple((layer,) for layer in self.kv_layers)
         found, count = [], 0
         for layer in range(self.num_layers):
             indexes = self.index is not None and self.index.layers[layer]
-            own = self.has_mixer(layer) * (1 + indexes)
+            own = self.is_recurrent(layer) + self.attends(layer) * (1 + indexes)
             found.append(tuple(range(count, count + own)))
             count += own
         return tuple(found)
@@ -295,8 +306,14 @@ class DecoderSpec:
     @cached_property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers of a KV cache that K and V, or keys of an index, are in."""
-        own = self.attention_layers
-        return tuple(place for layer in own for place in self.cache_places[layer])
+        places = ((layer, self.cache_places[layer]) for layer in self.attention_layers)
+        return tuple(x for layer, own in places for x in own[self.is_recurrent(layer) :])
+
+    @cached_property
+    def state_places(self) -> tuple[bool, ...]:
+        """Of each layer of a KV cache, whether states are in it."""
+        cached, places = set(self.cached_layers), {x for own in self.cache_places for x in own}
+        return tuple(place not in cached for place in sorted(places))
 
     @cached_property
     def lent_layers(self) -> frozenset[int]:

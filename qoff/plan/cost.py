@@ -283,7 +283,8 @@ class CostModel:
         """
         device, sizes, spec = self.machine.device, self.sizes, self.sizes.spec
         layers = range(spec.num_layers)
-        ops = sum(_MIXER_OPS * spec.has_mixer(i) + _MLP_OPS * spec.has_mlp(i) for i in layers)
+        mixers = sum(spec.attends(i) + spec.is_recurrent(i) for i in layers)
+        ops = _MIXER_OPS * mixers + _MLP_OPS * sum(map(spec.has_mlp, layers))
         calls = (ops + 1) * call_s(self.machine)
         between = pass_s(self.machine, passes, self.units, c.activations == 2)
         seconds = passes * (calls + between)

@@ -161,26 +161,25 @@ class ModelSizes:
     def last_columns(self) -> int:
         """The part of `layer_columns` in the last layer behind attention: for rows of logits."""
         spec, last = self.spec, self.spec.num_layers - 1
-        if not spec.has_mixer(last):
-            attended = 0
-        elif spec.state_shape is not None and spec.is_recurrent(last):
-            attended = spec.state_shape.values
-        else:
-            attended = spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
+        attended = 0
+        if spec.state_shape is not None and spec.is_recurrent(last):
+            attended += spec.state_shape.values
+        if spec.attends(last):
+            attended += spec.o_columns if spec.latent else spec.num_heads * spec.heads(last)[1]
         rest = self._mlp_columns(last) + self._per_layer_columns(last)
         joined = 0 if spec.streams is None else (spec.stream_count - 1) * spec.hidden_size
         return spec.hidden_size * (attended + joined) + rest
 
     def _attention_columns(self, layer: int) -> int:
-        spec = self.spec
-        if not spec.has_mixer(layer):
-            return 0
+        """Of attention, and of what is in its place or beside it."""
+        spec, states = self.spec, 0
         if spec.state_shape is not None and spec.is_recurrent(layer):
             shape = spec.state_shape
-            found = spec.hidden_size * (sum(shape.projections) + shape.values)
+            states = spec.hidden_size * (sum(shape.projections) + shape.values)
             if isinstance(shape, DeltaShape) and shape.by_channel:  # a and z are of a few channels
-                found -= (spec.hidden_size - shape.rank) * (shape.decays + shape.values)
-            return found
+                states -= (spec.hidden_size - shape.rank) * (shape.decays + shape.values)
+        if not spec.attends(layer):
+            return states
         if spec.latent is not None:
             columns = spec.hidden_size * (spec.qkv_rows + spec.o_columns)
             columns += spec.latent.query_latent * spec.q_rows
@@ -191,7 +190,7 @@ class ModelSizes:
         kv_heads, dim = spec.heads(layer)
         matrices = 2 + spec.gated_attention  # of queries, outputs and gates
         own = 2 * kv_heads if spec.kv_layers[layer] == layer else 0
-        return spec.hidden_size * (matrices * spec.num_heads + own) * dim
+        return states + spec.hidden_size * (matrices * spec.num_heads + own) * dim
 
     def _mlp_columns(self, layer: int) -> int:
         spec, each = self.spec, 3 if self.spec.gated else 2

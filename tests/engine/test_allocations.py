@@ -112,7 +112,10 @@ def of_checkpoint(
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gemma2", "opt", "qwen3-moe", "qwen3-next-head64", "kimi-linear", "gemma3n", "lfm2"],
+    [
+        *("llama", "gemma2", "opt", "qwen3-moe", "gemma3n"),
+        *("qwen3-next-head64", "kimi-linear", "lfm2", "falcon-h1"),
+    ],
 )
 def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
@@ -150,6 +153,7 @@ def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
         ("never", "gemma4-small"),
         ("never", "gemma3n"),
         ("never", "lfm2"),
+        ("never", "falcon-h1"),
     ],
 )
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(

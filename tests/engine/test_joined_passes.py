@@ -76,6 +76,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
         True,
     ),
     "lfm2": (CONVOLUTIONS, True),
+    "falcon-h1": ({"num_hidden_layers": 8, "max_position_embeddings": 1024}, True),
 }
 
 

@@ -33,6 +33,7 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
     "kimi-linear": [HALF, ON_DISK, IN_HOST | {"cpu_attention": "never", "prefill_tokens": 170}],
     "lfm2": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],
     "nemotron-h-moe": [HALF, ON_DISK, IN_HOST],  # layers without a mixer, and without an MLP
+    "falcon-h1": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],  # both in all layers
     "deepseek-v3": [
         HALF | {"draft_tokens": 3},
         ON_DISK,

@@ -50,7 +50,7 @@ def ranks() -> LowRanks:
 @pytest.mark.parametrize("rows", [slice(0, N), slice(32, 80)])
 def test_each_row_has_its_adapter(ranks: LowRanks, tokens: int, rows: slice) -> None:
     x, which = torch.randn(tokens, K), torch.arange(tokens) % 5 - 1
-    norm, bias = Norm(torch.rand(K), 1e-5), torch.randn(rows.stop - rows.start)
+    norm, bias = Norm(torch.rand(K), 1e-5, scale=0.7), torch.randn(rows.stop - rows.start)
     both: list[dict[str, Any]] = [{}, {"norm": norm, "bias": bias}]
     for more in both:
         found = cpu.low_rank(x, ranks, which, rows, **more)

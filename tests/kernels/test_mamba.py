@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import NemotronHConfig
+from transformers import FalconH1Config, NemotronHConfig
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, compute_mup_vector
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from qoff.errors import OpError
@@ -18,15 +20,19 @@ from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.recurrent_states import states
 from tests.tolerances import assert_close
 
+FACTORS: Any = {"factors": (0.4, 0.5, 1.5, 2.0, 2.5)}  # of z, x, B, C, dt
 # Panels of 64 channels, of fewer, and several; more channels than a thread convolves at once.
 SHAPES = [MambaShape(4, 64, 2, 32, 4), MambaShape(3, 48, 1, 16, 2), MambaShape(2, 128, 2, 16, 3)]
+SHAPES += [MambaShape(4, 16, 2, 48, 4, **FACTORS)]
 
 
 def weights_of(shape: MambaShape, biased: bool = True) -> MambaWeights:
+    """With factors there is no norm, so that both ways are there."""
     conv, bias = torch.randn(shape.taps * shape.channels), torch.randn(shape.channels)
     decay, dt_bias, skip = torch.randn(3, shape.heads)
     norm = torch.rand(shape.values) + 0.5
-    return MambaWeights(conv, bias if biased else None, decay, dt_bias, skip, norm)
+    kept = norm if shape.factors[0] == 1 else None
+    return MambaWeights(conv, bias if biased else None, decay, dt_bias, skip, kept)
 
 
 def inputs(shape: MambaShape, tokens: int) -> Tensor:
@@ -86,6 +92,30 @@ def test_the_mixer_is_that_of_transformers(biased: bool) -> None:
     bias = None if conv.bias is None else conv.bias.detach()
     kernel = conv.weight.detach()[:, 0].T.flatten()
     weights = MambaWeights(kernel, bias, *(one.detach() for one in small))
+    found = reference_ops.mamba(x, weights, shape, states(shape, ragged, [1]), ragged)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_factors_and_no_norm_are_those_of_transformers_falcon_h1(normed: bool) -> None:
+    shape, ragged = MambaShape(4, 32, 2, 16, 4, **FACTORS), Ragged.of([9], [0])
+    config = FalconH1Config(
+        hidden_size=128, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=2,
+        mamba_d_state=16, mamba_rms_norm=normed, mamba_norm_before_gate=False,
+        ssm_multipliers=list(shape.factors), mamba_chunk_size=4,
+    )  # fmt: skip
+    module = FalconH1Mixer(config, 0)
+    module.register_buffer("mup_vector", compute_mup_vector(config))
+    torch.nn.init.eye_(module.out_proj.weight)
+    small = [module.A_log, module.dt_bias, module.D, *module.norm.parameters()]
+    for one in small:
+        torch.nn.init.normal_(one)
+    hidden, conv = torch.randn(9, shape.values), module.conv1d
+    with torch.no_grad():
+        wanted, x = module(hidden[None])[0], module.in_proj(hidden)
+    kernel = conv.weight.detach()[:, 0].T.flatten()
+    vectors = [one.detach() for one in small] + [None] * (not normed)
+    weights = MambaWeights(kernel, conv.bias.detach(), *vectors)
     found = reference_ops.mamba(x, weights, shape, states(shape, ragged, [1]), ragged)
     assert_close(found, wanted)
 

@@ -14,7 +14,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.layout.states import LayerStates
 from qoff.kernels.reference.mamba import mamba as reference
 from tests.kernels.recurrent_states import SLOTS, device_states, passes, spans_of, states_of
-from tests.kernels.test_mamba import inputs, weights_of
+from tests.kernels.test_mamba import FACTORS, inputs, weights_of
 from tests.tolerances import RELATIVE_RMS, assert_close
 from tests.triton_module import triton_module
 
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(
         (MambaShape(4, 16, 2, 16, 4), torch.bfloat16),
         (MambaShape(2, 48, 1, 48, 3), torch.float16),
         (MambaShape(1, 128, 1, 32, 2), torch.float16),
+        (MambaShape(4, 16, 2, 16, 3, **FACTORS), torch.float16),
+        (MambaShape(1, 16, 1, 144, 2), torch.bfloat16),
     ],
     ids=str,
 )

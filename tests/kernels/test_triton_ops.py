@@ -26,7 +26,7 @@ def test_norm_bias_gate_and_residual(tokens: int, end: Ending, dtype: torch.dtyp
     weight = quantized(64, 96, 4, 32)
     x = torch.randn(tokens, 96).to(dtype)
     residual = torch.randn(tokens, 32 if end.gated else 64).to(dtype)
-    options = {"norm": Norm(torch.rand(96) + 0.5, 1e-5), "bias": torch.randn(64)}
+    options = {"norm": Norm(torch.rand(96) + 0.5, 1e-5, scale=0.7), "bias": torch.randn(64)}
     expected = reference_ops.w4_linear(
         x.float(), weight, residual=residual.float(), end=end, **options
     )

@@ -58,7 +58,7 @@ def test_gate(tokens: int) -> None:
 
 def _norm(k: int, *, centered: bool = False) -> Norm:
     bias = torch.randn(k) if centered else None
-    return Norm(torch.rand(k) + 0.5, 1e-3, bias, centered)
+    return Norm(torch.rand(k) + 0.5, 1e-3, bias, centered, scale=0.7)
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

@@ -30,6 +30,7 @@ LENGTHS = (1, 21, 8)  # of the sequences of a ragged batch
 KINDS = (  # of decoders
     *("llama", "gemma2", "gpt-neox", "qwen3-moe", "deepseek-v3", "llama4", "qwen3.5-moe"),
     *("gemma3n", "gemma4-moe", "gemma4-small", "lfm2-moe", "nemotron-h-latent"),
+    "falcon-h1",
 )
 
 

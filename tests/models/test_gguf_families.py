@@ -55,6 +55,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
     "deepseek-v3.2": {"rope_scaling": _MSCALE},
+    "falcon-h1": {  # its constants are in the file's matrices: `test_falcon_h1.py`
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        **{
+            f"{name}_multiplier": 1.0
+            for name in (
+                *("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in"),
+                "ssm_out",
+            )
+        },
+    },
 }
 # llama.cpp has no such architecture, does not tell it from another, or the package `gguf` does not
 # have it.
@@ -408,6 +421,7 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
             FormatError,
             "expected a multiple of the embedding's",
         ),
+        ("falcon-h1", {"ssm.inner_size": 250}, FormatError, "is 250; expected a multiple of 16 he"),
         ("nemotron-h-moe", {"attention.head_count_kv": [0, 0, 1]}, FormatError, "4 layers 0, or"),
         (
             "nemotron-h",

@@ -99,7 +99,9 @@ def logits_of(runtime: Runtime, prompts: list[Tensor], decoded: Tensor) -> list[
 
 
 def test_no_spec_is_needed(name: str) -> None:
-    assert (MODULES[name]["model_type"] in {*FAMILIES, *SOURCES}) == (name == "gemma3n")
+    assert (MODULES[name]["model_type"] in {*FAMILIES, *SOURCES}) == (
+        name in ("gemma3n", "falcon_h1")  # as earlier versions converted them
+    )
 
 
 @pytest.mark.parametrize("packing", ["rows16", "split32"])

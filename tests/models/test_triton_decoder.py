@@ -95,6 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "layers_block_type": ["linear_attention", "moe", "full_attention"],
     },
+    "falcon-h1": {"num_hidden_layers": 2, "mamba_n_heads": 4, "mamba_d_ssm": 64},
     "gemma3n": {  # several streams, sparse gates, K and V that others have appended
         "num_attention_heads": 2,
         "num_hidden_layers": 4,

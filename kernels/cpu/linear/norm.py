@@ -46,7 +46,7 @@ def set_norm(op: str, a: NormArguments, norm: Norm | None, k: int) -> None:
     if norm.bias is not None:
         check_dense(op, "bias of the norm", norm.bias, (k,))
     a.weight, a.bias = norm.weight.data_ptr(), address(norm.bias)
-    a.centered, a.eps = norm.centered, norm.eps
+    a.centered, a.eps, a.scale = norm.centered, norm.eps, norm.scale
 
 
 def set_rows(

@@ -13,9 +13,16 @@ from qoff.kernels.cpu.operands import int64s, offsets
 
 
 class NormArguments(ctypes.Structure):
-    """One norm: addresses of its weight (0: none) and bias, whether the mean is subtracted."""
+    """One norm: addresses of its weight (0: none) and bias, whether the mean is subtracted.
 
-    _fields_ = (*int64s("weight", "bias", "centered"), ("eps", ctypes.c_float))
+    scale: what the weight is multiplied by.
+    """
+
+    _fields_ = (
+        *int64s("weight", "bias", "centered"),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
 
 
 class RowsArguments(ctypes.Structure):
@@ -30,7 +37,7 @@ class RowsArguments(ctypes.Structure):
     OF_LAYER = ("norm",)
 
 
-WEIGHT, BIAS, CENTERED, EPS = offsets(NormArguments)
+WEIGHT, BIAS, CENTERED, EPS, WEIGHT_SCALE = offsets(NormArguments)
 (NORM, X, X_STRIDE, M, K, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, SCALE, SUM_SCALE) = offsets(
     RowsArguments
 )
@@ -49,13 +56,13 @@ def _mean(norm, x, k):
 
 @inner
 def _factor(norm, x, k, mean):
-    """1 / sqrt of the mean square of what is left."""
+    """scale / sqrt of the mean square of what is left."""
     less = simd.splat_f32(-mean)
     total = simd.splat_f32(np.float32(0.0))
     for i in range(0, 4 * k, 64):
         v = simd.add(simd.load_f32(x + i), less)
         total = simd.mul_add(v, v, total)
-    return np.float32(1.0) / np.sqrt(
+    return simd.peek_f32(norm + WEIGHT_SCALE) / np.sqrt(
         simd.sum_f32(total) / np.float32(k) + simd.peek_f32(norm + EPS)
     )
 

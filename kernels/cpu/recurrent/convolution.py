@@ -24,12 +24,14 @@ def clear(target, nbytes):
 
 
 @inner
-def convolve(x, stride, count, state, row, past, fresh, weight, bias, nbytes, before, silu):
+def convolve(
+    x, stride, count, state, row, past, fresh, weight, factor, bias, nbytes, before, silu
+):  # fmt: skip
     """Some channels of `count` tokens, in their place, and their `state`: of `past` tokens.
 
     nbytes: of these channels of a token; row: of all channels, in a state and a tap's weights.
-    fresh: the sequence remembers nothing. bias: of these channels; 0: none. before: room for these
-    channels of `past` tokens.
+    fresh: the sequence remembers nothing. factor: of the weights. bias: of these channels; 0: none.
+    before: room for these channels of `past` tokens.
     """
     for i in range(past):
         if fresh:
@@ -42,12 +44,15 @@ def convolve(x, stride, count, state, row, past, fresh, weight, bias, nbytes, be
         _copy(source, state + i * row, nbytes)
     for token in range(count - 1, -1, -1):  # what is overwritten is not read again
         for i in range(0, nbytes, 64):
-            total = simd.load_f32(bias + i) if bias != 0 else simd.splat_f32(np.float32(0.0))
+            total = simd.splat_f32(np.float32(0.0))
             for tap in range(past + 1):
                 at = token - past + tap
                 source = x + at * stride if at >= 0 else before + (at + past) * nbytes
                 w = simd.load_f32(weight + tap * row + i)
                 total = simd.mul_add(simd.load_f32(source + i), w, total)
+            total = simd.mul(total, simd.splat_f32(factor))
+            if bias != 0:
+                total = simd.add(total, simd.load_f32(bias + i))
             if silu:
                 total = activated(_SILU, total)
             simd.store_f32(x + token * stride + i, total)

@@ -76,7 +76,10 @@ def _convolve(args, span, channel, width, before):
     state = simd.peek_i64(args + CONV) + simd.peek_i64(span + 16) * past * row + 4 * channel
     weight = simd.peek_i64(args + TAPS_WEIGHT) + 4 * channel
     fresh = _is_fresh(args, first)
-    convolve(x, stride, count, state, row, past, fresh, weight, 0, 4 * width, before, True)
+    convolve(
+        x, stride, count, state, row, past, fresh, weight, np.float32(1.0), 0, 4 * width, before,
+        True,
+    )  # fmt: skip
 
 
 @inner

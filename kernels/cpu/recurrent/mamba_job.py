@@ -1,4 +1,4 @@
-"""Mamba 2 as one compiled job: convolutions, then heads of each sequence, then gated norms.
+"""Mamba 2 as one compiled job: convolutions, then heads of each sequence, then gates and norms.
 
 The recurrence goes token by token, so a prompt's bits do not depend on how it is cut. A panel of a
 state, of 32 KiB for 128 x 64, stays in the first cache while all tokens of a pass go by it, and is
@@ -24,6 +24,7 @@ from .step import softplus
 
 _SILU = NUMBERS["silu"]
 _SPAN_BYTES = 8 * len(SPAN_FIELDS)
+FACTORS = ("z_factor", "x_factor", "b_factor", "c_factor", "dt_factor")
 
 
 class MambaArguments(ctypes.Structure):
@@ -39,12 +40,15 @@ class MambaArguments(ctypes.Structure):
             "groups", "state", "panel", "taps", "out", "out_stride", "scratch", "scratch_each",
         ),
         ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in FACTORS),
     )  # fmt: skip
 
 
 (X, X_STRIDE, TOKENS, TAPS_WEIGHT, CONV_BIAS, DECAY, DT_BIAS, SKIP, NORM, CONV, MEMORY, SPANS,
  POSITIONS, SEQUENCES, HEADS, HEAD_DIM, GROUPS, STATE, PANEL, TAPS, OUT, OUT_STRIDE, SCRATCH,
- SCRATCH_EACH, EPS) = offsets(MambaArguments)  # fmt: skip
+ SCRATCH_EACH, EPS, Z_FACTOR, X_FACTOR, _B_FACTOR, _C_FACTOR, DT_FACTOR) = (
+    offsets(MambaArguments)
+)  # fmt: skip
 
 
 @inner
@@ -66,8 +70,11 @@ def _is_fresh(args, first):
 
 
 @inner
-def _convolve(args, span, channel, width, before):
-    """silu of the convolution of some channels, in their place, and what the next pass needs."""
+def _convolve_section(args, span, channel, width, factor, before):
+    """silu of the convolution of some channels, in their place, and what the next pass needs.
+
+    factor: of all of them.
+    """
     stride, past = simd.peek_i64(args + X_STRIDE), simd.peek_i64(args + TAPS) - 1
     first, count = simd.peek_i64(span), simd.peek_i64(span + 8)
     row = 4 * _channels(args)
@@ -77,7 +84,23 @@ def _convolve(args, span, channel, width, before):
     if bias != 0:
         bias += 4 * channel
     fresh = _is_fresh(args, first)
-    convolve(x, stride, count, state, row, past, fresh, weight, bias, 4 * width, before, True)
+    convolve(
+        x, stride, count, state, row, past, fresh, weight, factor, bias, 4 * width, before, True
+    )
+
+
+@inner
+def _convolve(args, span, channel, width, before):
+    """The same of channels of x, of B and of C, which have a factor each."""
+    values, state = _values(args), simd.peek_i64(args + GROUPS) * simd.peek_i64(args + STATE)
+    end = channel + width
+    for section in range(3):
+        begin = 0 if section == 0 else values + (section - 1) * state
+        stop = values + section * state
+        first, last = max(channel, begin), min(end, stop)
+        if first < last:
+            factor = simd.peek_f32(args + X_FACTOR + 4 * section)
+            _convolve_section(args, span, first, last - first, factor, before)
 
 
 @inner
@@ -147,9 +170,10 @@ def _head(args, item):
     rate = np.exp(simd.peek_f32(simd.peek_i64(args + DECAY) + 4 * head))
     bias = simd.peek_f32(simd.peek_i64(args + DT_BIAS) + 4 * head)
     skip = simd.peek_f32(simd.peek_i64(args + SKIP) + 4 * head)
+    factor = simd.peek_f32(args + DT_FACTOR)
     for token in range(count):
         at = dt + token * stride
-        simd.poke_f32(at, softplus(simd.peek_f32(at) + bias))
+        simd.poke_f32(at, softplus(simd.peek_f32(at) * factor + bias))
     for begin in range(0, 4 * dim, 4 * panel):
         for token in range(count):
             there = token * stride
@@ -170,29 +194,32 @@ def _head(args, item):
 
 
 @inner
-def _normalized(args, token):
-    """out = norm(out * silu(z)) of a token, each group by itself."""
+def _gated(args, token):
+    """out = norm(out * silu(z)) of a token, each group by itself, if there is a norm."""
     z = simd.peek_i64(args + X) + token * simd.peek_i64(args + X_STRIDE)
     out = simd.peek_i64(args + OUT) + token * simd.peek_i64(args + OUT_STRIDE)
     weight, groups = simd.peek_i64(args + NORM), simd.peek_i64(args + GROUPS)
-    width = _values(args) // groups
+    width, normed = _values(args) // groups, weight != 0
+    before = simd.splat_f32(simd.peek_f32(args + Z_FACTOR))
     for _ in range(groups):
         total = simd.splat_f32(np.float32(0.0))
         for i in range(0, 4 * width, 64):
-            v = simd.mul(simd.load_f32(out + i), activated(_SILU, simd.load_f32(z + i)))
+            gate = activated(_SILU, simd.mul(simd.load_f32(z + i), before))
+            v = simd.mul(simd.load_f32(out + i), gate)
             simd.store_f32(out + i, v)
             total = simd.mul_add(v, v, total)
-        mean = simd.sum_f32(total) / np.float32(width)
-        factor = simd.splat_f32(np.float32(1.0) / np.sqrt(mean + simd.peek_f32(args + EPS)))
-        for i in range(0, 4 * width, 64):
-            v = simd.mul(simd.load_f32(out + i), factor)
-            simd.store_f32(out + i, simd.mul(v, simd.load_f32(weight + i)))
+        if normed:
+            mean = simd.sum_f32(total) / np.float32(width)
+            factor = simd.splat_f32(np.float32(1.0) / np.sqrt(mean + simd.peek_f32(args + EPS)))
+            for i in range(0, 4 * width, 64):
+                v = simd.mul(simd.load_f32(out + i), factor)
+                simd.store_f32(out + i, simd.mul(v, simd.load_f32(weight + i)))
         z, out, weight = z + 4 * width, out + 4 * width, weight + 4 * width
 
 
 @job
 def mamba_job(pool, thread, threads, args):
-    """What heads need, then heads, then norms."""
+    """What heads need, then heads, then gates and norms."""
     sequences, channels = simd.peek_i64(args + SEQUENCES), _channels(args)
     scratch = simd.peek_i64(args + SCRATCH) + thread * simd.peek_i64(args + SCRATCH_EACH)
     parts = (channels + TOGETHER - 1) // TOGETHER
@@ -213,5 +240,5 @@ def mamba_job(pool, thread, threads, args):
     wait(pool, 1, count)
     item = take(pool, 2)
     while item < simd.peek_i64(args + TOKENS):
-        _normalized(args, item)
+        _gated(args, item)
         item = take(pool, 2)

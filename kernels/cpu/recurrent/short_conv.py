@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 from torch import Tensor
 
 from qoff.kernels.cpu.jit import simd
@@ -58,8 +59,9 @@ def _part(args, span, first, width, before):
         at = token * stride
         _multiply(x + at, b + at, x + at, 4 * width)
     convolve(
-        x, stride, count, state, 4 * channels, past, fresh, weight, 0, 4 * width, before, False
-    )
+        x, stride, count, state, 4 * channels, past, fresh, weight, np.float32(1.0), 0, 4 * width,
+        before, False,
+    )  # fmt: skip
     for token in range(count):
         at = token * stride
         _multiply(x + at, c + at, out + token * out_stride, 4 * width)

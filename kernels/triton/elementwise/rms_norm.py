@@ -30,11 +30,12 @@ def rms_norm_kernel(
     tokens,
     columns,
     eps,
+    scale,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two from `columns` up
     OVERLAP: tl.constexpr,
 ):
-    """out = norm(x) * weight."""
+    """out = scale * norm(x) * weight."""
     wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -44,13 +45,13 @@ def rms_norm_kernel(
     value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     gain = tl.load(weight + column, mask=within, other=0.0).to(tl.float32)
     let_next_begin(OVERLAP)
-    inverse = tl.rsqrt(tl.sum(value * value, axis=1) / columns + eps)
+    inverse = tl.rsqrt(tl.sum(value * value, axis=1) / columns + eps) * scale
     normed = value * inverse[:, None] * gain[None, :]
     tl.store(out + offset, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return norm(x) * weight.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """Return scale * norm(x) * weight.
 
     x: contiguous [T, C], float16, bfloat16 or float32; weight: [C] of any of these. Values are
     those of `reference.elementwise.rms_norm`. Raises OpError.
@@ -60,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     require("weight", weight, FLOATS_AND_32, (columns,), x.device)
     out = torch.empty_like(x)
     kernel, rows = _bound(columns, x.device)
-    kernel((cdiv(tokens, rows), 1, 1), x, weight, out, tokens, columns, eps)
+    kernel((cdiv(tokens, rows), 1, 1), x, weight, out, tokens, columns, eps, scale)
     return out
 
 

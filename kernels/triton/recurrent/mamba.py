@@ -1,4 +1,4 @@
-"""Mamba 2 on a GPU: convolutions, the recurrence, and the norm of what it gives."""
+"""Mamba 2 on a GPU: convolutions, the recurrence, gates, and the norm of what it gives."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -34,9 +34,10 @@ def mamba_convolve_kernel(
     bias,  # [CHANNELS], or not read
     past,  # [S, TAPS - 1, CHANNELS]
     out,  # [M, CHANNELS], in the order of the slots
-    x_stride,
+    x_stride, x_factor, b_factor, c_factor,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
-    ORDERED: tl.constexpr, BIASED: tl.constexpr,
+    ORDERED: tl.constexpr, BIASED: tl.constexpr, VALUES: tl.constexpr, STATES: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """silu of some channels of some tokens of a sequence.
 
@@ -60,6 +61,9 @@ def mamba_convolve_kernel(
         x, order, own, weight, first_row, row, count, remembered, channel, inside, x_stride,
         CHANNELS, WIDTH, TAPS, ROWS, ORDERED, False,
     )  # fmt: skip
+    if SCALED:
+        factor = tl.where(channel < VALUES + STATES, b_factor, c_factor)
+        total *= tl.where(channel < VALUES, x_factor, factor)[None, :]
     if BIASED:
         total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
     total = total / (1.0 + tl.exp(-total))
@@ -99,13 +103,14 @@ def mamba(
         ("decay", weights.decay, (shape.heads,)),
         ("dt_bias", weights.dt_bias, (shape.heads,)),
         ("skip", weights.skip, (shape.heads,)),
-        ("norm", weights.norm, (shape.values,)),
         ("conv states", states.conv, (slots, *shape.conv_shape)),
         ("states", states.memory, (slots, *shape.memory_shape)),
     ):
         require(name, tensor, small, size, device)
     if bias is not None:
         require("conv_bias", bias, small, (shape.channels,), device)
+    if weights.norm is not None:
+        require("norm", weights.norm, small, (shape.values,), device)
     if out is None:
         out = zxbcdt.new_empty(tokens, shape.values)
     require("out", out, (zxbcdt.dtype,), (tokens, shape.values), device)
@@ -122,10 +127,13 @@ def mamba(
     )
     kernel(
         (parts, cdiv(step.max_rows, rows), slots), x, step.order, step.row_start, step.start,
-        weights.conv, bias, states.conv, mixed, x.stride(0),
+        weights.conv, bias, states.conv, mixed, x.stride(0), *shape.factors[1:-1],
     )  # fmt: skip
     found = scan(mixed, dt, weights, shape, states, chunked)
-    gated_norm(found, z, weights.norm, shape.groups, shape.norm_eps, step, out, gated_first=True)
+    gated_norm(
+        found, z, weights.norm, shape.groups, shape.norm_eps, step, out, gated_first=True,
+        z_factor=shape.factors[0],
+    )  # fmt: skip
     return out
 
 
@@ -140,4 +148,10 @@ def _bound(
 ) -> tuple[BoundKernel, int, int]:
     """What convolves, its programs of the channels of a token, and the tokens of a program."""
     constants, parts, rows = channel_tiles(shape, decodes, ordered)
-    return BoundKernel(mamba_convolve_kernel, **constants, BIASED=biased), parts, rows
+    constants |= {
+        "BIASED": biased,
+        "VALUES": shape.values,
+        "STATES": shape.groups * shape.state,
+        "SCALED": any(factor != 1 for factor in shape.factors[1:-1]),
+    }
+    return BoundKernel(mamba_convolve_kernel, **constants), parts, rows

@@ -45,7 +45,7 @@ def mamba_recur_kernel(
     row_start, start, decay, dt_bias, skip,
     memory,  # [S, HEADS, HEAD_DIM / PANEL, STATE, PANEL]
     out,  # [M, HEADS * HEAD_DIM]
-    dt_stride,
+    dt_stride, dt_factor,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     PAD: tl.constexpr, PANEL: tl.constexpr, COLUMNS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,8 @@ def mamba_recur_kernel(
         place = row
         if ORDERED:
             place = tl.load(order + row)
-        step = softplus(tl.load(dt + place.to(tl.int64) * dt_stride + head).to(tl.float32) + bias)
+        raw = tl.load(dt + place.to(tl.int64) * dt_stride + head).to(tl.float32)
+        step = softplus(raw * dt_factor + bias)
         state = state * tl.exp(-rate * step) + b[:, None] * (step * x)[None, :]
         found = tl.sum(state * c[:, None], axis=0) + direct * x
         target = out + row.to(tl.int64) * VALUES + column
@@ -88,6 +89,7 @@ def mamba_recur_kernel(
 @triton.jit
 def mamba_chunk_kernel(
     mixed, dt, order, row_start, start, decay, dt_bias, skip, memory, out, dt_stride,
+    dt_factor,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     PAD: tl.constexpr, PANEL: tl.constexpr, COLUMNS: tl.constexpr, ORDERED: tl.constexpr,
     ASM: tl.constexpr, CHUNK: tl.constexpr,
@@ -120,7 +122,7 @@ def mamba_chunk_kernel(
         if ORDERED:
             place = tl.load(order + row, mask=there, other=0)
         raw = tl.load(dt + place.to(tl.int64) * dt_stride + head, mask=there, other=0.0)
-        step = tl.where(there, softplus(raw.to(tl.float32) + bias), 0.0)
+        step = tl.where(there, softplus(raw.to(tl.float32) * dt_factor + bias), 0.0)
         total = tl.cumsum(tl.maximum(-rate * step, LEAST), axis=0)
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), axis=0)
         line = mixed + row.to(tl.int64) * (VALUES + 2 * GROUPS * STATE)
@@ -161,6 +163,7 @@ def scan(
     kernel(
         (tiles, shape.heads, len(step.start)), mixed, dt, step.order, step.row_start, step.start,
         weights.decay, weights.dt_bias, weights.skip, states.memory, out, dt.stride(0),
+        shape.factors[-1],
     )  # fmt: skip
     return out
 
@@ -184,7 +187,10 @@ def _bound(
     tiles = shape.head_dim // min(_COLUMNS, shape.panel)
     if not chunked:
         return BoundKernel(mamba_recur_kernel, **sizes, num_warps=4), tiles
-    # `wgmma` takes 64 rows. Others have operands in registers, too, and spill with so many.
+    # `wgmma` takes 64 rows. Others have operands in registers, too, and spill with so many; states
+    # of many rows leave fewer registers to them.
     chunk, warps = (64, 4) if capability == 90 else (32, 8)
+    if sizes["PAD"] > 128:
+        chunk, warps = 16, 8
     kernel = BoundKernel(mamba_chunk_kernel, **sizes, ASM=use_asm(), CHUNK=chunk, num_warps=warps)
     return kernel, tiles

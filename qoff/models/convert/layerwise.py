@@ -394,7 +394,7 @@ class _OneLayer(CachePass):
 
     def open(self, layer: int) -> LayerCache | LayerStates:
         ragged, shape = self._ragged, self._spec.state_shape
-        if shape is not None and self._spec.is_recurrent(self._layer):
+        if shape is not None and layer not in self._shapes:
             states = StateCache([shape], len(ragged.spans))
             return states.begin(ragged).open(0)
         if layer in self._lent and layer != self._layer:

@@ -1,4 +1,4 @@
-"""Families most of whose layers are Mamba 2: Granite 4, Bamba, Nemotron H and 3."""
+"""Families whose layers are Mamba 2, most or all of them: Granite 4, Bamba, Nemotron, Falcon H1."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from typing import Any
 
 from qoff.models.recurrent_spec import MambaSpec
 from qoff.models.spec_parts import unsupported
+from qoff.schema import is_number
 
 from .corrected import deepseek_experts
 from .experts import GRANITE_SHARED
-from .family import Config, Family, Fields, Has, TensorNames, activation, biases, mixture
+from .family import (
+    Config,
+    Family,
+    Fields,
+    Has,
+    TensorNames,
+    activation,
+    biases,
+    head_dim_of,
+    mixture,
+    positive,
+)
 from .llama import granite
 
 _NO_LIMIT = (0.0, float("inf"))
@@ -34,9 +46,9 @@ NEMOTRON_SIZES = {
 
 
 def _spec(
-    config: Any, layers: Sequence[bool], sizes: Mapping[str, str] = SIZES
+    config: Any, layers: Sequence[bool], sizes: Mapping[str, str] = SIZES, **more: Any
 ) -> MambaSpec | None:
-    """layers: that are Mamba. sizes: the keys of a config."""
+    """layers: that are Mamba. sizes: the keys of a config. more: other fields."""
     if not any(layers):
         return None
     if getattr(config, "mamba_proj_bias", False):
@@ -45,7 +57,9 @@ def _spec(
     if tuple(limit) != _NO_LIMIT:
         raise unsupported("time_step_limit", limit, "0 to infinity")
     return MambaSpec(
-        **{field: getattr(config, key) for field, key in sizes.items()}, layers=tuple(layers)
+        **{field: getattr(config, key) for field, key in sizes.items()},
+        layers=tuple(layers),
+        **more,
     )
 
 
@@ -86,6 +100,54 @@ def _bamba(config: Any) -> Fields:
         **biases(config.attention_bias, config.mlp_bias),
         "recurrent": _spec(config, [kind == "linear_attention" for kind in kinds]),
     }
+
+
+def _falcon_h1(config: Any) -> Fields:
+    """Each layer has Mamba and attention side by side; constants multiply all parts.
+
+    Those of the input of attention, of keys, and of the gate are in the scales of scores, of
+    outputs, and of the norm before the MLP: silu(g x) * (g u) / g is silu(g x) * u.
+    """
+    wanted = {"hidden_act": "silu", "projectors_bias": False}
+    if config.mamba_rms_norm:
+        wanted["mamba_norm_before_gate"] = False
+    for key, value in wanted.items():
+        if getattr(config, key) != value:
+            raise unsupported(key, getattr(config, key), str(value).lower())
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    into, keys = (positive(config, f"{x}_multiplier") for x in ("attention_in", "key"))
+    for key, bias, factor in (
+        ("attention_in_multiplier", "attention_bias", into),
+        ("mlp_multipliers", "mlp_bias", gate),
+    ):
+        if getattr(config, bias) and factor != 1:
+            raise unsupported(f"{key} beside {bias}", getattr(config, key), "1")
+    sections, before = _factors(config, "ssm_multipliers", 5), positive(config, "ssm_in_multiplier")
+    return {
+        **biases(config.attention_bias, config.mlp_bias),
+        "embedding_scale": positive(config, "embedding_multiplier"),
+        "attention_scale": head_dim_of(config) ** -0.5 * keys * into**2,
+        "attention_output_scale": into * positive(config, "attention_out_multiplier"),
+        "mlp_input_scale": gate,
+        "mlp_output_scale": down / gate,
+        "logit_scale": positive(config, "lm_head_multiplier"),
+        "recurrent": _spec(
+            config,
+            [True] * config.num_hidden_layers,
+            normed=config.mamba_rms_norm,
+            factors=tuple(before * factor for factor in sections),
+            scale=positive(config, "ssm_out_multiplier"),
+            beside=True,
+        ),
+    }
+
+
+def _factors(config: Any, key: str, count: int) -> list[float]:
+    """So many numbers of a config that are divided by. Raises UnsupportedModelError."""
+    found = getattr(config, key)
+    if len(found) != count or not all(is_number(x) and x > 0 for x in found):
+        raise unsupported(key, found, f"{count} numbers above 0")
+    return [float(x) for x in found]
 
 
 def _nemotron_h(config: Any) -> Fields:
@@ -152,6 +214,10 @@ _NEMOTRON = TensorNames(
     norm="model.norm_f",
     stacked_experts="bare-halves",
 )
+_BAMBA = TensorNames(
+    modules={"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"},
+    norm="model.final_layernorm",
+)
 FAMILIES = {
     "nemotron_h": Family(
         "Nemotron 3 Nano, Super, Ultra; Nemotron H, Nano 2", _nemotron_h, _NEMOTRON, _backbone
@@ -168,12 +234,6 @@ FAMILIES = {
             },
         ),
     ),
-    "bamba": Family(
-        "Bamba 9B",
-        _bamba,
-        TensorNames(
-            modules={"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"},
-            norm="model.final_layernorm",
-        ),
-    ),
+    "bamba": Family("Bamba 9B", _bamba, _BAMBA),
+    "falcon_h1": Family("Falcon H1 0.5B to 34B, Falcon H1R", _falcon_h1, _BAMBA),
 }

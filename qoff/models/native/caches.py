@@ -57,15 +57,13 @@ def check_top_on_gpu(shapes: Sequence[HeadShape], kv: KVQuant) -> None:
 def new_states(
     spec: DecoderSpec, sequences: int, device: torch.device = CPU, drafted: int = 0
 ) -> tuple[StateCache | None, Sequence[bool]]:
-    """Empty states of a model with recurrent layers, and which of the layers with a mixer are.
+    """Empty states of a model with recurrent layers, and which layers of a KV cache have them.
 
     drafted: see `StateCache`.
     """
     if spec.recurrent is None:
         return None, ()
-    mixers = filter(spec.has_mixer, range(spec.num_layers))
-    states = StateCache(spec.state_shapes, sequences, device, drafted)
-    return states, [*map(spec.is_recurrent, mixers)]
+    return StateCache(spec.state_shapes, sequences, device, drafted), spec.state_places
 
 
 def check_kv(spec: DecoderSpec, kv: KVQuant | None, on_device: bool) -> None:

@@ -16,8 +16,8 @@ from qoff.kernels.ops import Ops, exact
 from qoff.memory import EXPERTS, TiledMatrix, Unit, Weights
 from qoff.memory.experts import StreamedExperts
 from qoff.models import names
-from qoff.models.attention_weights import output_of
-from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens
+from qoff.models.attention_weights import ATTENTION_OUT, recurrent_output
+from qoff.models.forward_pass import ForwardPass, columns, first_rows, mlp_tokens, moved_up
 from qoff.models.spec import DecoderSpec
 
 from .attention import Attention
@@ -25,7 +25,7 @@ from .choices import Choice, Chosen
 from .experts import Experts, likeliest
 from .linear import Linear, Rows, Steps, fetch, norm_of, tiled, vector
 from .per_layer import PerLayer
-from .recurrent import Recurrent, recurrent_of
+from .recurrent import recurrent_of
 from .streams import HALVED, Streams
 
 
@@ -170,20 +170,38 @@ class Layer:
     def _attend(
         self, layer: int, weights: Weights, run: ForwardPass, keep: Sequence[int] | None
     ) -> Steps:
-        """hidden += attention(norm(hidden)); of a parallel one, return the sum."""
-        attention: Attention | Recurrent = self._attention
-        if self._spec.is_recurrent(layer):
-            assert self._recurrent is not None
-            attention = self._recurrent
-        norm = self._norm_before(weights, "self_attn")
-        attended = yield from attention.steps(layer, run, weights, norm, keep)
+        """hidden += attention(norm(hidden)); of a parallel one, return the sum.
+
+        Or what is in its place, or beside it: then both compute before either is added.
+        """
+        spec, norm = self._spec, self._norm_before(weights, "self_attn")
+        beside: Tensor | None = None
+        if self._recurrent is not None and spec.is_recurrent(layer):
+            going_on = None if spec.attends(layer) else keep
+            beside = yield from self._recurrent.steps(layer, run, weights, norm, going_on)
+            if not spec.attends(layer):
+                return (yield from self._added(layer, run, weights, beside, recurrent=True))
+        attended = yield from self._attention.steps(layer, run, weights, norm, keep)
+        if beside is not None:
+            beside = beside if keep is None else moved_up(beside, keep)
+            yield from self._added(layer, run, weights, beside, recurrent=True)
+        return (yield from self._added(layer, run, weights, attended))
+
+    def _added(
+        self, layer: int, run: ForwardPass, weights: Weights, found: Tensor, recurrent: bool = False
+    ) -> Steps:
+        """hidden += what attention, or a recurrent layer's op, found, projected: see `_attend`."""
+        spec = self._spec
         residual: Rows = "hidden" if run.base is None else run.base
-        into = torch.empty_like(run.input) if self._spec.parallel else residual
-        end = self._ending(layer, weights, "self_attn")
-        output = output_of(self._spec, layer)
+        into = torch.empty_like(run.input) if spec.parallel else residual
+        output, scale = ATTENTION_OUT, spec.attention_output_scale
+        if recurrent:
+            assert spec.recurrent is not None
+            output, scale = recurrent_output(spec), spec.recurrent.scale
+        end = self._ending(layer, weights, "self_attn", scale)
         return (
             yield from self._linear(
-                run, weights, output, attended, residual=residual, out=into, end=end
+                run, weights, output, found, residual=residual, out=into, end=end
             )
         )
 
@@ -196,7 +214,8 @@ class Layer:
         """
         count = len(run.input)
         step = self._together(count, weights)
-        end, norm = self._ending(layer, weights, "mlp"), self._norm_before(weights, "mlp")
+        end = self._ending(layer, weights, "mlp", self._spec.mlp_output_scale)
+        norm = self._norm_before(weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             inner = yield from self._inner(
@@ -419,18 +438,22 @@ class Layer:
 
     def _norm_before(self, weights: Weights, module: str) -> Norm | None:
         """Of the input of attention or MLP."""
-        return norm_of(self._spec, weights, names.BEFORE[module]) if self._spec.pre_norm else None
+        if not self._spec.pre_norm:
+            return None
+        norm, scale = norm_of(self._spec, weights, names.BEFORE[module]), self._spec.mlp_input_scale
+        return norm if norm is None or module != "mlp" else norm._replace(scale=scale)
 
-    def _ending(self, layer: int, weights: Weights, module: str) -> Ending:
-        """What follows the last projection of attention or MLP."""
+    def _ending(self, layer: int, weights: Weights, module: str, scale: float) -> Ending:
+        """What follows the last projection of attention or MLP; scale: of what that adds."""
         spec = self._spec
-        if not (spec.post_norm or spec.norm_after_add) and spec.residual_scale == 1:
+        scale *= spec.residual_scale
+        if not (spec.post_norm or spec.norm_after_add) and scale == 1:
             return PLAIN
         last = spec.layer_scale and module == "mlp" and spec.per_layer is None
         halved = HALVED if self.streams is not None and module == "self_attn" else 1.0
         return Ending(
             post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
-            scale=spec.residual_scale,
+            scale=scale,
             sum_norm=norm_of(spec, weights, names.BEFORE[module]) if spec.norm_after_add else None,
             sum_scale=self._layer_scale(layer, weights) if last else halved,
         )

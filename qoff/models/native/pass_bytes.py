@@ -112,7 +112,7 @@ def layer_bytes(
         if isinstance(shape, DeltaShape):  # what KDA's a and z come of, each by itself
             states += 2 * tokens * shape.rank * item
         states += linear(tokens, hidden, shape.values) + normed + aside
-        attention = max(attention, states)
+        attention = attention + states if spec.has_both else max(attention, states)
 
     def mlp(inner: int) -> int:
         first = linear(part, 2 * inner if spec.gated else inner, hidden)

@@ -1,4 +1,4 @@
-"""What layers with states compute in place of attention: between the projections of it."""
+"""What layers with states compute in place of attention, or beside it: between projections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.kvcache.drafted_states import DraftedLayerStates
 from qoff.memory import Unit, Weights
 from qoff.models import names
-from qoff.models.forward_pass import ForwardPass, LayerWorkspace
+from qoff.models.forward_pass import ForwardPass, LayerWorkspace, columns
 from qoff.models.spec import DecoderSpec
 
 from .attention import by_parts
@@ -42,6 +42,7 @@ class Recurrent(ABC):
     def __init__(self, shape: Any, spec: DecoderSpec, ops: Ops) -> None:
         """shape: of a layer."""
         self._shape, self._ops, self._places = shape, ops, spec.cache_places
+        self._behind = spec.q_rows if spec.has_both else 0  # where attention's outputs are
         self._linear = {False: Linear(ops), True: Linear(exact(ops))}
 
     @abstractmethod
@@ -63,7 +64,7 @@ class Recurrent(ABC):
         shape, workspace = self._shape, run.workspace
         assert workspace is not None
         rows = yield from self._rows(run, weights, norm)
-        out = None if workspace.attended is None else workspace.attended[:, : shape.values]
+        out = columns(workspace.attended, shape.values, self._behind)
         op = self._op(weights)
 
         def mix(part: ForwardPass, states: Any, out: Tensor | None, *rows: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class Recurrent(ABC):
                 return states.compute(partial(op, shape=shape), rows, out)
             return op(*rows, shape=shape, states=states, ragged=part.ragged, out=out)
 
-        return run.kept(keep, by_parts(run, self._places[layer][-1], mix, out, *rows))
+        return run.kept(keep, by_parts(run, self._places[layer][0], mix, out, *rows))
 
     def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
         """What the op is given of the new tokens."""
@@ -142,14 +143,11 @@ class Mamba(Recurrent):
     MATRICES = MappingProxyType({names.MAMBA_IN: False})
 
     def _op(self, weights: Weights) -> Op:
-        conv, *small = _vectors(
-            weights,
-            (
-                *(names.MAMBA_CONV, names.MAMBA_DECAY, names.MAMBA_DT_BIAS, names.MAMBA_SKIP),
-                names.MAMBA_NORM,
-            ),
+        conv, decay, dt_bias, skip = _vectors(
+            weights, (names.MAMBA_CONV, names.MAMBA_DECAY, names.MAMBA_DT_BIAS, names.MAMBA_SKIP)
         )
-        vectors = MambaWeights(conv, vector(weights, names.MAMBA_CONV_BIAS), *small)
+        bias, norm = (vector(weights, x) for x in (names.MAMBA_CONV_BIAS, names.MAMBA_NORM))
+        vectors = MambaWeights(conv, bias, decay, dt_bias, skip, norm)
         return lambda x, **rest: self._ops.mamba(x, vectors, **rest)
 
 

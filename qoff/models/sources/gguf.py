@@ -137,4 +137,6 @@ def _own_name(name: str) -> str:
     """What the tensor of a file is called here, where that cannot be its own name."""
     if name.endswith(".attn_sinks.weight"):
         return name.removesuffix("weight") + "sinks"
+    if name.endswith(".ffn_norm"):  # of Falcon H1
+        return f"{name}.weight"
     return _ONE_EXPERT.sub(r"\1experts.\3.\2_proj\4", name)

@@ -224,6 +224,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         modules=mamba.MODULES,
         base=mamba.granite_base,
     ),
+    "falcon-h1": Architecture("falcon_h1", mamba.falcon_h1, modules=mamba.MODULES),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": replace(_NEMOTRON_H, fields=mamba.nemotron_moe),
     "olmoe": Architecture("olmoe", experts.olmoe),

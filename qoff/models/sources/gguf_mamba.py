@@ -1,6 +1,7 @@
-"""Mamba 2 in GGUF files: Granite 4, Nemotron H and 3.
+"""Mamba 2 in GGUF files: Granite 4, Nemotron H and 3, Falcon H1.
 
-Layers of Mamba have no KV heads. What those of Nemotron are, their tensors say.
+Layers of Mamba have no KV heads, but for those of Falcon H1, which attend, too. What those of
+Nemotron are, their tensors say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from qoff.errors import FormatError
 from qoff.models.families.mamba import NEMOTRON_SIZES, SIZES
 
 from .gguf_experts import SIGMOID, groups, mixture
-from .gguf_fields import Config, by_layer, common, scales
+from .gguf_fields import Config, attention_bias, by_layer, common, has_bias, rms, scales
 from .gguf_metadata import Metadata
 
 MODULES = {
@@ -72,6 +73,20 @@ def granite(metadata: Metadata, config: Config) -> Config:
         found |= mixture(metadata, "num_local_experts")
         found["shared_intermediate_size"] = metadata.need(_SHARED)
     return found
+
+
+def falcon_h1(metadata: Metadata, config: Config) -> Config:
+    """Sizes of Mamba; the model's constants are in its matrices."""
+    inner, sizes = _mamba(metadata)
+    return {
+        **rms(metadata),
+        "attention_bias": attention_bias(metadata),
+        "mlp_bias": has_bias(metadata, "ffn_up"),
+        "mamba_d_ssm": inner,
+        "mamba_rms_norm": metadata.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        **_by_keys(sizes, SIZES),
+    }
 
 
 def nemotron_base(metadata: Metadata) -> Config:
