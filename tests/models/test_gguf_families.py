@@ -57,7 +57,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 # llama.cpp has no such architecture, does not tell it from another, or the package `gguf` does not
 # have it.
-WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "hy-v3")
+WITHOUT: tuple[str, ...] = (
+    *("opt", "opt-350m", "solar-open", "hy-v3", "laguna", "laguna-per-element"),
+)
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
 WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "bamba")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qoff.kernels.layout.qexperts import CLAMPED_SWIGLU, ExpertsMlp, QExperts
+from qoff.kernels.layout.qexperts import ExpertsMlp, QExperts
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.layout.scales import common
 from qoff.kernels.operands import FLOATS
@@ -248,20 +248,23 @@ class ExpertsForm(NamedTuple):
     limit: float = 0.0  # of gate and up, see `kernels.layout.ending`
 
 
-def form_of(module: nn.Module, activation: str) -> ExpertsForm | None:
-    """That of experts of transformers' interface, without norms, and of Llama 4's.
+def form_of(module: nn.Module, activation: str | None) -> ExpertsForm | None:
+    """That of experts of transformers' interface, without norms, and of Llama 4's and Step's.
 
-    None: a module is no such.
+    activation: of the model's experts, if it is known. None: a module is no such.
     """
+    own: Any = module
+    if type(module).__name__ == "Step3p7Experts":  # whose activation is in its code
+        limit = own.limit if math.isfinite(own.limit) else 0.0
+        return ExpertsForm(False, False, True, "silu", limit=limit)
+    if activation is None:
+        return None
     if type(module).__name__ == "Llama4TextExperts":
         return ExpertsForm(False, True, True, activation, QoffWeighedExperts)
     known = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-    own: Any = module
     if not all(hasattr(own, x) for x in known):
         return None
     if getattr(own, "has_post_expert_norm", False):  # which transformers knows since 5.20
         return None
     flags = bool(own.has_bias), bool(own.is_transposed), bool(own.is_concatenated)
-    limit = 0.0 if activation == CLAMPED_SWIGLU else getattr(own, "limit", math.inf)
-    limit = limit if math.isfinite(limit) else 0.0
-    return ExpertsForm(*flags, activation, gated=bool(own.has_gate), limit=limit)
+    return ExpertsForm(*flags, activation, gated=bool(own.has_gate))

@@ -141,7 +141,7 @@ def class_of(model_type: str) -> str | None:
 
 def common_fields(config: Any) -> Fields:
     """The fields of a spec as most families call them."""
-    layers = config.num_hidden_layers
+    layers, heads = config.num_hidden_layers, for_all(config, "num_attention_heads", None)
     head_dim = head_dim_of(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_type = rope.keys() <= _KINDS  # of layers, or there is none
@@ -156,8 +156,8 @@ def common_fields(config: Any) -> Fields:
         "hidden_size": config.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", 0),
         "num_layers": layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": for_all(config, "num_key_value_heads", config.num_attention_heads),
+        "num_heads": heads,
+        "num_kv_heads": for_all(config, "num_key_value_heads", heads),
         "head_dim": head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "norm_eps": getattr(config, "rms_norm_eps", 0.0),
@@ -172,7 +172,7 @@ def common_fields(config: Any) -> Fields:
 def head_dim_of(config: Any) -> int:
     """Channels of a head, where a config does not say so those of the hidden states' share."""
     own = for_all(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
+    return int(own or config.hidden_size // for_all(config, "num_attention_heads", None))
 
 
 def for_all(config: Any, key: str, default: Any) -> Any:
