@@ -23,6 +23,7 @@ from qoff.kernels.processor import pool_threads
 from qoff.schema import read_object, shown
 
 from .adapter_layers import AdapterLayers, Factors, Place, Planned, kept_as, merged
+from .families import tensor_names
 from .forward_pass import AdaptedRows, mlp_tokens
 from .layer_weights import layer_weights
 from .names import Part, Weight
@@ -101,8 +102,9 @@ class AdapterFile:
 
     def _modules(self, spec: DecoderSpec, shapes: Mapping[str, object]) -> dict[str, str]:
         """From the model's modules in the layers to what the adapter calls them."""
+        names = tensor_names(spec.model_type)
         there = {
-            part.source.removesuffix(".weight")
+            names.in_transformers(part.source).removesuffix(".weight"): part.source
             for layer in range(spec.num_layers)
             for weight in layer_weights(spec, layer)
             if weight.columns is not None and not weight.routes
@@ -130,7 +132,7 @@ class AdapterFile:
                     f"{self.path}: adapts {called[:200]}, parts of which latent attention "
                     "multiplies by apart; supported are the other linear layers"
                 )
-            found[max(mine, key=len)] = called
+            found[there[max(mine, key=len)].removesuffix(".weight")] = called
         return found
 
     def _plan(

@@ -31,7 +31,7 @@ from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22, 23, 24])]
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
-FAMILIES += ["qwen3.5", "lfm2", "granite-h", "nemotron-h-latent"]
+FAMILIES += ["qwen3.5", "lfm2", "granite-h", "nemotron-h-latent", "laguna-per-element"]
 # Where PEFT refuses "all-linear", and `in_proj` of Mamba has no whole blocks of rows.
 TARGETS = {"nemotron-h-latent": r".*(q_proj|o_proj|up_proj|down_proj|latent_proj)"}
 LORA = "base_model.model.model."

@@ -35,6 +35,8 @@ class TensorNames:
 
     modules: from Llama's name of a module inside a layer, or the beginning of it, to the family's.
     leaves: the same for the last part of a module's name.
+    modules_of_transformers: what transformers calls modules otherwise than tensors are called, by
+    parts of their names; adapters of PEFT do as well.
     fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
     after the other ("heads"). split_gates: gates of attention have a tensor; otherwise each
     head's follow its queries. fused_gate_up: one has the rows of gate above those of up.
@@ -59,6 +61,7 @@ class TensorNames:
     layer: str = "model.layers.{}."
     modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     leaves: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    modules_of_transformers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     embedding: str = "model.embed_tokens.weight"
     positions: str = ""
     per_layer: tuple[str, str, str] = (
@@ -87,6 +90,12 @@ class TensorNames:
     def in_layer(self, layer: int, module: str, tensor: str) -> str:
         """The full name of a tensor of a module of a layer."""
         return self.layer.format(layer) + self._called(module) + ("." + tensor if tensor else "")
+
+    def in_transformers(self, tensor: str) -> str:
+        """What transformers calls the parameter that a tensor is."""
+        for stored, module in self.modules_of_transformers.items():
+            tensor = tensor.replace(f".{stored}.", f".{module}.")
+        return tensor
 
     def _called(self, module: str) -> str:
         """The family's name of a module: the longest beginning that has another name decides."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from qoff.models.spec_parts import unsupported
+from qoff.models.spec_parts import ExpertsSpec, unsupported
 
 from .family import (
     Family,
@@ -50,18 +50,14 @@ def _by_head(config: Any) -> bool:
 
 def _laguna(config: Any) -> Fields:
     """Gates that are a softplus; scores of the router level off."""
-    cap = config.moe_router_logit_softcapping
     return {
         **_attention(config),
         "gate_activation": "softplus",
         "layer_heads": _heads(config, config.num_attention_heads_per_layer),
-        "experts": mixture(
+        "experts": _experts(
             config,
-            (kind == "sparse" for kind in config.mlp_layer_types),
-            shares="sigmoid",
             scale=positive(config, "moe_routed_scaling_factor"),
-            correction=True,
-            score_cap=float(cap) if cap > 0 else 0.0,
+            score_cap=max(0.0, float(config.moe_router_logit_softcapping)),
             shared_size=config.shared_expert_intermediate_size,
         ),
     }
@@ -81,16 +77,20 @@ def _step(config: Any) -> Fields:
         "layer_heads": _heads(config, (one.num_attention_heads for one in own)),
         "attention_scale": positive(config, "query_pre_attn_scalar") ** -0.5,
         "limits": _limits(config, "swiglu_limits_shared"),
-        "experts": mixture(
+        "experts": _experts(
             config,
-            (kind == "sparse" for kind in config.mlp_layer_types),
-            shares="sigmoid",
             scale=positive(config, "moe_router_scaling_factor"),
-            correction=True,
             limits=_limits(config, "swiglu_limits"),
             shared_size=config.share_expert_dim,
         ),
     }
+
+
+def _experts(config: Any, **more: Any) -> ExpertsSpec | None:
+    """Experts as DeepSeek V3 has them, in one group; None: no layer has any."""
+    layers = [kind == "sparse" for kind in config.mlp_layer_types]
+    found = mixture(config, layers, shares="sigmoid", correction=True, **more)
+    return found if any(layers) else None
 
 
 def _heads(config: Any, by_layer: Iterable[int]) -> tuple[int, ...] | None:
@@ -116,6 +116,7 @@ FAMILIES = {
                 "mlp.router": "mlp.gate",
                 "mlp.router.correction": "mlp.experts.e_score_correction_bias",
             },
+            modules_of_transformers={"mlp.shared_expert": "mlp.shared_experts"},
             split_gates=True,
         ),
     ),
@@ -130,6 +131,7 @@ FAMILIES = {
                 "mlp.experts": "moe",
                 "mlp.shared_expert": "share_expert",
             },
+            modules_of_transformers={"share_expert": "mlp.shared_experts"},
             stacked_experts="rows",
             split_gates=True,
             norm_offset=1.0,
