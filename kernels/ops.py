@@ -214,7 +214,7 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def gate(
-        self, x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None
+        self, x: Tensor, by: Tensor, *, activation: str = "sigmoid", out: Tensor | None = None
     ) -> Tensor: ...
 
     def predict(

@@ -69,6 +69,7 @@ ARCHITECTURES = {  # by model_type
     "olmoe": ARCH.OLMOE,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), ARCH.GRANITE_MOE),
     "afmoe": ARCH.AFMOE,
+    "step3p5": ARCH.STEP35,
     "mistral4": ARCH.MISTRAL4,
     "nemotron": ARCH.NEMOTRON,
     "glm4_moe": ARCH.GLM4_MOE,
@@ -98,6 +99,7 @@ _PERMUTED = (
 )
 _PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_LESS_ONE += ("step3p5",)
 _SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afmoe")
 _SIGMOID += ("deepseek_v32", "glm_moe_dsa", "lfm2_moe")
 _NUMBERS = {  # keys of GGUF by keys of a config
@@ -121,6 +123,8 @@ _NUMBERS = {  # keys of GGUF by keys of a config
     "moe_topk": "expert_used_count",
     "routed_scaling_factor": "expert_weights_scale",
     "route_scale": "expert_weights_scale",
+    "moe_router_scaling_factor": "expert_weights_scale",
+    "share_expert_dim": "expert_shared_feed_forward_length",
     "first_k_dense_replace": "leading_dense_block_count",
     "num_dense_layers": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
@@ -273,6 +277,9 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= _gemma3n(config)
     if model_type == "gemma4_text":
         found |= _gemma4(config, slides)
+    if model_type == "step3p5":
+        found |= _step(config)
+        del found["rope.dimension_count"]
     if model_type in ("gpt_oss", "minimax_m2", "llama4_text", "hunyuan_v1_moe"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if model_type == "llama4_text":
@@ -331,6 +338,22 @@ def _gemma3n(config: Mapping[str, Any]) -> dict[str, Any]:
         "altup.active_idx": config["altup_active_idx"],
         "altup.num_inputs": config["altup_num_inputs"],
         "activation_sparsity_scale": torch.distributions.Normal(0, 1).icdf(shares).tolist(),
+    }
+
+
+def _step(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window have other heads; half of each head turns in the others."""
+    heads = {"full_attention": config["num_attention_heads"]}
+    heads["sliding_attention"] = config["num_sliding_attention_heads"]
+    kinds, limits = config["layer_types"], ("swiglu_limits", "swiglu_limits_shared")
+    each = [[float(limit or 0) for limit in config[key]] for key in limits]
+    return {
+        "attention.head_count": [heads[kind] for kind in kinds],
+        "attention.head_count_kv": [config["num_key_value_heads"]] * len(kinds),
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "swiglu_clamp_exp": each[0],
+        "swiglu_clamp_shexp": each[1],
+        "expert_weights_norm": True,
     }
 
 
@@ -404,7 +427,7 @@ def _renamed(
             yield name, values + 1
         elif name.endswith(".conv.conv.weight"):
             yield name, values.squeeze(1)
-        elif model_type in ("afmoe", "lfm2_moe") and name.endswith("expert_bias"):
+        elif name.endswith((".expert_bias", ".router_bias")):
             yield f"{name}.bias", values
         elif "shared_mlp.input_linear" in name:
             stem = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
@@ -479,6 +502,10 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
         turned = int(full * rope["full_attention"]["partial_rotary_factor"]) // 2
         factors = [1.0] * turned + [1e30] * (full // 2 - turned)
         return {"rope_freqs.weight": np.array(factors, np.float32)}
+    dim = config.get("head_dim")
+    if config["model_type"] == "step3p5":
+        rope = rope["full_attention"]
+        dim = int(config["head_dim"] * rope["partial_rotary_factor"])
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"], np.float32)
@@ -486,10 +513,12 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
         }
     if rope.get("rope_type") != "llama3":
         return {}
-    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, 1, 2 / config["head_dim"]))
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, 1, 2 / dim))
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     original = rope["original_max_position_embeddings"]
     # Llama 4's factors are the same: there is a step.
     smooth = np.clip((original / wavelengths - low) / max(high - low, 1e-9), 0, 1)
     divisors = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    return {"rope_freqs.weight": divisors.astype(np.float32)}
+    whole = np.ones(config["head_dim"] // 2, np.float32)
+    whole[: len(divisors)] = divisors
+    return {"rope_freqs.weight": whole}

@@ -52,11 +52,13 @@ from qoff.models.native.linear import Steps
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QuantConfig
+from tests.step_model import register_step
 from tests.tiny_families import BOS, EOS, FAMILIES, PAD, TINY, VOCAB
 
 QUANT = QuantConfig(group_size=32, solver="rtn")
 # transformers 5.24 has the class, but its AutoModel does not find it.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
+register_step()
 
 
 def save_model(directory: Path, family: str = "llama", **changes: Any) -> None:

@@ -41,6 +41,7 @@ _PAIRS: tuple[_Form, ...] = (
     ("fp16", 8, 64, "gelu", {"bias": True}),
     ("bf16", 8, 128, "", {}),
     ("bf16", 4, 64, "relu2", {"gated": False}),
+    ("bf16", 4, 64, "silu", {"limit": 7.0}),
 )
 _TILES: tuple[_Form, ...] = (
     ("fp16", 4, 64, "silu", {"block": 16}),
@@ -54,6 +55,7 @@ _TILES: tuple[_Form, ...] = (
     ("bf16", 4, 64, "", {"block": 64, "even": False, "scale": "fp32"}),
     ("fp16", 8, 64, "gelu", {"block": 64, "bias": True}),
     ("bf16", 4, 64, "relu2", {"block": 64, "gated": False}),
+    ("bf16", 4, 64, "silu", {"block": 64, "limit": 7.0}),
 )
 # Bits, group and scales of experts that are repacked.
 _REPACKED = (
@@ -112,12 +114,14 @@ def _product(
     scale: str = "fp16",
     bias: bool = False,
     gated: bool = True,
+    limit: float = 0.0,
 ) -> Variant:
     how = (activation or "silu", block, even, scale, bias)
-    launch = _call(dtype, bits, group, *how, gated=gated)
+    launch = _call(dtype, bits, group, *how, gated=gated, limit=limit)
     name = f"{kind}-{dtype}-{bits}bit-group{group}-{activation or 'down'}"
     name += ("" if scale == "fp16" else f"-scale{scale}") + "-bias" * bias
     name += (f"-m{block}" if block else "") + ("" if even else "-uneven")
+    name += f"-limit{limit:g}" if limit else ""
     kernel = f"experts_{kind}_kernel"
     which = 0 if activation else 1
     return Variant(OP, name, kernel, launch, traits, which, compact=scale == "u8")
@@ -134,6 +138,7 @@ def _call(
     bias: bool = False,
     top_k: int = 2,
     gated: bool = True,
+    limit: float = 0.0,
 ) -> partial[Tensor]:
     """A call of the op on 3 tokens."""
     row_bytes = _ROW_BYTES + (0 if even else max(16, group * bits // 8))
@@ -145,7 +150,8 @@ def _call(
         return QExperts(codes, scale_min, (rows, width), bits, group, "split32")
 
     x = empty(DTYPES[dtype], 3, width)
-    mlp = ExpertsMlp(weight((1 + gated) * width), weight(width), activation, gated=gated)
+    matrices = weight((1 + gated) * width), weight(width)
+    mlp = ExpertsMlp(*matrices, activation, gated=gated, limit=limit)
     if bias:
         biases = (empty(DTYPES[dtype], _EXPERTS, rows) for rows in (2 * width, width))
         mlp = ExpertsMlp(mlp.gate_up, mlp.down, activation, *biases)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+GATES = ("", "sigmoid", "softplus")  # what the op `gate` multiplies by; "": the gate itself
 
 
 class Norm(NamedTuple):
@@ -26,7 +27,8 @@ class Ending(NamedTuple):
     """What follows a product z = x W^T + bias [M, N], in this order.
 
     activation: one of ACTIVATIONS, or none. Where it is `gated`, rows of W alternate 16 of gate
-    and 16 of up, and z becomes activation(gate) * up, [M, N / 2]. Then z becomes
+    and 16 of up, and z becomes activation(gate) * up, [M, N / 2], with a limit that is not 0
+    min(activation(gate), limit) * up within -limit..limit. Then z becomes
     scale * sigmoid(score) * post_norm(z), and soft_cap * tanh(z / soft_cap) where that is not 0.
     The residual is added, the sum is multiplied by sum_scale, and sum_norm is of that.
     """
@@ -39,12 +41,13 @@ class Ending(NamedTuple):
     soft_cap: float = 0.0
     sum_norm: Norm | None = None
     sum_scale: float = 1.0
+    limit: float = 0.0
 
     @property
     def by_element(self) -> Ending:
         """What comes before norms of whole rows."""
         if self.post_norm is not None:
-            return Ending(self.activation, self.gated)
+            return Ending(self.activation, self.gated, limit=self.limit)
         return self._replace(sum_norm=None)
 
     @property

@@ -118,7 +118,8 @@ class ExpertsMlp:
     Raises OpError for matrices that do not fit each other, and for an unknown activation. I is a
     multiple of 32, as groups divide it. weighs_input: a pair's weight multiplies what goes into
     gate_up, in place of what comes out of down. Where it is not `gated`, gate_up has the rows of up
-    alone, [I, H], and f is of each of its outputs.
+    alone, [I, H], and f is of each of its outputs. limit: of gate and up, as `ending.Ending` has
+    it; 0: none.
     """
 
     gate_up: QExperts  # E x [2I, H], rows in blocks of 16 of gate and of up in turn
@@ -128,6 +129,7 @@ class ExpertsMlp:
     down_bias: Tensor | None = None  # [E, H]
     weighs_input: bool = field(default=False, kw_only=True)
     gated: bool = field(default=True, kw_only=True)
+    limit: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
@@ -145,6 +147,8 @@ class ExpertsMlp:
             raise OpError(f"unknown activation {self.activation!r}; known are {known}")
         if self.activation == CLAMPED_SWIGLU and not self.gated:
             raise OpError(f"{CLAMPED_SWIGLU} is of gate and up, and there is no gate")
+        if self.limit and (self.activation == CLAMPED_SWIGLU or not self.gated):
+            raise OpError(f"a limit is of gate and up, and not of {CLAMPED_SWIGLU}")
 
 
 def _form(matrix: QTensor) -> tuple[object, ...]:

@@ -44,9 +44,17 @@ def delta(
     return found if out is None else out.copy_(found)
 
 
-def gate(x: Tensor, by: Tensor, *, plain: bool = False, out: Tensor | None = None) -> Tensor:
-    """Return x * sigmoid(by), rows [M, N] and those of their gates; plain: x * by."""
-    found = x * (by if plain else torch.sigmoid(by))
+def gate(
+    x: Tensor, by: Tensor, *, activation: str = "sigmoid", out: Tensor | None = None
+) -> Tensor:
+    """Return x * activation(by), rows [M, N] and those of their gates.
+
+    by: [M, N], or [M, H] where each gate is of N / H neighbouring numbers. activation: one of
+    `ending.GATES`: "sigmoid", "softplus", or "" for `by` itself.
+    """
+    if activation:
+        by = by.sigmoid() if activation == "sigmoid" else F.softplus(by)
+    found = (x.unflatten(1, (by.shape[1], -1)) * by[..., None]).flatten(1)
     return found if out is None else out.copy_(found)
 
 

@@ -8,15 +8,15 @@ from torch import Tensor
 from qoff.kernels.layout.qexperts import ExpertsMlp
 from qoff.kernels.layout.routing import NEVER_ZERO, Routing
 
-from .linear import activated, gate_and_up
+from .linear import activated, gate_and_up, times
 
 
-def activate(z: Tensor, activation: str, gated: bool = True) -> Tensor:
+def activate(z: Tensor, activation: str, gated: bool = True, limit: float = 0.0) -> Tensor:
     """Return the gated activation of z [M, 2I], whose columns alternate 16 of gate, 16 of up.
 
     activation: one of `ending.ACTIVATIONS`, of the gate times up; "clamped_swiglu" is that of
     gpt-oss, (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within -7..7. gated: or
-    else z is [M, I], and the activation is of each number.
+    else z is [M, I], and the activation is of each number. limit: see `ending.Ending`.
     """
     if not gated:
         return activated(activation, z)
@@ -24,7 +24,7 @@ def activate(z: Tensor, activation: str, gated: bool = True) -> Tensor:
     if activation == "clamped_swiglu":
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).flatten(1)
-    return (activated(activation, gate) * up).flatten(1)
+    return times(activated(activation, gate), up, limit)
 
 
 def route(
@@ -110,5 +110,6 @@ def expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:
     z = x @ mlp.gate_up.expert(e).dequantize(x.dtype).T
     if mlp.gate_up_bias is not None:
         z = z + mlp.gate_up_bias[e].to(x.dtype)
-    z = activate(z, mlp.activation, mlp.gated) @ mlp.down.expert(e).dequantize(x.dtype).T
+    z = activate(z, mlp.activation, mlp.gated, mlp.limit)
+    z = z @ mlp.down.expert(e).dequantize(x.dtype).T
     return z if mlp.down_bias is None else z + mlp.down_bias[e].to(x.dtype)

@@ -41,11 +41,18 @@ def gate_and_up(z: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+def times(gate: Tensor, up: Tensor, limit: float = 0.0) -> Tensor:
+    """The product of an activated gate and up, both [M, I / 16, 16], as [M, I]; see `Ending`."""
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * up).flatten(1)
+
+
 def ended(z: Tensor, end: Ending, residual: Tensor | None = None) -> Tensor:
     """What `end` makes of a product z, and of a residual like the result."""
     if end.gated:
         gate, up = gate_and_up(z)
-        z = (activated(end.activation, gate) * up).flatten(1)
+        z = times(activated(end.activation, gate), up, end.limit)
     elif end.activation:
         z = activated(end.activation, z)
     if end.post_norm is not None:

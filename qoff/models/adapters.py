@@ -120,7 +120,7 @@ class AdapterFile:
     ) -> dict[str, str]:
         """From the model's modules in the layers to what the adapter calls them."""
         there = {
-            part.source.removesuffix(".weight")
+            names.in_transformers(part.source).removesuffix(".weight"): part.source
             for layer in range(spec.num_layers)
             for weight in layer_weights(spec, layer, names)
             if weight.columns is not None and not weight.routes
@@ -148,7 +148,7 @@ class AdapterFile:
                     f"{self.path}: adapts {called[:200]}, parts of which latent attention "
                     "multiplies by apart; supported are the other linear layers"
                 )
-            found[max(mine, key=len)] = called
+            found[there[max(mine, key=len)].removesuffix(".weight")] = called
         return found
 
     def _plan(

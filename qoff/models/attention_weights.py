@@ -90,7 +90,7 @@ class AttentionWeights:
     def __init__(self, spec: DecoderSpec, layer: int, names: TensorNames) -> None:
         self._spec, self._layer, self._names = spec, layer, names
         kv_heads, self._dim = spec.heads(layer)
-        self._q, self._kv = spec.num_heads * self._dim, kv_heads * self._dim
+        self._q, self._kv = spec.query_heads(layer) * self._dim, kv_heads * self._dim
         self._inner, self._lent = spec.intermediate(layer), spec.kv_layers[layer] != layer
         sizes = {"head_dim": self._dim, "intermediate_size": self._inner}
         if spec.latent is not None:
@@ -130,7 +130,7 @@ class AttentionWeights:
         columns = self._q if spec.latent is None else spec.o_columns
         yield from with_bias(o, (self._part(o, spec.hidden_size),), columns, spec.o_bias)
         if spec.sinks:
-            yield self._vector("self_attn", spec.num_heads, "sinks")
+            yield self._vector("self_attn", spec.query_heads(self._layer), "sinks")
         if spec.learned_positions and self._layer == 0:
             part = Part(self._names.positions, spec.learned_positions)
             yield Weight(POSITIONS, (part,), spec.hidden_size)
@@ -159,7 +159,8 @@ class AttentionWeights:
             parts.append(self._part(f"self_attn.{x}_proj", rows, order, unit))
             first += rows
         if spec.gated_attention and names.split_gates:
-            parts.append(self._part("self_attn.gate_proj", q, after(first)))
+            gates = spec.gates(self._layer)
+            parts.append(self._part("self_attn.gate_proj", gates, after(first)))
         return tuple(parts)
 
     def _both(self) -> list[Weight]:

@@ -1,7 +1,8 @@
 """The weights of a layer file and of the outer file, and the Hugging Face tensors they come from.
 
     self_attn.qkv_proj   the rows of q_proj, k_proj and v_proj, one below the other; below them
-                         those of gates, which families keep in q_proj, head by head
+                         those of gates, one for each channel of the heads (which families keep in
+                         q_proj, head by head, or in a tensor of their own), or one for each head
     mlp.gate_up_proj     the rows of gate_proj and up_proj, "rows16": blocks of 16 rows in
                          turn, gate 0..15, up 0..15, gate 16..31, up 16..31, ..., so that
                          silu(gate) * up of 16 outputs needs two neighbouring blocks of rows

@@ -70,6 +70,7 @@ class DecoderSpec:
     value_norm: bool = False  # RMSNorm without weights of each value head
     local_rope: RopeSpec | None = None  # of layers with a sliding window, where it differs
     full_heads: HeadsSpec | None = None  # head_dim and num_kv_heads are of windows then
+    layer_heads: tuple[int, ...] | None = None  # per layer: its query heads; None: num_heads
     learned_positions: int = 0  # rows of a table of which one is added to each embedding
     position_offset: int = 0  # the row of position 0
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
@@ -89,7 +90,9 @@ class DecoderSpec:
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
-    gated_attention: bool = False  # times the sigmoid of a projection, before the output's
+    gated_attention: bool = False  # times a projection's activation, before that of the output
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    head_gates: bool = False  # such a gate is of a head; otherwise of each of its channels
     recurrent: RecurrentSpec | None = None  # what some layers have in place of attention, or beside
     # Per layer, whether it has attention or what is in its place; an MLP or experts. None: all do.
     mixers: tuple[bool, ...] | None = None
@@ -103,16 +106,20 @@ class DecoderSpec:
     mtp: bool = False  # its only layer predicts further ahead: see `families.mtp`
     # Per layer: the share of an MLP's gate that becomes 0, as if it were distributed normally.
     sparsity: tuple[float, ...] | None = None
+    # Per layer: what gate and up of its MLP, or of its shared experts, are limited to: see
+    # `layout.ending.Ending`; 0: nothing.
+    limits: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for field, key in _SIZES.items():
             if type(size := getattr(self, field)) is not int or size < 1:
                 raise unsupported(key, size, "a whole number above 0")
         for kv_heads, head_dim in self._heads:
-            if self.num_heads % kv_heads:
-                raise unsupported(
-                    "num_key_value_heads", kv_heads, f"a divisor of {self.num_heads} heads"
-                )
+            for heads in self.layer_heads or (self.num_heads,):
+                if type(heads) is not int or heads < 1 or heads % kv_heads:
+                    raise unsupported(
+                        "num_key_value_heads", kv_heads, f"a divisor of {heads} heads"
+                    )
             if head_dim % 2:
                 raise unsupported("head_dim", head_dim, "an even number")
         for rope, dim in ((self.rope, self._heads[-1][1]), (self.local_rope, self.head_dim)):
@@ -129,6 +136,9 @@ class DecoderSpec:
             ("layer_types", self.mixers or self.rope_layers),
             ("layer_types", self.mlps or self.rope_layers),
             ("activation_sparsity_pattern", self.sparsity or self.rope_layers),
+            ("num_attention_heads_per_layer", self.layer_heads or self.rope_layers),
+            ("swiglu_limits_shared", self.limits or self.rope_layers),
+            ("swiglu_limits", (self.experts and self.experts.limits) or self.rope_layers),
             ("indexer_types", self.index.layers if self.index else self.rope_layers),
         ):
             if len(per_layer) != self.num_layers:
@@ -158,10 +168,19 @@ class DecoderSpec:
         """KV heads, and channels of a head."""
         return self._heads[0 if self.sliding_window[layer] is not None else -1]
 
+    def query_heads(self, layer: int) -> int:
+        """Heads that attend."""
+        return self.num_heads if self.layer_heads is None else self.layer_heads[layer]
+
+    def gates(self, layer: int) -> int:
+        """Numbers of a token that gates of attention come of."""
+        each = 1 if self.head_gates else self.heads(layer)[1]
+        return self.query_heads(layer) * each * self.gated_attention
+
     @property
     def q_rows(self) -> int:
         """Outputs of the query projection; where layers differ, the most, as of the following."""
-        return max(self.num_heads * dim for _, dim in self._heads)
+        return max(self.query_heads(i) * self.heads(i)[1] for i in range(self.num_layers))
 
     @property
     def kv_rows(self) -> int:
@@ -177,8 +196,8 @@ class DecoderSpec:
     def qkv_rows(self) -> int:
         """Outputs of the first projection: queries, keys, values, gates, or what these come of."""
         if self.latent is None:
-            queries = self.num_heads * (1 + self.gated_attention)
-            return max((queries + 2 * kv_heads) * dim for kv_heads, dim in self._heads)
+            sizes = ((i, self.query_heads(i), *self.heads(i)) for i in range(self.num_layers))
+            return max((q + 2 * kv) * dim + self.gates(i) for i, q, kv, dim in sizes)
         first = self.latent.query_latent or self.q_rows
         return first + self.latent.latent + self.latent.rope_dim
 
@@ -344,6 +363,10 @@ class DecoderSpec:
         """Where the gate of a layer's MLP is cut off: above its mean, in standard deviations."""
         share = self.sparsity[layer] if self.sparsity else 0.0
         return NormalDist().inv_cdf(share) if share else None
+
+    def limit(self, layer: int) -> float:
+        """What gate and up of a layer's MLP, or of its shared experts, are limited to; 0: none."""
+        return self.limits[layer] if self.limits else 0.0
 
     @property
     def per_layer_width(self) -> int:

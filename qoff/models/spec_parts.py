@@ -104,6 +104,9 @@ class ExpertsSpec:
     activation: str = "silu"
     gated: bool = True  # an expert is down(act(gate(x)) * up(x)), or else down(act(up(x)))
     router_bias: bool = False
+    score_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
+    # Per layer: what gate and up are limited to: see `layout.ending.Ending`; 0: nothing.
+    limits: tuple[float, ...] | None = None
     bias: bool = False  # of the experts' matrices
     latent_size: int = 0  # experts are given, and give, so many numbers of a token; 0: hidden_size
     shared_size: int = 0  # intermediate size of an MLP that all tokens go through too; 0: none
@@ -129,6 +132,9 @@ class ExpertsSpec:
             raise unsupported("hidden_act", self.activation, ", ".join(EXPERT_ACTIVATIONS))
         if self.activation == CLAMPED_SWIGLU and not self.gated:
             raise unsupported("hidden_act", self.activation, "one of experts without a gate")
+        for limit in self.limits or ():
+            if limit < 0 or (limit and (self.activation == CLAMPED_SWIGLU or not self.gated)):
+                raise unsupported("swiglu_limits", limit, "0 and more, of gate and up")
         try:
             self.routing.check(self.count)
         except OpError as error:
@@ -139,14 +145,19 @@ class ExpertsSpec:
         """The names of those of an expert."""
         return matrices(self.gated)
 
+    def limit(self, layer: int) -> float:
+        """What gate and up of a layer's experts are limited to; 0: nothing."""
+        return self.limits[layer] if self.limits else 0.0
+
     def mlp(
         self,
+        layer: int,
         gate_up: QExperts,
         down: QExperts,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> ExpertsMlp:
-        """How experts with these matrices and biases compute."""
+        """How experts of a layer with these matrices and biases compute."""
         return ExpertsMlp(
             gate_up,
             down,
@@ -155,6 +166,7 @@ class ExpertsSpec:
             down_bias,
             weighs_input=self.weighs_input,
             gated=self.gated,
+            limit=self.limit(layer),
         )
 
     @property

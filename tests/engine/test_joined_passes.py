@@ -49,6 +49,28 @@ CONVOLUTIONS = {
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-biased": (DEEP, True),
     "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
+    "laguna": (
+        DEEP
+        | {
+            "sliding_window": 100,
+            "layer_types": TURNS,
+            "num_attention_heads_per_layer": [4, 2] * 4,
+            "mlp_layer_types": ["dense"] * 8,
+        },
+        True,
+    ),
+    "step-3.5": (
+        DEEP
+        | {
+            "sliding_window": 100,
+            "num_hidden_layers": 12,
+            "layer_types": TURNS[:2] * 6,
+            "mlp_layer_types": ["dense"] * 12,
+            "swiglu_limits": None,
+            "swiglu_limits_shared": [0.05, 0.05, 0.02, 0.02] * 3,
+        },
+        True,
+    ),
     "gpt-neox": (WIDE, True),  # attention and MLP side by side
     "opt": (WIDE, True),  # learned positions
     "qwen3-moe": (DEEP, False),

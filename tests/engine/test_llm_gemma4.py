@@ -1,10 +1,13 @@
-"""Gemma 4 in batches: heads of two sizes, packed; experts; layers with others' keys and values."""
+"""Models whose layers differ in batches: heads of two sizes, or numbers of heads, packed; experts;
+layers with others' keys and values.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +26,19 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PLAN = Plan(batch_size=1, context=200, kv=KVQuant(8, 8, window=16))
 
 
-@pytest.fixture(scope="module", params=["gemma4-moe", "gemma4-small"])
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma4-moe": {"global_head_dim": 128},
+    "gemma4-small": {"global_head_dim": 128},
+    "laguna": {},
+    "step-3.5": {},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gemma4")
-    save_model(path / "model", request.param, head_dim=64, global_head_dim=128, sliding_window=90)
+    path = tmp_path_factory.mktemp("model")
+    changes = FAMILIES[request.param]
+    save_model(path / "model", request.param, head_dim=64, sliding_window=90, **changes)
     save_tokenizer(path / "model")
     return convert(path / "model", path / "converted", quant=QUANT)
 

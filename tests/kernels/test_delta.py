@@ -113,15 +113,6 @@ def test_the_recurrence_is_that_of_transformers(shape: DeltaShape) -> None:
     assert_close(kept.memory[1].transpose(1, 2).flatten(2), memory[0])
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_gate_is_a_sigmoid_or_a_factor(plain: bool) -> None:
-    x, by = torch.randn(3, 1040), torch.randn(3, 2000)[:, :1040]
-    wanted = reference_ops.gate(x, by, plain=plain)
-    assert_close(cpu.gate(x, by, plain=plain, out=x), wanted)
-    with pytest.raises(OpError, match="multiple of 16 numbers"):
-        cpu.gate(x[:, :7], by[:, :7])
-
-
 def test_bad_operands_are_refused() -> None:
     shape, ragged = SHAPES[0], Ragged.of([2], [0])
     (*rows, a), given, kept = inputs(shape, 2), weights(shape), states(shape, ragged, [0])

@@ -123,6 +123,15 @@ def test_large_gates(activation: str, gated: bool) -> None:
     assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
 
 
+@pytest.mark.parametrize("activation", ending.ACTIVATIONS)
+def test_limits_of_gate_and_up(activation: str) -> None:
+    mlp = replace(random_mlp(3, 64, 32, activation=activation), limit=0.75)
+    x, routing = 4 * torch.randn(5, 64), routed(5, 3, 2)
+    found = experts(x, *routing, mlp)
+    assert relative_rms(found, expected(x, *routing, mlp)) < INT16_EXPERTS
+    assert relative_rms(found, expected(x, *routing, replace(mlp, limit=0.0))) > 0.1
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
 def test_other_scales_and_strided_rows(scale_dtype: torch.dtype) -> None:
     mlp = ExpertsMlp(*random_experts(3, 64, 96, scale_dtype=scale_dtype), "silu")
@@ -265,6 +274,9 @@ def test_a_wrong_mlp_is_refused(change: dict, message: str) -> None:
 def test_an_activation_of_gate_and_up_wants_a_gate() -> None:
     with pytest.raises(OpError, match="clamped_swiglu is of gate and up, and there is no gate"):
         random_mlp(2, 64, 32, activation="clamped_swiglu", gated=False)
+    for options in ({"gated": False}, {"activation": "clamped_swiglu"}):
+        with pytest.raises(OpError, match="a limit is of gate and up, and not of clamped_swiglu"):
+            replace(random_mlp(2, 64, 32, **options), limit=2.0)
 
 
 def test_experts_share_memory_with_their_matrices() -> None:

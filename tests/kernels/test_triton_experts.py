@@ -105,6 +105,14 @@ def test_activations(activation: str, gated: bool, block: int) -> None:
     check(triton_ops.experts(*operands, block=block), operands)
 
 
+@pytest.mark.parametrize("block", [0, 16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_limits(activation: str, block: int) -> None:
+    x, ids, weights, mlp = case(3, 4, 2, 64, 32, activation=activation)
+    operands = (4 * x, ids, weights, replace(mlp, limit=0.75))
+    check(triton_ops.experts(*operands, block=block), operands)
+
+
 def test_tiles_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gpu, "of", staticmethod(lambda device: OLDER))
     operands = case(*SHAPES[0])

@@ -16,8 +16,9 @@ from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.linear.linear import w4_linear
 from qoff.kernels.layout.ending import ACTIVATIONS, GATED_SILU, Ending, Norm
 from qoff.kernels.reference import ops as reference_ops
+from qoff.kernels.reference.linear import activated
 from tests.kernels.operands import random_weight
-from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, relative_rms
+from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, assert_close, relative_rms
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,19 @@ def test_activations(activation: str, gated: bool) -> None:
     end = Ending(activation, gated)
     expected = reference_ops.w4_linear(x.double(), weight, bias=bias, end=end)
     assert relative_rms(w4_linear(x, weight, bias=bias, end=end), expected) < INT16_ACTIVATIONS
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("limit", [0.75, 40.0])
+def test_limits_of_gate_and_up(limit: float, activation: str) -> None:
+    """min(activation(gate), limit) * up within -limit..limit."""
+    weight, x = random_weight(96, 64), 4 * torch.randn(5, 64)
+    gate, up = (x @ weight.dequantize().T).view(5, 3, 2, 16).unbind(2)
+    gate = activated(activation, gate).clamp(max=limit)
+    wanted = (gate * up.clamp(-limit, limit)).flatten(1)
+    end = Ending(activation, gated=True, limit=limit)
+    assert relative_rms(w4_linear(x, weight, end=end), wanted) < INT16_ACTIVATIONS
+    assert_close(reference_ops.w4_linear(x, weight, end=end), wanted)
 
 
 @pytest.mark.parametrize("n", [96, 100])
@@ -222,6 +236,7 @@ def test_no_tokens() -> None:
         ({"end": Ending(post_norm=_norm(48), sum_norm=_norm(48))}, "not two"),
         ({"end": Ending(sum_norm=_norm(40))}, "norm must be"),
         ({"end": Ending(sum_scale=2.0)}, "scaled behind a norm only"),
+        ({"end": Ending("silu", limit=2.0)}, "a limit is of gate and up"),
         ({"activation_bits": 4}, "8 or 16"),
         ({"weight": random_weight(48, 64, packing="split32")}, "rows16"),
     ],

@@ -48,6 +48,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "moe_intermediate_size": 32,
     },
+    "step-3.5": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "sparse"],
+        "swiglu_limits": [None, 0.03],
+        "swiglu_limits_shared": [0.05, 0.0],
+        "num_sliding_attention_heads": 3,
+        "share_expert_dim": 32,
+        "sliding_window": 40,
+    },
     "llama4": {"no_rope_layer_interval": 2, "attention_chunk_size": 40},
 }
 

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 256, "num_local_experts": 8},
     "gpt-oss": {"intermediate_size": 512},  # biases of experts
     "qwen2-moe": {"moe_intermediate_size": 256},  # a shared one, and a layer without any
+    "step-3.5": {"moe_intermediate_size": 512},  # limits of gate and up by layer
 }
 
 
@@ -84,7 +85,8 @@ def replayed(runtime: Runtime) -> int:
 
 @pytest.mark.parametrize("hooks", [PLAIN, POISON], ids=["plain", "poisoned"])
 @pytest.mark.parametrize(
-    ("family", "part"), [("mixtral", 0.2), ("mixtral", 0.6), ("gpt-oss", 0.6), ("qwen2-moe", 0.6)]
+    ("family", "part"),
+    [("mixtral", 0.2), ("mixtral", 0.6), ("gpt-oss", 0.6), ("qwen2-moe", 0.6), ("step-3.5", 0.6)],
 )
 def test_a_pass_is_one_recording_with_the_same_tokens(
     paths: dict[str, Path],

@@ -25,7 +25,7 @@ FAMILIES += [
     "gemma4-moe",
     "gemma4-small",
 ]
-FAMILIES += ["gemma3n", "lfm2-moe", "nemotron-h-latent", "falcon-h1"]
+FAMILIES += ["gemma3n", "lfm2-moe", "nemotron-h-latent", "falcon-h1", "laguna", "step-3.5"]
 
 
 def logits(path: Path, memory: int | None) -> Tensor:

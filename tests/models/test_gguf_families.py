@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "step-3.5": {"query_pre_attn_scalar": 32},
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
@@ -71,7 +72,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 # llama.cpp has no such architecture, does not tell it from another, or the package `gguf` does not
 # have it.
-WITHOUT: tuple[str, ...] = ("opt", "opt-350m", "solar-open", "hy-v3")
+WITHOUT: tuple[str, ...] = (
+    *("opt", "opt-350m", "solar-open", "hy-v3", "laguna", "laguna-per-element"),
+)
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
 WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "bamba")
 
@@ -312,14 +315,15 @@ def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) 
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
 
 
-@pytest.mark.parametrize("family", ["glm4", "exaone-moe"])
+@pytest.mark.parametrize("family", ["glm4", "exaone-moe", "step-3.5"])
 def test_layers_beyond_those_that_compute(family: str, base: Path, tmp_path: Path) -> None:
     """The last layers of some files predict further tokens; without all their tensors they are of
     no use."""
     model = GGUFModel.of(tiny_model(base, family))
     wanted = model.write(tmp_path / "wanted.gguf")
     layers = model.metadata["block_count"]
-    model.metadata |= {"block_count": layers + 1, "nextn_predict_layers": 1}
+    lists = {key: [*x, x[-1]] for key, x in model.metadata.items() if isinstance(x, list)}
+    model.metadata |= {"block_count": layers + 1, "nextn_predict_layers": 1, **lists}
     model.tensors[f"blk.{layers}.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
 
@@ -332,6 +336,27 @@ def test_a_layer_for_multi_token_prediction(tmp_path: Path) -> None:
     files = [Checkpoint.open(one).mtp for one in (found, wanted)]
     assert all(file is not None and len(file.weights) > 20 for file in files)
     assert_same_weights(found, wanted)
+
+
+def test_the_rope_that_step_has(base: Path, tmp_path: Path) -> None:
+    """Its lengths change over a wider range than Llama's, and its factors fill whole heads."""
+    model = GGUFModel.of(source_of(base, "step-3.5"))
+    model.metadata["rope.freq_base"] = 5e6
+    wavelengths = 2 * np.pi * 5e6 ** np.arange(0, 1, 1 / 8)
+    smooth = np.clip((131072 / wavelengths - 1) / 31, 0, 1)
+    factors = np.concatenate([1 / ((1 - smooth) / 2 + smooth), np.ones(8)])
+    model.tensors["rope_freqs.weight"] = factors.astype(np.float32)
+    ropes = open_source(model.write(tmp_path / "m.gguf")).config()["rope_parameters"]
+    assert ropes["full_attention"] == {
+        "rope_type": "llama3",
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 0.5,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+        "original_max_position_embeddings": 131072,
+    }
+    assert ropes["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e3}
 
 
 def test_parts_are_one_model(base: Path, tmp_path: Path) -> None:
@@ -396,6 +421,12 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("qwen3-moe", {"expert_gating_func": 2}, UnsupportedModelError, "expert_gating_func is 2"),
         ("llama4", {"attention.sliding_window": 0}, UnsupportedModelError, "sliding_window is 0"),
         ("exaone-moe", {"attention.sliding_window": 0}, UnsupportedModelError, "window is 0; supp"),
+        ("step-3.5", {"attention.head_count": [2, 6, 4]}, FormatError, r"is \[2, 6, 4\]; expected"),
+        ("step-3.5", {"attention.head_count": [2, 6]}, FormatError, "for each of 3 layers what"),
+        ("step-3.5", {"swiglu_clamp_exp": [0.0]}, FormatError, "a limit for each of 3 layers"),
+        ("step-3.5", {"swiglu_clamp_shexp": [0.0, -1.0, 0.0]}, FormatError, "a limit for each of"),
+        ("step-3.5", {"expert_weights_norm": False}, UnsupportedModelError, "norm is False; supp"),
+        ("step-3.5", {"rope.dimension_count": 16}, UnsupportedModelError, "is 16; supported: 32"),
         ("glm4-moe", {"expert_gating_func": 1}, UnsupportedModelError, "expert_gating_func is 1"),
         ("glm4-moe", {"expert_group_count": 2}, UnsupportedModelError, "expert_group_count is 2"),
         ("glm4-moe", {"expert_feed_forward_length": 48}, FormatError, "a multiple of glm4moe.exp"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from qoff.errors import ArgumentError, UnsupportedModelError
 from qoff.models.families import converted
 from qoff.models.layer_weights import layer_weights, outer_weights
 from qoff.models.spec import DecoderSpec
-from tests.tiny_families import FAMILIES
+from tests.tiny_families import FAMILIES, LLAMA3_ROPE
 from tests.tiny_models import tiny_model
 
 TINY: dict[str, Any] = {
@@ -220,6 +221,15 @@ def test_layers_that_do_not_fit_are_refused(
         ("bamba", {"attn_layer_indices": []}, "layer_types is 'linear_attention alone'"),
         ("lfm2-moe", {"layer_types": None}, "layer_types is None; supported: conv, full_att"),
         ("lfm2-moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
+        ("laguna", {"gating": "per-channel"}, "gating is 'per-channel'; supported: true, per-head"),
+        ("laguna", {"attention_bias": True}, "attention_bias is True; supported: false"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 6]}, "is 2; supported: a divisor of 3"),
+        ("laguna", {"moe_routed_scaling_factor": 0.0}, "moe_routed_scaling_factor is 0"),
+        ("step-3.5", {"mlp_bias": True}, "mlp_bias is True; supported: false"),
+        ("step-3.5", {"gating": "per-element"}, "gating is 'per-element'; supported: true, per-h"),
+        ("step-3.5", {"swiglu_limits": [0, 0, -1.0]}, "swiglu_limits is"),
+        ("step-3.5", {"swiglu_limits_shared": [1.0]}, "swiglu_limits_shared is '1 entries'"),
+        ("step-3.5", {"swiglu_limits": [1.0]}, "swiglu_limits is '1 entries'"),
     ],
 )
 def test_numbers_of_other_families_are_refused(
@@ -258,6 +268,39 @@ def test_lfm2_has_the_mlp_that_transformers_makes_and_may_have_no_convolution() 
         assert [not spec.is_recurrent(i) for i in range(4)] == [
             kind == "full_attention" for kind in full.layer_types
         ]
+
+
+def test_step_as_it_was_published_first() -> None:
+    """Lists have entries of layers that predict further tokens, too."""
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    rope = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    tiny = {**TINY, **FAMILIES["step-3.5"]}
+    wanted = DecoderSpec.from_config(tiny)
+    new = ("n_routed_experts", "num_experts_per_tok", "num_key_value_heads", "rope_parameters")
+    new += ("num_sliding_attention_heads", "mlp_layer_types")
+    published = {
+        **{key: value for key, value in tiny.items() if key not in new},
+        "architectures": ["Step3p5ForCausalLM"],
+        "num_nextn_predict_layers": 1,
+        "layer_types": kinds,
+        "moe_num_experts": 8,
+        "moe_top_k": 3,
+        "moe_layers_enum": "1,2",
+        "num_attention_groups": 2,
+        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+        "rope_theta": [1e4, 1e3, 1e4, 1e3],
+        "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0],
+        "rope_scaling": rope,
+        "swiglu_limits": [*tiny["swiglu_limits"], 0.0],
+        "swiglu_limits_shared": [*tiny["swiglu_limits_shared"], 0.0],
+        "zero_centered": True,
+    }
+    found = DecoderSpec.from_config(published)
+    assert found.local_rope is not None
+    local = replace(found.local_rope, scaling=())  # the whole head rotates
+    assert replace(found, local_rope=local) == wanted
+    assert [found.query_heads(i) for i in range(3)] == [2, 6, 2]
+    assert [found.gates(i) for i in range(3)] == [2, 6, 2]
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 24}, {"intermediate_size": 100}])

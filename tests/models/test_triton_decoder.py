@@ -73,6 +73,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 40,
     },
+    "laguna": {  # gates of heads, of which layers have other numbers; scores level off
+        "moe_router_logit_softcapping": 2.0,
+        "num_hidden_layers": 2,
+        "num_attention_heads_per_layer": [3, 2],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 40,
+    },
+    "step-3.5": {  # the same, and limits of gate and up
+        "num_hidden_layers": 2,
+        "num_sliding_attention_heads": 3,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "share_expert_dim": 32,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "swiglu_limits": [0.0, 0.03],
+        "swiglu_limits_shared": [0.05, 0.04],
+        "sliding_window": 40,
+    },
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
     "qwen3-next-head64": {  # linear attention, and gates of the other
         "num_hidden_layers": 2,

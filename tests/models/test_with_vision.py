@@ -153,6 +153,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**TINY, **FAMILIES["lfm2"]},
         "lfm2",
     ),
+    "step3p7": (
+        {**_VISION, "mlp_ratio": 1.0},
+        {**TINY, **FAMILIES["step-3.5"], "num_experts_per_tok": 8},
+        "step3p5",
+    ),
     "llava": (_CLIP, {**TINY, **FAMILIES["llama3-rope"]}, "llama"),
     "llava_next": (_CLIP, {**TINY, **FAMILIES["mistral-window"]}, "mistral"),
     "idefics3": (_VISION, {**TINY, "model_type": "llama"}, "llama"),

@@ -60,13 +60,24 @@ def activated(kind, x):
 
 
 @inlined
-def gated(kind, gate, up):
-    """The gated activation of 16 outputs, `kind` one of NUMBERS; NaN stays NaN."""
-    if kind != CLAMPED_SWIGLU:
-        return simd.mul(activated(kind, gate), up)
+def _below(limit, x):
+    """The smaller of a limit and each number; NaN stays NaN."""
     minus = simd.splat_f32(np.float32(-1.0))
-    seven = simd.splat_f32(np.float32(-7.0))
-    gate = simd.mul(minus, simd.maximum(seven, simd.mul(minus, gate)))
-    up = simd.mul(minus, simd.maximum(seven, simd.mul(minus, simd.maximum(seven, up))))
+    return simd.mul(minus, simd.maximum(simd.splat_f32(-limit), simd.mul(minus, x)))
+
+
+@inlined
+def gated(kind, limit, gate, up):
+    """The gated activation of 16 outputs, `kind` one of NUMBERS; NaN stays NaN.
+
+    limit: see `Ending`; 0 for none.
+    """
+    if kind != CLAMPED_SWIGLU:
+        gate = activated(kind, gate)
+        if limit != np.float32(0.0):
+            gate, up = _below(limit, gate), _below(limit, simd.maximum(simd.splat_f32(-limit), up))
+        return simd.mul(gate, up)
+    seven = np.float32(7.0)
+    gate, up = _below(seven, gate), _below(seven, simd.maximum(simd.splat_f32(-seven), up))
     gate = simd.mul(gate, sigmoid(gate, np.float32(1.702)))
     return simd.mul_add(up, gate, gate)

@@ -32,6 +32,7 @@ class LinearArguments(ctypes.Structure):
         ),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("limit", ctypes.c_float),
         ("norm", NormArguments),
         ("rows", RowsArguments),  # what follows when whole rows are there, with row_norms
     )  # fmt: skip
@@ -40,7 +41,8 @@ class LinearArguments(ctypes.Structure):
 
 (X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDTH, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
  RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
- SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, NORM, ROWS) = offsets(LinearArguments)  # fmt: skip
+ SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, LIMIT, NORM,
+ ROWS) = offsets(LinearArguments)  # fmt: skip
 
 
 @inner
@@ -126,7 +128,7 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
     out, out_stride = simd.peek_i64(args + OUT), simd.peek_i64(args + OUT_STRIDE)
     residual = simd.peek_i64(args + RESIDUAL)
     residual_stride = simd.peek_i64(args + RESIDUAL_STRIDE)
-    more = simd.peek_i64(args + MORE)
+    more, limit = simd.peek_i64(args + MORE), simd.peek_f32(args + LIMIT)
     for t in range(tokens):
         bias = biases + (token + t) * simd.peek_i64(args + BIAS_STRIDE)
         to = out + (token + t) * out_stride
@@ -137,7 +139,7 @@ def _epilogue(args, scratch, block, row_blocks, token, tokens):
             column = 4 * 8 * block
             if plus != 0:
                 plus += column
-            value = gated(simd.peek_i64(args + ACTIVATION), gate, up)
+            value = gated(simd.peek_i64(args + ACTIVATION), limit, gate, up)
             _write(value, 16, plus, to + column, scratch)
         else:
             for r in range(row_blocks):

@@ -125,10 +125,12 @@ def _set_end(
             fail(_OP, f"unknown activation {end.activation!r}; known are {', '.join(ACTIVATIONS)}")
         a.activation = NUMBERS[end.activation]
     of_tiles = end.by_element
-    special = of_tiles._replace(activation="", gated=False) != PLAIN
+    special = of_tiles._replace(activation="", gated=False, limit=0.0) != PLAIN
     late = end.score is not None or end.soft_cap
     if (special and end.gated) or (end.post_norm and late):
         fail(_OP, "scale, score and soft cap do not follow a gate, nor the last two a norm")
+    if end.limit and not end.gated:
+        fail(_OP, "a limit is of gate and up, and there is no gate")
     if end.sum_scale != 1 and end.post_norm is None:
         fail(_OP, "a sum is scaled behind a norm only")
     if of_tiles.score is not None:
@@ -137,6 +139,7 @@ def _set_end(
             fail(_OP, "score must be contiguous")
     a.gated, a.more = end.gated, special or (end.activation != "" and not end.gated)
     a.score, a.scale, a.soft_cap = address(of_tiles.score), of_tiles.scale, of_tiles.soft_cap
+    a.limit = end.limit
     by = end.post_norm or end.sum_norm
     if by is None:
         return out, residual

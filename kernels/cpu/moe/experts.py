@@ -62,6 +62,7 @@ def experts(
         activation=NUMBERS[mlp.activation],
         weighs_input=mlp.weighs_input,
         gated=mlp.gated,
+        limit=mlp.limit,
         residual_stride=0 if residual is None else 4 * residual.stride(0),
         out_stride=4 * out.stride(0),
         planes=activation_bits // 8,

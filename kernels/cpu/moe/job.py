@@ -49,6 +49,7 @@ class ExpertsArguments(ctypes.Structure):
             "out_stride", "planes", "sorted", "order", "segments", "counts", "inner", "weighted",
             "scratch",
         ),
+        ("limit", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class ExpertsArguments(ctypes.Structure):
  SCALES) = offsets(MatrixArguments)  # fmt: skip
 (GATE_UP, DOWN, X, X_STRIDE, M, PER_TOKEN, EXPERTS, TOPK_IDS, TOPK_WEIGHTS, WEIGHS_INPUT,
  ACTIVATION, GATED, RESIDUAL, RESIDUAL_STRIDE, OUT, OUT_STRIDE, PLANES, SORTED, ORDER, SEGMENTS,
- COUNTS, INNER, WEIGHTED, SCRATCH) = offsets(ExpertsArguments)  # fmt: skip
+ COUNTS, INNER, WEIGHTED, SCRATCH, LIMIT) = offsets(ExpertsArguments)  # fmt: skip
 _COLUMNS = 512  # of a token's sum, in one item
 
 
@@ -143,11 +144,12 @@ def _quantize(pool, phase, threads, args, matrix, row_bytes):
 def _write_gated(args, matrix, bias, scratch, block, place, tokens):
     """Activations of 16 columns of `inner`, from blocks of gate and of up."""
     n, kind = simd.peek_i64(matrix + N), simd.peek_i64(args + ACTIVATION)
+    limit = simd.peek_f32(args + LIMIT)
     for t in range(tokens):
         gate = with_bias(scratch + 64 * t, bias, 16 * block, n)
         up = with_bias(scratch + 64 * (tokens + t), bias, 16 * block + 16, n)
         to = simd.peek_i64(args + INNER) + (place + t) * 2 * n + 32 * block
-        simd.store_f32(to, gated_activation(kind, gate, up))
+        simd.store_f32(to, gated_activation(kind, limit, gate, up))
 
 
 @inner

@@ -49,7 +49,8 @@ def _cut(args, z):
 def sparse_gate_job(pool, thread, threads, args):
     """Token by token."""
     end, kind = 4 * simd.peek_i64(args + K), simd.peek_i64(args + ACTIVATION)
-    zero = simd.splat_f32(np.float32(0.0))
+    none = np.float32(0.0)
+    zero = simd.splat_f32(none)
     token = take(pool, 0)
     while token < simd.peek_i64(args + M):
         z = simd.peek_i64(args + Z) + token * simd.peek_i64(args + Z_STRIDE)
@@ -57,7 +58,7 @@ def sparse_gate_job(pool, thread, threads, args):
         less = simd.splat_f32(-_cut(args, z))
         for i in range(0, end, 64):
             gate = simd.maximum(zero, simd.add(simd.load_f32(z + 2 * i), less))
-            simd.store_f32(out + i, gated(kind, gate, simd.load_f32(z + 2 * i + 64)))
+            simd.store_f32(out + i, gated(kind, none, gate, simd.load_f32(z + 2 * i + 64)))
         token = take(pool, 0)
 
 

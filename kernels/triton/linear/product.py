@@ -67,6 +67,7 @@ class Form:
     groups: int = 1  # that a warp takes in a step
     activation: str = ""  # of gate and up, whose rows alternate in blocks of TURN, or of each row
     gated: bool = True  # which of these
+    limit: float = 0.0  # of gate and up, in a mixture of experts
     tokens: int = 1
     partial: bool = False  # a program along K writes its sums for itself
     residual: bool = False

@@ -95,8 +95,9 @@ def experts(
                 inputs = (inputs[:, None] * chosen[1][..., None]).flatten(0, 1).to(x.dtype)
                 chosen = chosen[0], torch.ones_like(chosen[1])
             found: dict[int, Tiles] = {}
-            f = mlp.activation, mlp.gated
-            product = Product(inputs, *chosen, mlp.gate_up, gate_up_bias, *f)
+            product = Product(
+                inputs, *chosen, mlp.gate_up, gate_up_bias, mlp.activation, mlp.gated, mlp.limit
+            )
             inner = _compute(product, block, found)
             product = Product(inner, *chosen, mlp.down, down_bias)
             add_up(_compute(product, block, found), out[part])

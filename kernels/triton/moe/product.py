@@ -32,7 +32,8 @@ class Product(NamedTuple):
     """One of the two products, out[p] = f(W[expert of p] x[row of p] + bias).
 
     f is the activation of gate and up, whose rows alternate in blocks of 16, or that of each row
-    where it is not `gated`, or, with activation "", the pair's topk_weights times the sum.
+    where it is not `gated`, or, with activation "", the pair's topk_weights times the sum. limit:
+    of gate and up, see `layout.ending`.
     """
 
     x: Tensor  # float16 or bfloat16, contiguous, a row of K for each token, or for each pair
@@ -42,6 +43,7 @@ class Product(NamedTuple):
     bias: Tensor | None  # [E, N] in the dtype of x
     activation: str = ""
     gated: bool = True
+    limit: float = 0.0
 
     @property
     def pairs(self) -> int:
@@ -93,6 +95,7 @@ class Product(NamedTuple):
                 config,
                 *what,
                 gated=self.gated,
+                limit=self.limit,
                 aligned=n % TURN.value == 0,
                 whole=n % config.block_n == 0,
                 wgmma=has_wgmma(x.device),
@@ -129,14 +132,19 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr):
+def _gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     if ACTIVATION == "clamped_swiglu":  # comparisons keep NaN
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, up)
         up = tl.where(up < -7.0, -7.0, up)
         value = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
     else:
-        value = _activated(gate, ACTIVATION) * up
+        gate = _activated(gate, ACTIVATION)
+        if LIMIT != 0.0:
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+            up = tl.where(up > LIMIT, LIMIT, up)
+            up = tl.where(up < -LIMIT, -LIMIT, up)
+        value = gate * up
     return value
 
 
@@ -165,7 +173,7 @@ def finish(y, first_row, pair, keep, expert, bias, topk_weights, out, N, FORM: t
         is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
         gate = tl.sum(tl.where(is_gate, turns, 0.0), axis=1)
         up = tl.sum(tl.where(is_gate, 0.0, turns), axis=1)
-        value = tl.reshape(_gated(gate, up, ACTIVATION), (BLOCK_N // 2, COLS))
+        value = tl.reshape(_gated(gate, up, ACTIVATION, FORM.limit), (BLOCK_N // 2, COLS))
         column = first_row // 2 + tl.arange(0, BLOCK_N // 2)
         target = out + to[None, :] * (N // 2) + column[:, None]
         inside = (column < N // 2)[:, None] & keep[None, :]

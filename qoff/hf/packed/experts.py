@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -74,7 +76,8 @@ def _expert(x: Tensor, mlp: ExpertsMlp, e: int) -> Tensor:
         None if bias is None else bias[e].detach() for bias in (mlp.gate_up_bias, mlp.down_bias)
     )
     z = packed_linear(x, mlp.gate_up.expert(e), of_gate_up)
-    return packed_linear(activate(z, mlp.activation, mlp.gated), mlp.down.expert(e), of_down)
+    z = activate(z, mlp.activation, mlp.gated, mlp.limit)
+    return packed_linear(z, mlp.down.expert(e), of_down)
 
 
 def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp) -> Tensor:
@@ -86,15 +89,15 @@ def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, mlp: ExpertsMlp)
         compute: Callable[..., Tensor] = ops_for(x.device).experts
     else:
         compute = dense_experts  # no kernel takes this dtype
-    biases = (
+    biases = [
         None if bias is None else bias.detach().to(taken.dtype)
         for bias in (mlp.gate_up_bias, mlp.down_bias)
-    )
+    ]
     y = compute(
         taken.contiguous(),
         topk_ids.contiguous(),
         topk_weights.detach().float().contiguous(),
-        ExpertsMlp(mlp.gate_up, mlp.down, mlp.activation, *biases, gated=mlp.gated),
+        replace(mlp, gate_up_bias=biases[0], down_bias=biases[1]),
     )
     return y.to(x.dtype)
 
@@ -175,7 +178,8 @@ class QoffExperts(nn.Module):
         if form.has_bias:
             own, of_down = (getattr(self, f"{name}_bias") for name in (self.first, DOWN))
             biases = self._in_blocks(own) if form.gated else own, of_down
-        return ExpertsMlp(*matrices, form.activation, *biases, gated=form.gated)
+        limit = form.limit
+        return ExpertsMlp(*matrices, form.activation, *biases, gated=form.gated, limit=limit)
 
     def dense(self, dtype: torch.dtype) -> nn.Module:
         """The module that it replaced, with dequantized weights."""
@@ -241,17 +245,23 @@ class ExpertsForm(NamedTuple):
     activation: str
     kind: type[QoffExperts] = QoffExperts  # what takes its place
     gated: bool = True
+    limit: float = 0.0  # of gate and up, see `kernels.layout.ending`
 
 
-def form_of(module: nn.Module, activation: str) -> ExpertsForm | None:
-    """That of experts of transformers' interface, without norms, and of Llama 4's.
+def form_of(module: nn.Module, activation: str | None) -> ExpertsForm | None:
+    """That of experts of transformers' interface, without norms, and of Llama 4's and Step's.
 
-    None: a module is no such.
+    activation: of the model's experts, if it is known. None: a module is no such.
     """
+    own: Any = module
+    if type(module).__name__ == "Step3p7Experts":  # whose activation is in its code
+        limit = own.limit if math.isfinite(own.limit) else 0.0
+        return ExpertsForm(False, False, True, "silu", limit=limit)
+    if activation is None:
+        return None
     if type(module).__name__ == "Llama4TextExperts":
         return ExpertsForm(False, True, True, activation, QoffWeighedExperts)
     known = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-    own: Any = module
     if not all(hasattr(own, x) for x in known):
         return None
     if getattr(own, "has_post_expert_norm", False):  # which transformers knows since 5.20

@@ -37,5 +37,4 @@ def experts_form(module: nn.Module, activation: str | None) -> ExpertsForm | Non
 
     activation: `activation_of` its model. None: they cannot be packed.
     """
-    form = None if activation is None else form_of(module, activation)
-    return form or own_form(module)
+    return form_of(module, activation) or own_form(module)

@@ -161,6 +161,7 @@ class _DenseExperts(Experts):
 
     def compute(
         self,
+        layer: int,
         x: Tensor,
         scores: Tensor,
         weights: Weights,
@@ -178,7 +179,7 @@ class _DenseExperts(Experts):
             own = [None if bias is None else bias[e] for bias in biases]
             if isinstance(matrices[0], Unsolved):
                 unsolved = cast(list[Unsolved], matrices)
-                self._products(x, token, shares[token, place], unsolved, own, hidden)
+                self._products(layer, x, token, shares[token, place], unsolved, own, hidden)
                 continue
             gate_up, down = (
                 partial(self._ops.w4_linear, weight=cast(QTensor, matrix), bias=bias)
@@ -186,14 +187,15 @@ class _DenseExperts(Experts):
             )
             rows, share = x[token], shares[token, place, None]
             rows = rows * share if self.spec.weighs_input else rows
-            y = down(self._activate(gate_up(rows)))
+            y = down(self._activate(layer, gate_up(rows)))
             hidden.index_add_(0, token, y if self.spec.weighs_input else y * share)
 
-    def _activate(self, z: Tensor) -> Tensor:
-        return activate(z, self.spec.activation, self.spec.gated)
+    def _activate(self, layer: int, z: Tensor) -> Tensor:
+        return activate(z, self.spec.activation, self.spec.gated, self.spec.limit(layer))
 
     def _products(
         self,
+        layer: int,
         x: Tensor,
         token: Tensor,
         share: Tensor,
@@ -211,7 +213,7 @@ class _DenseExperts(Experts):
         shares = torch.cat((share[:count], share[:count], share[count:]))[:, None]
         y = x[rows] * shares if self.spec.weighs_input else x[rows]
         for number, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
-            y = matrix.products(self._activate(y) if number else y, count)
+            y = matrix.products(self._activate(layer, y) if number else y, count)
             y = y if bias is None else y + bias
         y = y if self.spec.weighs_input else y * shares
         hidden.index_add_(0, token, torch.cat((y[:count], y[2 * count :])))

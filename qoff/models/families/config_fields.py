@@ -28,6 +28,7 @@ _SIZE = whole(1, words="a whole number above 0, below 2**31")
 _COUNT = whole(1, _MANY, f"a whole number from 1 to {_MANY}")
 _EXPERTS = nothing_or(whole(0, _MANY))
 _FACTOR = number(-1e30, 1e30, "a finite number")
+_LIMIT = number(0, 1e30, "null, or a finite number of 0 and more")
 _EPS = number(0, 1, "a number from 0 to 1")
 _TUNING = "attn_temperature_tuning"
 FIELDS: Fields = {
@@ -38,10 +39,12 @@ FIELDS: Fields = {
     "intermediate_size_mlp": _SIZE,
     "ffn_dim": _SIZE,
     "moe_intermediate_size": nothing_or(_SIZE),
-    "shared_expert_intermediate_size": whole(0),
+    **dict.fromkeys(("shared_expert_intermediate_size", "share_expert_dim"), whole(0)),
     "word_embed_proj_dim": nothing_or(_SIZE),
     "num_hidden_layers": _COUNT,
     "num_attention_heads": _COUNT,
+    "num_attention_heads_per_layer": nothing_or(list_of(_COUNT)),
+    **dict.fromkeys(("num_sliding_attention_heads", "num_attention_groups"), nothing_or(_COUNT)),
     "num_key_value_heads": nothing_or(_COUNT),
     "head_dim": nothing_or(_SIZE),
     "max_position_embeddings": _SIZE,
@@ -82,7 +85,11 @@ FIELDS: Fields = {
     "norm_eps": _EPS,
     "layer_norm_eps": _EPS,
     "norm_epsilon": _EPS,
-    "rope_theta": nothing_or(_FACTOR),
+    "rope_theta": nothing_or(either(_FACTOR, list_of(_FACTOR))),
+    "partial_rotary_factors": nothing_or(list_of(_FACTOR)),
+    **dict.fromkeys(
+        ("swiglu_limits", "swiglu_limits_shared"), nothing_or(list_of(nothing_or(_LIMIT)))
+    ),
     "rope_local_base_freq": nothing_or(_FACTOR),
     "partial_rotary_factor": nothing_or(_FACTOR),
     "rotary_pct": nothing_or(_FACTOR),
@@ -95,6 +102,9 @@ FIELDS: Fields = {
             "query_pre_attn_scalar",
             "routed_scaling_factor",
             "router_scaling_factor",
+            "moe_routed_scaling_factor",
+            "moe_router_scaling_factor",
+            "moe_router_logit_softcapping",
             "attn_scale",
         ),
         _FACTOR,

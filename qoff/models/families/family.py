@@ -35,6 +35,8 @@ class TensorNames:
 
     modules: from Llama's name of a module inside a layer, or the beginning of it, to the family's.
     leaves: the same for the last part of a module's name.
+    modules_of_transformers: what transformers calls modules otherwise than tensors are called, by
+    parts of their names; adapters of PEFT do as well.
     fused_qkv: one tensor has the rows of queries, keys and values ("rows"), or those of one head
     after the other ("heads"). split_gates: gates of attention have a tensor; otherwise each
     head's follow its queries. fused_gate_up: one has the rows of gate above those of up.
@@ -60,6 +62,7 @@ class TensorNames:
     layer: str = "model.layers.{}."
     modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     leaves: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    modules_of_transformers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     embedding: str = "model.embed_tokens.weight"
     positions: str = ""
     per_layer: tuple[str, str, str] = (
@@ -90,6 +93,12 @@ class TensorNames:
     def in_layer(self, layer: int, module: str, tensor: str) -> str:
         """The full name of a tensor of a module of a layer."""
         return self.layer.format(layer) + self._called(module) + ("." + tensor if tensor else "")
+
+    def in_transformers(self, tensor: str) -> str:
+        """What transformers calls the parameter that a tensor is."""
+        for stored, module in self.modules_of_transformers.items():
+            tensor = tensor.replace(f".{stored}.", f".{module}.")
+        return tensor
 
     def _called(self, module: str) -> str:
         """The family's name of a module: the longest beginning that has another name decides."""
@@ -146,7 +155,7 @@ def class_of(model_type: str) -> str | None:
 
 def common_fields(config: Any) -> Fields:
     """The fields of a spec as most families call them."""
-    layers = config.num_hidden_layers
+    layers, heads = config.num_hidden_layers, for_all(config, "num_attention_heads", None)
     head_dim = head_dim_of(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_type = rope.keys() <= _KINDS  # of layers, or there is none
@@ -161,8 +170,8 @@ def common_fields(config: Any) -> Fields:
         "hidden_size": config.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", 0),
         "num_layers": layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": for_all(config, "num_key_value_heads", config.num_attention_heads),
+        "num_heads": heads,
+        "num_kv_heads": for_all(config, "num_key_value_heads", heads),
         "head_dim": head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "norm_eps": getattr(config, "rms_norm_eps", 0.0),
@@ -177,7 +186,7 @@ def common_fields(config: Any) -> Fields:
 def head_dim_of(config: Any) -> int:
     """Channels of a head, where a config does not say so those of the hidden states' share."""
     own = for_all(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
+    return int(own or config.hidden_size // for_all(config, "num_attention_heads", None))
 
 
 def for_all(config: Any, key: str, default: Any) -> Any:

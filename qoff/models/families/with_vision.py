@@ -171,6 +171,7 @@ SOURCES: Mapping[str, Family] = {
         part="llm_config",
     ),
     "lfm2_vl": _family("LFM2-VL", _same("lfm2", "lfm2_moe")),
+    "step3p7": _family("Step 3.7 Flash", _same("step3p5")),
     "llava": _family("LLaVA 1.5, Pixtral", _same("llama", "mistral", "qwen2")),
     "llava_next": _family("LLaVA 1.6", _same("llama", "mistral", "qwen2")),
     "idefics3": _family("Idefics 3", _same("llama")),

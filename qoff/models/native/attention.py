@@ -55,7 +55,7 @@ class Attention:
         workspace = run.workspace
         assert workspace is not None
         shape, gated = self._shapes[layer], self._spec.gated_attention
-        widths = [shape.qkv_width, shape.out_width]  # of queries, keys and values; of gates
+        widths = [shape.qkv_width, self._spec.gates(layer)]  # of queries, keys and values; of gates
         memory = columns(workspace.attended, shape.out_width)
         if self._latent is None:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
@@ -83,7 +83,8 @@ class Attention:
 
         attended = by_parts(run, self._places[layer], attend, memory, qkv)
         if gates is not None:
-            attended = self._ops.gate(attended, gates, out=memory)
+            activation = self._spec.gate_activation
+            attended = self._ops.gate(attended, gates, activation=activation, out=memory)
         attended = run.kept(keep, attended)
         return attended if self._latent is None else self._latent.values(run, weights, attended)
 

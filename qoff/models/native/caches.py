@@ -23,7 +23,7 @@ def head_shapes(spec: DecoderSpec) -> tuple[HeadShape, ...]:
             found.append(spec.index.shape.keys)
         kv_heads, dim = spec.heads(layer)
         shape = HeadShape(
-            spec.num_heads,
+            spec.query_heads(layer),
             kv_heads,
             dim if latent is None else latent.shape(spec.num_heads).head_dim,
             dim**-0.5 if spec.attention_scale is None else spec.attention_scale,

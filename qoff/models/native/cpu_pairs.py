@@ -50,7 +50,7 @@ class CpuPairs:
     def __init__(self, layer: int, spec: ExpertsSpec, on_cpu: CpuExperts) -> None:
         self._on_cpu, self._top_k = on_cpu, spec.top_k
         self._layer = of_layer = on_cpu.layers[layer]
-        self._mlp = spec.mlp(of_layer.gate_up, of_layer.down, *of_layer.biases)
+        self._mlp = spec.mlp(layer, of_layer.gate_up, of_layer.down, *of_layer.biases)
         self._mine = of_layer.table >= 0
         self._numbers = frozenset(self._mine.nonzero()[:, 0].tolist())
         self._ops = ops_for(CPU)

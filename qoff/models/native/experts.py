@@ -38,6 +38,7 @@ class Experts:
 
     def compute(
         self,
+        layer: int,
         x: Tensor,
         scores: Tensor,
         weights: Weights,
@@ -49,7 +50,7 @@ class Experts:
         x: their inputs, [M, W]. scores: the router's, [M, experts]. into: is the sum instead.
         """
         gate_up, down = self._matrices(weights)
-        mlp = self.spec.mlp(gate_up, down, *self._biases(weights))
+        mlp = self.spec.mlp(layer, gate_up, down, *self._biases(weights))
         residual, out = (hidden, hidden) if into is None else (None, into)
         self._ops.experts(x, *self.route(scores, weights), mlp, residual=residual, out=out)
 
@@ -133,7 +134,8 @@ class Experts:
             wave = cast(ExpertWave, found[EXPERTS])
             if mixture.wave is not wave and wave.numbers:
                 mixture.wave = wave
-                mlp = self.spec.mlp(wave.gate_up, wave.down, *self._biases_of(wave, weights))
+                biases = self._biases_of(wave, weights)
+                mlp = self.spec.mlp(layer, wave.gate_up, wave.down, *biases)
                 self._compute_wave(mixture.choices, wave, mlp, run.input if into is None else into)
             left = [number for number in left if number not in wave.numbers]
             if pairs is not None:
@@ -164,7 +166,7 @@ class Experts:
                 None if bias is None else place
                 for bias, place in zip(biases, asked.biases, strict=True)
             ]
-            mlp = self.spec.mlp(asked.gate_up, asked.down, *places)
+            mlp = self.spec.mlp(layer, asked.gate_up, asked.down, *places)
             residual = rows if into is None else None
             self._ops.experts(
                 choice.x, asked.slots, choice.weights, mlp, residual=residual, out=rows

@@ -48,7 +48,13 @@ class Layer:
         self._exact_ops = exact(ops)  # for scores that decide
         self._exact_linear = Linear(self._exact_ops)
         self._experts = None if spec.experts is None else self.MIXTURE(spec.experts, ops)
-        self._activation = Ending(spec.activation, spec.gated)
+        self._of_scores = PLAIN  # of a router
+        if spec.experts is not None and spec.experts.score_cap:
+            self._of_scores = Ending(soft_cap=spec.experts.score_cap)
+        self._activations = [
+            Ending(spec.activation, spec.gated, limit=spec.limit(layer))
+            for layer in range(spec.num_layers)
+        ]
         self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         self._attention = Attention(spec, ops, shapes, device)
         self._recurrent = recurrent_of(spec, ops)
@@ -219,7 +225,7 @@ class Layer:
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             inner = yield from self._inner(
-                weights, run, "mlp", "hidden", norm, part, self._cuts[layer]
+                layer, weights, run, "mlp", "hidden", norm, part, self._cuts[layer]
             )
             residual: Rows = "hidden" if attended is None else attended[part]
             yield from self._linear(
@@ -234,6 +240,7 @@ class Layer:
 
     def _inner(
         self,
+        layer: int,
         weights: Weights,
         run: ForwardPass,
         module: str,
@@ -255,7 +262,7 @@ class Layer:
             return self._ops.sparse_gate(both, cut, self._spec.activation, out=out)
         return (
             yield from self._linear(
-                run, weights, name, x, out=out, part=part, norm=norm, end=self._activation
+                run, weights, name, x, out=out, part=part, norm=norm, end=self._activations[layer]
             )
         )
 
@@ -290,7 +297,7 @@ class Layer:
                 x = inputs[i]
             else:
                 x, narrow, scores = yield from self._routed(run, weights, part)
-                experts.compute(narrow, scores, weights, run.input[part], found)
+                experts.compute(layer, narrow, scores, weights, run.input[part], found)
             if found is not None and width:
                 yield from self._widened(run, weights, part, found, sums)
             if sums is not None and experts.spec.beside:
@@ -300,7 +307,7 @@ class Layer:
                 score = None
                 if experts.spec.shared_gate:
                     score = yield from self._exact_linear(run, weights, names.SHARED_GATE, x)
-                shared = yield from self._inner(weights, run, module, x, None, part)
+                shared = yield from self._inner(layer, weights, run, module, x, None, part)
                 to: Rows = "hidden" if sums is None else sums
                 end = Ending(score=score, scale=scale if sums is None else 1.0)
                 yield from self._linear(
@@ -335,7 +342,9 @@ class Layer:
         inputs = self._routing_inputs(weights, run.input[part])
         assert inputs is not None
         x, routing = inputs
-        scores = yield from self._exact_linear(run, weights, names.ROUTER, routing)
+        scores = yield from self._exact_linear(
+            run, weights, names.ROUTER, routing, end=self._of_scores
+        )
         if not self._spec.latent_width:
             return x, x, scores
         return x, (yield from self._linear(run, weights, names.LATENT_IN, x, part=part)), scores
@@ -365,7 +374,7 @@ class Layer:
         assert mixture is not None
         assert both is not None
         norm = self._norm_before(weights, "mlp")
-        inner = yield from self._inner(weights, run, "mlp", "hidden", norm, part)
+        inner = yield from self._inner(layer, weights, run, "mlp", "hidden", norm, part)
         sums = yield from self._linear(
             run, weights, "mlp.down_proj", inner, end=Ending(post_norm=dense), part=part
         )
@@ -432,7 +441,7 @@ class Layer:
         if inputs is None:
             return None
         scores = self._exact_ops.w4_linear(
-            inputs[1], router, bias=vector(given, f"{names.ROUTER}.bias")
+            inputs[1], router, bias=vector(given, f"{names.ROUTER}.bias"), end=self._of_scores
         )
         return experts.route(scores, given)[0].cpu()
 

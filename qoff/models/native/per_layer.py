@@ -73,7 +73,7 @@ class PerLayer:
         own = run.per_layer[:, layer * self._width : (layer + 1) * self._width]
         activation = Ending(self._spec.activation)
         gates = yield from self._linear(run, weights, names.LAYER_GATE, end=activation)
-        inner = self._ops.gate(gates, own, plain=True, out=gates)
+        inner = self._ops.gate(gates, own, activation="", out=gates)
         norm = norm_of(self._spec, weights, names.LAYER_NORM)
         end = Ending(post_norm=norm, sum_scale=scale)
         return (

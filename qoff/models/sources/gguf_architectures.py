@@ -21,6 +21,7 @@ from . import gguf_latent as latent
 from . import gguf_linear as linear
 from . import gguf_mamba as mamba
 from . import gguf_short_conv as short_conv
+from . import gguf_step as step
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
 
@@ -231,6 +232,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
     "afmoe": Architecture(
         "afmoe", experts.afmoe, split_gates=True, modules={"self_attn.gate_proj": "attn_gate"}
+    ),
+    "step35": Architecture(
+        "step3p5", step.step, split_gates=True, modules=step.MODULES, base=step.base
     ),
     "glm4moe": Architecture(
         "glm4_moe", experts.glm4_moe, partial=True, modules=_NORM_BEHIND_ATTENTION

@@ -23,9 +23,11 @@ def common(
     rope: Config | None = None,
     kv_heads: int | None = None,
     inner: int | None = None,
+    heads: int | None = None,
 ) -> Config:
     """What all have. partial: a part of each head may turn. Others: where no key has them."""
-    hidden, heads = metadata.need("embedding_length"), metadata.need("attention.head_count")
+    hidden = metadata.need("embedding_length")
+    heads = heads or int(metadata.need("attention.head_count"))
     if head_dim is None:
         head_dim = int(metadata.get("attention.key_length", hidden // heads))
         metadata.only("attention.value_length", head_dim)
@@ -70,6 +72,7 @@ def windows(metadata: Metadata, layers: int, period: int, default: int) -> Confi
     window = metadata.get("attention.sliding_window", default)
     pattern = metadata.get("attention.sliding_window_pattern", period)
     if not isinstance(pattern, int):
+        pattern = pattern[:layers] if len(pattern) == metadata.blocks else pattern
         if len(pattern) != layers:
             raise FormatError(
                 f"{metadata.path}: {metadata.architecture}.attention.sliding_window_pattern has "

@@ -51,6 +51,7 @@ _FIELDS: Fields = {  # after the architecture's name
     "rope.dimension_count_swa": _COUNT,
     **dict.fromkeys(("altup.num_inputs", "altup.active_idx"), _SIZE),
     "activation_sparsity_scale": _NUMBERS,
+    **dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp"), either(_FACTOR, _NUMBERS)),
     "attention.sliding_window": _SIZE,
     "attention.sliding_window_pattern": either(_SIZE, _NUMBERS),
     "attention.causal": SWITCH,

@@ -19,7 +19,7 @@ LLAMA3, _LONG, _SHORT = (
 )
 TENSORS = (LLAMA3, _LONG, _SHORT)
 # Llama 3.1 and later store the divisors of their frequencies; these are the constants behind them.
-_LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
+_LOW, _HIGHS, _ORIGINAL = 1.0, (4.0, 32.0), 8192  # Step 3.5 has the second of _HIGHS
 _FACTOR = "rope.scaling.factor"
 _YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
@@ -28,14 +28,17 @@ _YARN = {
 }
 
 
-def rope_parameters(metadata: Metadata, head_dim: int, partial: bool = False) -> dict[str, Any]:
+def rope_parameters(
+    metadata: Metadata, head_dim: int, partial: bool = False, dim: int | None = None
+) -> dict[str, Any]:
     """Return transformers' `rope_parameters`.
 
-    partial: whether a part of each head may turn. Raises UnsupportedModelError for a kind of
+    partial: whether a part of each head may turn. dim: of so many channels; None: as the file says,
+    or else all. Raises UnsupportedModelError for a kind of
     scaling that is not known, FormatError for tensors that do not fit.
     """
     rope = {"rope_type": "default", "rope_theta": float(metadata.get("rope.freq_base", 10000.0))}
-    dim = metadata.get("rope.dimension_count", head_dim)
+    dim = metadata.get("rope.dimension_count", head_dim) if dim is None else dim
     if not partial or dim > head_dim:
         metadata.only("rope.dimension_count", head_dim)
     else:  # 1.0, too: transformers' own default may be less
@@ -96,16 +99,18 @@ def _llama3(metadata: Metadata, dim: int, theta: float) -> dict[str, Any]:
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     between = (factors > 1.001) & (factors < 0.999 * factor)
     smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)
-    lengths = (wavelengths * (_LOW + smooth * (_HIGH - _LOW)))[between]
-    for original in {_ORIGINAL, *(round(float(x)) for x in lengths[:1])}:
-        if torch.allclose(factors, _divisors(wavelengths, factor, original), 1e-4, 0.0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": _LOW,
-                "high_freq_factor": _HIGH,
-                "original_max_position_embeddings": original,
-            }
+    for high in _HIGHS:
+        lengths = (wavelengths * (_LOW + smooth * (high - _LOW)))[between]
+        for original in {_ORIGINAL, *(round(float(x)) for x in lengths[:1])}:
+            divisors = _divisors(wavelengths, factor, original, high)
+            if torch.allclose(factors, divisors, 1e-4, 0.0):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": _LOW,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": original,
+                }
     if (step := _step(wavelengths, factors, factor)) is not None:
         return {
             "rope_type": "llama3",
@@ -133,14 +138,16 @@ def _step(wavelengths: Tensor, factors: Tensor, factor: float) -> int | None:
     return _ORIGINAL if low < _ORIGINAL < high else round(math.sqrt(low * high))
 
 
-def _divisors(wavelengths: Tensor, factor: float, original: int) -> Tensor:
+def _divisors(wavelengths: Tensor, factor: float, original: int, high: float) -> Tensor:
     """What transformers' kind "llama3" divides the frequencies of wavelengths by."""
-    smooth = ((original / wavelengths - _LOW) / (_HIGH - _LOW)).clamp(0, 1)
+    smooth = ((original / wavelengths - _LOW) / (high - _LOW)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _factors(metadata: Metadata, tensor: str, dim: int) -> list[float]:
     values = metadata.vector(tensor)
+    if {*values[dim // 2 :]} == {1.0}:  # of channels that do not turn, or not in all layers
+        values = values[: dim // 2]
     if len(values) != dim // 2 or min(values) <= 0:
         raise FormatError(
             f"{metadata.path}: tensor {tensor} has {len(values)} numbers; expected {dim // 2}, "
