@@ -90,6 +90,12 @@ class DeltaShape:
         return self.channels + self.values, 2 * self.value_heads
 
     @property
+    def operands(self) -> int:
+        """See `states.StateShape`."""
+        decays = self.decays if self.by_channel else self.value_heads
+        return self.channels + self.values + self.value_heads + decays
+
+    @property
     def panel(self) -> int:
         """Channels of values whose part of a state lies together."""
         return math.gcd(self.value_dim, 64)

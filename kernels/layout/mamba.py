@@ -61,6 +61,11 @@ class MambaShape:
         return self.values + self.channels + self.heads
 
     @property
+    def operands(self) -> int:
+        """See `states.StateShape`."""
+        return sum(self.projections)
+
+    @property
     def projections(self) -> tuple[int, ...]:
         """See `states.StateShape`."""
         return (self.width,)

@@ -31,6 +31,11 @@ class ShortConvShape:
         return 3 * self.channels
 
     @property
+    def operands(self) -> int:
+        """See `states.StateShape`."""
+        return sum(self.projections)
+
+    @property
     def projections(self) -> tuple[int, ...]:
         """See `states.StateShape`."""
         return (self.width,)

@@ -27,6 +27,10 @@ class StateShape(Protocol):
         """Outputs of each matrix that comes before its op."""
 
     @property
+    def operands(self) -> int:
+        """Numbers of a token that its op is given."""
+
+    @property
     def values(self) -> int:
         """Numbers of a token that its op returns."""
 

@@ -21,7 +21,7 @@ AnyStates = LayerStates | DeviceLayerStates
 
 def drafted_bytes(shape: StateShape, layers: int, most: int, itemsize: int) -> int:
     """Bytes of a sequence: copies of a layer's states, and what is kept of 1 + `most` tokens."""
-    kept = layers * (1 + most) * sum(shape.projections) * itemsize
+    kept = layers * (1 + most) * shape.operands * itemsize
     return shape.state_bytes + kept
 
 
