@@ -5,9 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from qoff.engine import LLM
+import pytest
+
+from qoff.engine import LLM, opened
 from qoff.engine.drafts import PromptLookup
 from qoff.engine.request import Sequence
+from qoff.plan.adapt import RunningPlan
+from qoff.plan.drafting import PassSeconds
+
+
+@pytest.fixture
+def cheap_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are worth their passes by forecast; a tiny model's are by some machines' alone."""
+    forecast = opened.pass_seconds
+
+    def cheap(plan: RunningPlan, drafts: RunningPlan | None) -> PassSeconds:
+        assert min(forecast(plan, drafts)(1)) > 0
+        return lambda _: [1 + 0.1 * drafted for drafted in range(17)]
+
+    monkeypatch.setattr(opened, "pass_seconds", cheap)
 
 
 class KnownDrafts(PromptLookup):

@@ -18,8 +18,9 @@ from qoff.models.adapters import Adapters
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan.drafting import PassSeconds
 
-from .draft_model import DraftBatch, MtpBatch
+from .draft_model import DraftBatch
 from .drafts import Acceptance, PromptLookup
+from .mtp_drafts import MOST_WAITING, MtpBatch
 from .pooling import PassPooling
 from .prefixes import PrefixIndex
 from .request import Sequence
@@ -304,8 +305,9 @@ class BatchSlots:
             sequence = self._slots[slot]
             if self._mtp is not None and run.final is not None:
                 hidden = run.final[span.start : span.start + span.count]
-                # Decode steps leave theirs where the next one does.
-                hidden = hidden.clone() if subset is None else hidden
+                # Decode steps leave theirs where the next one does; the rest of many is read now.
+                if subset is None or span.count <= 1 + MOST_WAITING:
+                    hidden = hidden.clone()
                 self._mtp.note(slot, sequence, span.past, hidden)
             if subset is None:
                 place = self._first_place + slot

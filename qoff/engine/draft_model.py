@@ -127,9 +127,7 @@ class MtpDrafter(Drafter):
         self._part = own_bytes / (own_bytes + others)
         small = self._small(plan)
         if plan.device_memory is not None:
-            least = self._least(
-                lambda: kind(layer, replace(small, device_memory=0), own, **options)
-            )
+            least = _least(kind, layer, small, **options)
             part = self._part * max(0, plan.device_memory - least)
             small = replace(small, device_memory=least + int(part))
         self.executor = kind(layer, small, own, **options)
@@ -146,17 +144,6 @@ class MtpDrafter(Drafter):
             host_memory=None if host is None else int(self._part * host),
         )
 
-    @staticmethod
-    def _least(opened: Callable[[], object]) -> int:
-        """The least bytes of the device with which the layer can be computed."""
-        try:
-            opened()
-        except BudgetError as error:
-            if error.least is None:
-                raise
-            return error.least
-        raise AssertionError("it is computed without memory")
-
     def bytes_for(self, plan: Plan) -> int:
         tokens = plan.tokens_of_passes
         memory = self.executor.memory_of(self._small(plan), tiled=True)
@@ -168,6 +155,20 @@ class MtpDrafter(Drafter):
 
     def new_batch(self, vocab_size: int) -> MtpBatch:
         return MtpBatch(self.executor)
+
+
+def _least(
+    kind: Callable[..., Executor], checkpoint: Checkpoint, plan: Plan, **options: Any
+) -> int:
+    """The least bytes of the device with which a checkpoint can be computed by a plan."""
+    try:
+        with ExitStack() as own:
+            kind(checkpoint, replace(plan, device_memory=0), own, **options)
+    except BudgetError as error:
+        if error.least is None:
+            raise
+        return error.least
+    raise AssertionError("it is computed without memory")
 
 
 def _small(plan: Plan) -> Plan:

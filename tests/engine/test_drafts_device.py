@@ -17,12 +17,13 @@ from qoff.kvcache import KVPlacement, KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
 from tests.engine.test_llm_device import few_programs, where
-from tests.known_drafts import counts
+from tests.known_drafts import cheap_passes, counts
 from tests.models.test_triton_decoder import CHANGES
 from tests.mtp_models import tiny_with_mtp
 from tests.tiny_models import QUANT, save_model, save_tokenizer
 
-__all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
+__all__ = ["cheap_passes", "few_programs", "where"]  # fixtures, the last with pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("cheap_passes")
 PROMPTS = [[5 + i % 23 for i in range(length)] for length in (70, 9)]
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PLAN = Plan(batch_size=2, context=96, prefill_tokens=80, kv=KVQuant(window=0))

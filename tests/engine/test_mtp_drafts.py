@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from qoff.engine import LLM, SamplingParams, opened
+from qoff.engine import LLM, SamplingParams
 from qoff.engine.mtp_drafts import MtpBatch
 from qoff.engine.request import Sequence
 from qoff.errors import ArgumentError
 from qoff.kvcache import KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
-from tests.known_drafts import counts
+from tests.known_drafts import cheap_passes, counts
 from tests.mtp_models import reference_with_mtp, save_with_mtp, tiny_with_mtp
 from tests.tiny_models import QUANT, tiny_checkpoint
 
+__all__ = ["cheap_passes"]  # a fixture
+pytestmark = pytest.mark.usefixtures("cheap_passes")
 PLAN = Plan(batch_size=3, context=300, prefill_tokens=40, kv=KVQuant(window=16))
 DRAFTS = replace(PLAN, draft_model="mtp", draft_tokens=3)
 PROMPTS = [[5, 6, 7, 8, 9] * 20, list(range(10, 57)), [1, 2, 3], [4] * 30, [90, 91]]
@@ -86,9 +88,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(folder / "model", folder / "checkpoint", quant=QUANT, for_cpu=True)
 
 
-def test_a_layer_has_its_part_of_the_memory(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_has_its_part_of_the_memory(mixture: Path) -> None:
     """Experts of both come one by one, and the tokens are those of a model in memory."""
-    monkeypatch.setattr(opened, "pass_seconds", lambda *_: lambda _: [1.0, 1.1, 1.2, 1.3])
     plan = replace(DRAFTS, batch_size=2, prefill_tokens=16, context=160, adapt=False)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM(mixture, plan, device="cpu") as llm:
