@@ -97,6 +97,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 1152},
     **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _SMALL | {"n_routed_experts": 16,
                     "n_shared_experts": 1}),
+    "step3p5": _SMALL | {"n_routed_experts": 16, "share_expert_dim": 576,
+                         "pad_token_id": 0},  # which it wants to be a number
+    "laguna": _SMALL | {"num_experts": 16, "shared_expert_intermediate_size": 576},
     **dict.fromkeys(("exaone_moe", "hy_v3"), _SMALL | {"num_experts": 16}),
     "minimax_m2": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
     "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 576,

@@ -153,8 +153,9 @@ def checkpoint(folder: Path, family: str = "llama") -> Path:
 
 
 # What the reference in float16 is off by, too: small sums of large terms, with a low soft cap.
-# The reference in float16 differs from that in float32 by 0.054 in a step of gemma4-small.
-COARSER = {"gemma3n": 2, "gemma4-moe": 2, "gemma4-small": 5}
+# The reference in float16 differs from that in float32 by 0.054 in a step of gemma4-small, by
+# 0.0024 in the prompt of step-3.5.
+COARSER = {"gemma3n": 2, "gemma4-moe": 2, "gemma4-small": 5, "step-3.5": 2}
 
 
 class Runs:
