@@ -163,6 +163,82 @@ NEWEST: dict[str, dict[str, Any]] = {  # by their `model_type`, of transformers 
         "loop_gate_rank": 8,
     },
 }
+# By their `model_type`: only their own modules know what their caches hold.
+OWN_CACHES: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {  # blocks of tokens that are summed up, windows, hyper-connections
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 4,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
+    "minimax_m3_vl_text": {  # an index of blocks of keys
+        "intermediate_size": 32,
+        "dense_intermediate_size": 64,
+        "shared_intermediate_size": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "axk2": {  # an index of keys, and latents
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_topk": 8,
+        "index_head_dim": 32,
+        "index_n_heads": 2,
+        "gated_norm_rank": 8,
+    },
+    "qwen4_exp_text": {  # DeltaNet, an index of keys, hyper-connections
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    },
+}
 
 REMOTE = """
 from transformers import StableLmConfig, StableLmForCausalLM
@@ -181,8 +257,9 @@ def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float3
     Skips the test where the installed transformers does not know it yet.
     """
     torch.manual_seed(len(name))
-    newest = {kind: {"model_type": kind, **config} for kind, config in NEWEST.items()}
-    own = {**MODULES, **PACKABLE, **newest, "aria": ARIA}[name]
+    named = {**NEWEST, **OWN_CACHES}
+    by_type = {kind: {"model_type": kind, **config} for kind, config in named.items()}
+    own = {**MODULES, **PACKABLE, **by_type, "aria": ARIA}[name]
     if own["model_type"] not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not know {own['model_type']}")
     config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **own})

@@ -43,4 +43,4 @@ class GpuModuleExecutor(OfModules, GpuExecutor):
         return Runtime(checkpoint, kv=self.plan.kv, **options)
 
     def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
-        return memory_of_modules_on_gpu(plan, self._decoder, self._layers, tiled)
+        return memory_of_modules_on_gpu(plan, self._decoder, self._held, tiled)

@@ -12,6 +12,7 @@ from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.memory import Transfers
 from qoff.memory.io.cuda_transfers import CudaTransfers
 from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.modules.own_caches import OwnCaches
 from qoff.models.modules.slots import ModuleSlots, SlotStates
 from qoff.models.runtime import AnyDecoder, Runtime
 from qoff.plan import Memory, Plan
@@ -39,7 +40,7 @@ class OfModules(Executor):
         """What a batch keeps beside packed blocks."""
         decoder, sizes = self._decoder, (self.plan.batch_size, self.plan.context)
         attention = [*decoder.packed_shapes]
-        return SlotStates(decoder.text_config, self._layers, attention, *sizes, self.device)
+        return SlotStates(decoder.text_config, self._held.layers, attention, *sizes, self.device)
 
     def _open(self, checkpoint: Checkpoint, transfers: Transfers, packing: str) -> Runtime:
         plan, options = self.plan, self._options(transfers)
@@ -85,10 +86,9 @@ class OfModules(Executor):
         self.limits = self._decoder = decoder
         self.shapes = tuple(decoder.packed_shapes.values())
         self.forms = self.plan.kv.packed_forms(self.shapes)
-        self._layers = decoder.slot_layers()
-        self.whole_prompts = any(layer.states for layer in self._layers)
-        held = any(layer.heads or layer.states for layer in self._layers)
-        if self.plan.share_prefixes and (held or not self.shapes):
+        self._held = decoder.sequence_memory()
+        self.whole_prompts = self._held.whole_prompts
+        if self.plan.share_prefixes and not (self._held.is_empty and self.shapes):
             raise ArgumentError(
                 f"share_prefixes needs a KV cache that is packed, and {decoder.cache_shapes[0]} "
                 "has one that is not, or recurrent states; leave share_prefixes out"
@@ -103,9 +103,11 @@ class ModuleExecutor(OfModules, CpuExecutor):
     modules compute it, like recurrent states.
     """
 
-    def new_cache(self) -> ModuleSlots:
+    def new_cache(self) -> ModuleSlots | OwnCaches:
         # Without packed layers there are no blocks.
         window = {} if self.shapes else {"window": self.plan.context, "sinks": 0}
+        if self._held.alone:
+            return self._new_cache(self._decoder.own_caches, **window)
         lent, states = self._decoder.lent, self._states()
         return self._new_cache(ModuleSlots, lent=lent, states=states, **window)
 
@@ -122,4 +124,4 @@ class ModuleExecutor(OfModules, CpuExecutor):
         return CudaTransfers(self.device, self._new_reader())
 
     def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
-        return memory_of_modules(plan, self._decoder, self._layers, tiled)
+        return memory_of_modules(plan, self._decoder, self._held, tiled)

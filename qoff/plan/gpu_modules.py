@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qoff.kernels.triton.attention.offloaded import joined_bytes
@@ -17,18 +16,18 @@ from .manual import Memory, Plan
 from .modules import purposes
 
 if TYPE_CHECKING:
-    from qoff.models.modules.slots import LayerMemory
+    from qoff.models.modules.sequence_memory import SequenceMemory
 
 
 def memory_of_modules_on_gpu(
-    plan: Plan, decoder: ModuleDecoder, layers: Sequence[LayerMemory], tiled: bool = False
+    plan: Plan, decoder: ModuleDecoder, held: SequenceMemory, tiled: bool = False
 ) -> Memory:
     """As `memory_of_modules`, where attention is qoff's and K and V are packed."""
     shapes, dtype = [*decoder.packed_shapes.values()], decoder.dtype
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = plan.batches * Rings.bytes_for(shapes, plan.batch_size, plan.kv.window, dtype)
-    found = purposes(plan, decoder, layers, tiled, blocks.tier_bytes(), recent)
+    found = purposes(plan, decoder, held, tiled, blocks.tier_bytes(), recent)
     on_device, on_host = all_tables_bytes(plan, len(blocks.groups)), 0
     if attends_on_host(plan):
         on_device += max(joined_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from qoff.kernels.cpu.sampling.scratch import sampling_bytes as sampling_scratch
@@ -15,50 +15,41 @@ from qoff.models.modules.pass_bytes import kept_bytes, lent_bytes, scratch_bytes
 from .manual import Memory, Plan, by_purpose
 
 if TYPE_CHECKING:
-    from qoff.models.modules.slots import LayerMemory
+    from qoff.models.modules.sequence_memory import SequenceMemory
 
 _LOGITS = 3  # copies that a model's head makes: its own, scaled, capped
 
 
 def memory_of_modules(
-    plan: Plan, decoder: ModuleDecoder, layers: Sequence[LayerMemory], tiled: bool = False
+    plan: Plan, decoder: ModuleDecoder, held: SequenceMemory, tiled: bool = False
 ) -> Memory:
     """What a plan takes on a CPU beside the weights of layers, embedding and head.
 
-    So, too, on a GPU, where nothing is packed. layers: what a sequence takes in each beside packed
-    blocks. tiled: layers stream in tiles.
+    So, too, on a GPU, where nothing is packed. held: what a sequence takes beside packed blocks.
+    tiled: layers stream in tiles.
     """
     shapes = [*decoder.packed_shapes.values()]
     blocks = plan.block_plans(shapes, plan.kv.packed_forms(shapes))
     window = PackedCache.recent_tokens(plan.kv.window, plan.kv.sinks)
     recent = plan.batches * RecentTokens.bytes_for(shapes, plan.batch_size, window)
     kv = {tier: {"KV blocks": nbytes} for tier, nbytes in blocks.tier_bytes().items()}
-    return Memory(blocks, purposes(plan, decoder, layers, tiled, kv, recent))
+    return Memory(blocks, purposes(plan, decoder, held, tiled, kv, recent))
 
 
 def purposes(
     plan: Plan,
     decoder: ModuleDecoder,
-    layers: Sequence[LayerMemory],
+    held: SequenceMemory,
     tiled: bool,
     kv: Mapping[str, Mapping[str, int]],
     recent: int,
 ) -> dict[str, dict[str, int]]:
     """Bytes by tier and purpose. kv: of packed K and V; recent: of their layers, not packed."""
     sequences = plan.batches * plan.batch_size
-    states = sum(layer.state_bytes for layer in layers)
-    tokens = plan.context * sum(layer.token_bytes for layer in layers)
-    # A layer's K and V as transformers' attention has them: padded, and again for every query head.
-    padded = plan.context * max(
-        (
-            layer.token_bytes * (1 + max(1, decoder.heads // min(kv for kv, _ in layer.heads)))
-            for layer in layers
-            if layer.heads
-        ),
-        default=0,
-    )
+    # K and V as transformers' attention has them.
+    padded = held.attended_bytes(plan.context, decoder.heads)
     passes = [
-        (rows, columns, plan.batch_size * padded)
+        (rows, columns, (1 if held.alone else plan.batch_size) * padded)
         for rows, columns in ((1, plan.prefill_tokens), (plan.batch_size, 1))
     ]
     each = [working_bytes(decoder, b, t, plan.context) + both for b, t, both in passes]
@@ -78,11 +69,11 @@ def purposes(
         drawn = plan.passes(decoder.vocab_size).drawn
         shared.append(sampling_scratch(decoder.vocab_size, drawn, of_torch=False))
     work += max(shared)
-    work += sequences * states  # copies, while passes are under way
+    work += sequences * held.state_bytes  # copies, while passes are under way
     hidden: dict[str, int] = {
         tier: plan.batches * sum(kept) if tier == DEVICE else 0 for tier in TIERS
     }
     found = by_purpose(kv, recent, hidden, {DEVICE: work})
-    found[DEVICE]["states"] = sequences * (tokens + states)
+    found[DEVICE]["states"] = sequences * held.nbytes(plan.context)
     found[DEVICE]["weights outside of layers"] = decoder.outer_bytes
     return found

@@ -12,16 +12,15 @@ import torch
 
 import qoff
 from qoff.engine import LLM, SamplingParams
-from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVPlacement, KVQuant
-from qoff.kvcache.quant import UnpackableError
 from qoff.memory import plan_residency
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models import runtime
 from qoff.plan import Plan
 from tests.engine.test_allocations import Peak
 from tests.instruments import POISON
-from tests.module_models import MODULES, NEWEST, changed, module_checkpoint
+from tests.module_models import MODULES, NEWEST, module_checkpoint
 from tests.tiny_families import VOCAB
 from tests.tiny_models import budgets, refused
 
@@ -229,45 +228,3 @@ def test_prefixes_are_shared_where_all_is_packed(base: Path) -> None:
         found = llm.generate([prompt, prompt], PARAMS)
         assert sum(round.read for round in llm.rounds) < 2 * len(prompt)
     assert found[0].token_ids == alone(path, KV)[4]
-
-
-def test_states_of_another_kind_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.cache_utils import DynamicLayer
-
-    monkeypatch.setattr(DynamicLayer, "indexer_keys", None, raising=False)
-    with pytest.raises(UnsupportedModelError, match=r"what Bloom.* remembers.*; use qoff\.load"):
-        LLM(module_checkpoint(base, "bloom"), PLAN, device="cpu")
-
-
-def test_layers_that_are_computed_again_are_refused(base: Path) -> None:
-    """Their cache grows by layers during the first pass; `qoff.load` runs them."""
-    path = module_checkpoint(base, "inkling2_loop_text")
-    with pytest.raises(UnsupportedModelError, match=r"adds layers to its cache.*use qoff\.load"):
-        LLM(path, PLAN, device="cpu")
-    assert len(set(alone(path, None))) > 1
-
-
-def test_positions_that_count_padding_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = {"model_type": "bart", "d_model": 64, "decoder_layers": 3, "decoder_ffn_dim": 96}
-    own |= {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False}
-    monkeypatch.setitem(MODULES, "bart", own)
-    path = module_checkpoint(tmp_path, "bart")
-    with pytest.raises(UnsupportedModelError, match=r"Bart.* counts padding .*use qoff\.load"):
-        LLM(path, PLAN, device="cpu")
-
-
-def test_a_cache_that_forgets_what_the_mask_shows_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = {"model_type": "moshi", "ffn_dim": 128, "audio_vocab_size": 64, "sliding_window": 90}
-    monkeypatch.setitem(MODULES, "moshi", own)
-    path = module_checkpoint(tmp_path, "moshi")
-    message = "layer 0 keeps the newest 90 tokens of a sequence, and its mask shows all"
-    with pytest.raises(UnsupportedModelError, match=rf"Moshi.*{message}; use qoff\.load"):
-        LLM(path, PLAN, device="cpu")
-    with pytest.raises(UnpackableError, match=message):
-        qoff.load(path, kv=KV)
-    changed(path, sliding_window=256)  # as many as a sequence may have
-    assert answers(path, PLAN) == alone(path, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +14,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kvcache import CachePass, KVCache
 
 from .configs import layer_configs
+from .sequence_memory import tensors
 
 
 class ModuleCache(KVCache):
@@ -47,7 +48,7 @@ class ModuleCache(KVCache):
 
     @property
     def _state_bytes(self) -> int:
-        return sum(x.nbytes for layer in self.states.layers for x in _tensors(vars(layer)))
+        return sum(x.nbytes for layer in self.states.layers for x in tensors(vars(layer)))
 
     @property
     def columns(self) -> int:
@@ -243,11 +244,3 @@ def _layer_kv_width(config: Any) -> int:
     )
     dim = plain or config.hidden_size // heads
     return int(kv_heads * (max(nope + rope, dim) + max(v, dim)))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from .cache import ModuleCache, StatesPass, new_columns
 from .configs import DTYPE, LAYOUT, build, layer_configs, position_limit, read_config
 from .current import current
 from .linear import Head, Multiply
+from .own_caches import OwnCaches, OwnCachesPass
+from .sequence_memory import SequenceMemory, extrapolated
 from .structure import (
     Structure,
     buffers_from_config,
@@ -46,9 +48,6 @@ from .structure import (
     layer_width,
     matrices_of,
 )
-
-if TYPE_CHECKING:
-    from .slots import LayerMemory
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:
@@ -182,25 +181,39 @@ class ModuleDecoder:
         """Raise ContextLengthError for a sequence of more tokens than `position_limit`."""
         check_length(tokens, self.position_limit, self.config.model_type)
 
-    def slot_layers(self) -> list[LayerMemory]:
-        """What a sequence takes in each layer of a `ModuleSlots`.
+    def sequence_memory(self) -> SequenceMemory:
+        """What a sequence in a slot of a cache takes beside packed K and V.
 
-        Raises UnsupportedModelError for a model whose cache holds something else, and for one that
-        takes a row of its table of positions for each column of a batch, padding included.
+        Raises UnpackableError where sequences have to be computed alone, and K and V would be
+        packed.
         """
-        if self._ends and "position_ids" not in self._parameters:
-            raise UnsupportedModelError(
-                "qoff.LLM reads prompts of different lengths together, and "
-                f"{type(self.model).__name__} counts padding among their positions; use qoff.load, "
-                "with one prompt at a time"
-            )
         try:
             model = self._built(self._trusted, packed=True)
         except UnpackableError:
             model = self._built(self._trusted, packed=False)
-        states, call = ModuleCache(self.text_config, 1).states, partial(self._call, model)
-        packed, limit = self.packed_shapes, self.position_limit
-        return probe.layer_memory(model, call, states, packed, limit)
+        call, states, packed = partial(self._call, model), self._empty_states(), self.packed_shapes
+        try:
+            if self._ends and "position_ids" not in self._parameters:
+                raise probe.UnknownCacheError("it counts padding among positions")
+            layers = probe.layer_memory(model, call, states, packed, self.position_limit)
+            return SequenceMemory(layers)
+        except probe.UnknownCacheError as error:
+            reason = str(error)
+        if packed:
+            name = type(model).__name__
+            raise UnpackableError(
+                f"the sequences of {name} cannot be computed together: {reason}; use kv=None"
+            )
+        trial = cache(partial(probe.bytes_of_cache, model, call, self._empty_states))
+        return SequenceMemory(own=partial(extrapolated, trial), reason=reason)
+
+    def own_caches(self, *arguments: Any, **options: Any) -> OwnCaches:
+        """Slots with a cache of transformers for each sequence; arguments of `OwnCaches`."""
+        return OwnCaches(*arguments, new=self._empty_states, **options)
+
+    def _empty_states(self) -> Any:
+        """transformers' cache of one sequence."""
+        return ModuleCache(self.text_config, 1).states
 
     def new_cache(
         self, sequences: int, capacity: int = 0, kv: KVQuant | None = None
@@ -251,6 +264,8 @@ class ModuleDecoder:
         if self._ends:
             self.check_positions(run.ragged.longest + 1)
         run.cached = cached = run.cache.begin(run.ragged)
+        if isinstance(cached, OwnCachesPass):
+            return (yield from self._alone(run, cached))
         packs = bool(self.packed_shapes)
         if not isinstance(cached, StatesPass) or (cached.tokens is None) == packs:
             cached.abandon()
@@ -259,7 +274,8 @@ class ModuleDecoder:
         places = new.nonzero().T
         if run.logit_rows is not None:
             places = places[:, run.logit_rows]
-        work = ModulePass(lambda: self._forward(run.tokens, new, cached), places)
+        real, states = cached.real, cached.states
+        work = ModulePass(lambda: self._forward(run.tokens, new, real, states), places)
         if cached.tokens is not None:
             work.attention = PackedAttention(
                 self._ops,
@@ -273,17 +289,39 @@ class ModuleDecoder:
         cached.end()
         return logits
 
-    def _forward(self, tokens: Tensor, new: Tensor, cached: StatesPass) -> Tensor:
-        """Logits float32 [R, vocab_size] of a batch padded as `new`, bool [B, T], says."""
+    def _alone(self, run: ForwardPass, cached: OwnCachesPass) -> Steps:
+        """The sequences of a pass take turns at each unit."""
+        from .passes import ModulePass, by_turns
+
+        rows = torch.arange(len(run.tokens)) if run.logit_rows is None else run.logit_rows
+        passes = list[ModulePass]()
+        for span, states in zip(run.ragged.spans, cached.states, strict=True):
+            tokens = run.tokens[span.start : span.start + span.count]
+            columns = rows[(rows >= span.start) & (rows < span.start + span.count)] - span.start
+            new, real = (
+                torch.ones(1, n, dtype=torch.bool) for n in (span.count, span.past + span.count)
+            )
+            work = partial(self._forward, tokens, new, real, states)
+            passes.append(ModulePass(work, torch.stack([torch.zeros_like(columns), columns])))
+        logits = yield from by_turns(passes, cached.compact_prompts)
+        cached.end()
+        return torch.cat(logits)
+
+    def _forward(self, tokens: Tensor, new: Tensor, known: Tensor, states: Any) -> Tensor:
+        """Logits float32 [R, vocab_size] of a batch padded as `new`, bool [B, T], says.
+
+        known: bool [B, columns], which are tokens, the new ones included. states: transformers'
+        cache.
+        """
         ids = torch.zeros(new.shape, dtype=torch.int64)
         ids[new] = tokens
-        real = cached.real.long()
+        real = known.long()
         positions = (real.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
         if not self._may_attend:  # Mamba multiplies new tokens by the mask
             real = real[:, -new.shape[1] :]
         there = {"attention_mask": real, "position_ids": positions}
         options = {name: one.to(self.device) for name, one in there.items()}
-        output = self._call(self.model, ids.to(self.device), cached.states, **options)
+        output = self._call(self.model, ids.to(self.device), states, **options)
         logits: Tensor = output.logits[0]
         return logits.float()
 

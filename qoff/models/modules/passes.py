@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -44,3 +44,31 @@ class ModulePass(greenlet):
         finally:
             if not self.dead:  # closed early, or one of its weights could not be read
                 self.throw(GreenletExit)
+
+
+def by_turns(
+    passes: Sequence[ModulePass], between: Callable[[], None]
+) -> Generator[Unit, Weights, list[Any]]:
+    """Passes that ask for the same units, which come once for all; returns what each does.
+
+    between: called before each unit.
+    """
+    each = [one.steps() for one in passes]
+    found = list[Any]()
+    try:
+        wanted = [next(one) for one in each]
+        while not found:
+            assert all(unit == wanted[0] for unit in wanted)
+            between()
+            weights = yield wanted[0]
+            wanted.clear()
+            for one in each:
+                try:
+                    wanted.append(one.send(weights))
+                except StopIteration as end:
+                    found.append(end.value)
+        assert len(found) == len(passes)
+        return found
+    finally:
+        for one in each:
+            one.close()

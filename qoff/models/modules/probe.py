@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx.experimental._config as fx_config
@@ -20,10 +20,8 @@ from qoff.kernels.layout.heads import HeadShape
 from qoff.kvcache.quant import UnpackableError
 
 from .attention import MASK, masked
+from .sequence_memory import LayerMemory, cache_bytes
 from .structure import is_experts
-
-if TYPE_CHECKING:
-    from .slots import LayerMemory
 
 _TOKENS = 3
 # What the interface may be handed beside shapes: without a meaning for what is computed here, or
@@ -33,6 +31,10 @@ _KNOWN = ("position_ids", "cache_position", "s_aux", "cu_seq_lens_q", "cu_seq_le
 
 class _RefusedError(Exception):
     """Why there can be no packed cache."""
+
+
+class UnknownCacheError(Exception):
+    """Why sequences cannot keep what a model remembers in tensors that they share."""
 
 
 def head_shapes(
@@ -49,7 +51,7 @@ def head_shapes(
     try:
         if not may_attend(states):
             raise _RefusedError("it has no attention")
-        _try(model, call, states, trial)
+        _try(model, call, states, trial, _TOKENS, _seen(states))
         return trial.shapes(), trial.lenders
     except Exception as error:  # the code of any model
         raise UnpackableError(
@@ -68,13 +70,11 @@ def layer_memory(
     """What each layer of a cache keeps of a sequence; packed: layers whose K and V are elsewhere.
 
     limit: tokens that a sequence may have; None: any number. The other arguments are those of
-    `head_shapes`, the model's attention too. Raises UnsupportedModelError for what qoff does not
-    know how to keep.
+    `head_shapes`, the model's attention too. Raises UnknownCacheError for what sequences of a
+    padded batch cannot keep together.
     """
     from transformers import cache_utils
     from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
-
-    from .slots import LayerMemory
 
     known: tuple[type, ...] = (DynamicLayer, LinearAttentionCacheLayerMixin)
     if hasattr(cache_utils, "DummyLayer"):  # not in transformers 5.17
@@ -86,30 +86,61 @@ def layer_memory(
             if hasattr(layer, "indexer_keys"):
                 raise _RefusedError("it attends by an index of keys")
         before = len(states.layers)
-        _try(model, call, states, _Shapes(states, limit))
+        _try(model, call, states, _Shapes(states, limit), _TOKENS, _seen(states))
         if len(states.layers) > before:
             raise _RefusedError("a pass adds layers to its cache, for what it computes again")
     except Exception as error:  # the code of any model
-        raise UnsupportedModelError(
-            f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(error)}; "
-            "use qoff.load, which leaves that to transformers"
-        ) from error
+        raise UnknownCacheError(_reason(error)) from error
     return [LayerMemory.of(layer, i in packed) for i, layer in enumerate(states.layers)]
 
 
-def _try(model: Any, call: Callable[..., object], states: Any, attention: _Shapes) -> None:
-    """Have a model on the meta device read a few tokens."""
+def bytes_of_cache(
+    model: Any, call: Callable[..., object], empty: Callable[[], Any], tokens: int
+) -> list[int]:
+    """Bytes of each layer of a cache of one sequence when so many tokens were read.
+
+    empty: makes a cache; the other arguments are those of `head_shapes`. Raises
+    UnsupportedModelError where a trial does not tell.
+    """
+    # The code of some models puts the mask on the meta device, where another looks into it.
+    for mask in (torch.ones(1, tokens, dtype=torch.int64), None):
+        states = empty()
+        try:
+            _try(model, call, states, _Shapes(states, limit=0), tokens, mask)
+        except Exception as error:  # the code of any model
+            failed = error
+        else:
+            return cache_bytes(states)
+    raise UnsupportedModelError(
+        f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(failed)}; "
+        "use qoff.load, which leaves that to transformers"
+    ) from failed
+
+
+def _seen(states: Any) -> Tensor | None:
+    """A mask of a few tokens, all of which are there; models look into it."""
+    if not may_attend(states):
+        return None  # means the same; layers may multiply by it, which is on another device
+    return torch.ones(1, _TOKENS, dtype=torch.int64)
+
+
+def _try(
+    model: Any,
+    call: Callable[..., object],
+    states: Any,
+    attention: _Shapes,
+    tokens: int,
+    mask: Tensor | None,
+) -> None:
+    """Have a model on the meta device read some tokens."""
     from .passes import ModulePass
 
-    ids, positions = torch.zeros(2, 1, _TOKENS, dtype=torch.int64, device="meta")
-    real = None  # means the same; layers may multiply by it, which is on another device
-    if may_attend(states):
-        real = torch.ones(1, _TOKENS, dtype=torch.int64)  # models look into it
+    ids, positions = torch.zeros(2, 1, tokens, dtype=torch.int64, device="meta")
 
     def work() -> None:
         # As if a mask that chooses rows chose all.
         with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
-            call(ids, states, attention_mask=real, position_ids=positions)
+            call(ids, states, attention_mask=mask, position_ids=positions)
 
     with torch.device("meta"), _without_experts(model), _unvalidated(), _by_torch():
         run = ModulePass(work, torch.empty(2, 0))

@@ -23,46 +23,7 @@ from qoff.kvcache.host.packed import PackedPass
 from qoff.kvcache.slots import SlotCache, SlotPass
 
 from .cache import StatesPass, right_aligned
-from .configs import DTYPE
-
-_KINDS = ("conv_states", "recurrent_states")
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """What transformers' cache keeps in a layer for a sequence.
-
-    heads: of K and V that are not packed, [KV heads, D] each, in `dtype`. states: of what sums up
-    all tokens, by kind and number, tensors without content.
-    """
-
-    heads: tuple[tuple[int, int], ...]
-    dtype: torch.dtype
-    states: dict[tuple[str, int], Tensor]
-
-    @classmethod
-    def of(cls, layer: Any, packed: bool) -> LayerMemory:
-        """Of a layer of a `DynamicCache` after a pass of one sequence; packed: K and V are."""
-        pair: Any = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        kept = () if packed or pair[0] is None else pair
-        states = {
-            (kind, i): state[0].to("meta")
-            for kind in _KINDS
-            for i, state in getattr(layer, kind, {}).items()
-            if state is not None
-        }
-        heads = tuple((part.shape[1], part.shape[3]) for part in kept)
-        return cls(heads, kept[0].dtype if kept else DTYPE, states)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V of a token."""
-        return self.dtype.itemsize * sum(heads * dim for heads, dim in self.heads)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of a sequence."""
-        return sum(state.nbytes for state in self.states.values())
+from .sequence_memory import LayerMemory
 
 
 class SlotStates:
