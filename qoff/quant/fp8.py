@@ -4,12 +4,16 @@ A linear module of N outputs and K inputs has `weight` float8_e4m3fn [N, K] and 
 w[n, k] = weight[n, k] * scale. They are called
 
     weight_scale_inv   by `quant_method` "fp8" (transformers `integrations/finegrained_fp8.py`):
-                       DeepSeek V3 and R1, Kimi K2, MiniMax M2, the FP8 models of Qwen 3
+                       DeepSeek V3 and R1, Kimi K2, MiniMax M2, the FP8 models of Qwen 3; DeepSeek
+                       V4 calls them scale, Mistral Large 4 qscale_weight
     weight_scale       by "fbgemm_fp8", and compressed-tensors' format "float-quantized"
 
 and are for the whole matrix (one value), for each row ([N] or [N, 1]), or for each block of B x C
 weights ([ceil(N / B), ceil(K / C)], 128 x 128 in DeepSeek's), in any float dtype or as E8M0, which
 holds powers of two (`scale_fmt` "ue8m0"; the same bytes may be called uint8).
+
+By `expert_dtype` "fp4" (DeepSeek V4) matrices of experts are 4-bit floats, E2M1 as in MXFP4:
+`weight` int8 [N, K / 2], two values a byte, and the scales of 32 columns each, [N, K / 32].
 
 All experts of a layer may be one tensor [E, N, K], or [E, K, N] as in Llama 4, whose scales are
 called like `gate_up_proj_scale_inv` or `gate_up_proj.weight_scale`. There is one for each matrix
@@ -30,6 +34,7 @@ from torch import Tensor
 from qoff.errors import FormatError
 
 from .compressed_tensors import config_groups
+from .mxfp4 import GROUP, e2m1
 from .stored import (
     FLOATS,
     Settings,
@@ -43,6 +48,9 @@ from .stored import (
 
 FLOAT_QUANTIZED = "float-quantized"  # of compressed-tensors
 _FP8, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_PAIRS = (torch.int8,)  # of 4-bit floats
+# What scales may be called instead.
+_OTHER_NAMES = {"weight_scale_inv": ("scale", "qscale_weight")}
 _SCALES = (*FLOATS, _E8M0, torch.uint8)
 _OF_INPUTS = ("input_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
@@ -53,20 +61,22 @@ class FP8:
 
     scales: what follows a module's name. block: rows and columns that share a scale; None: scales
     are of rows or of whole matrices. columns: outputs of experts in one tensor are its columns.
+    fp4: matrices may be 4-bit floats.
     """
 
     scales: str
     block: tuple[int, int] | None = None
     columns: bool = False
+    fp4: bool = False
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
         """Read a `quantization_config` of "fp8". Raises UnsupportedModelError, naming the key."""
-        settings.one_of("expert_dtype", ("fp8",), "fp8")
+        fp4 = settings.one_of("expert_dtype", ("fp8", "fp4"), "fp8") == "fp4"
         settings.one_of("scale_fmt", ("float", "ue8m0", None), "float")
         key = "weight_block_size"
         whole = settings.values.get(key) is None
-        return cls("weight_scale_inv", None if whole else _block(settings, key))
+        return cls("weight_scale_inv", None if whole else _block(settings, key), fp4=fp4)
 
     @classmethod
     def from_compressed(cls, settings: Settings) -> Self:
@@ -91,17 +101,22 @@ class FP8:
 
     def info(self, tensors: StoredTensors, module: str) -> TensorInfo | None:
         kind = tensors.kind(f"{module}.weight")
-        if kind is None or kind[0] != _FP8 or len(kind[1]) == 3:
+        if kind is None or not self._is_code(kind[0]) or len(kind[1]) == 3:
             return None
+        if kind[0] != _FP8:
+            return TensorInfo(self._checked_fp4(tensors, module), None)
         shape = checked_shape(tensors, f"{module}.weight", (_FP8,), (None, None))
         self._spread(tensors, module, shape)
         return TensorInfo(shape, None)
 
     def pieces(self, tensors: StoredTensors, module: str, rows: int) -> Iterator[Tensor]:
         name = f"{module}.weight"
+        if checked_kind(tensors, name)[0] != _FP8:
+            yield from self._pieces_of_fp4(tensors, module, rows)
+            return
         n, k = checked_shape(tensors, name, (_FP8,), (None, None))
         down, across = self._spread(tensors, module, (n, k))
-        scales = _read(tensors, f"{module}.{self.scales}").view(-(-n // down), -(-k // across))
+        scales = _read(tensors, self._scales_of(tensors, name)).view(-(-n // down), -(-k // across))
         for start in range(0, n, rows):
             codes = tensors.read(name, start, min(start + rows, n))
             yield _values(codes, scales, down, across, start)
@@ -132,7 +147,7 @@ class FP8:
         """Those of some tensors that are scales, of weights or of what these multiply."""
         found = set[str]()
         for name in names:
-            if checked_kind(tensors, name)[0] == _FP8:
+            if self._is_code(checked_kind(tensors, name)[0]):
                 found.add(self._scales_of(tensors, name))
             elif name.endswith(_OF_INPUTS):
                 found.add(name)
@@ -141,17 +156,38 @@ class FP8:
     def _scales_of(self, tensors: StoredTensors, name: str) -> str:
         """What the scales of a tensor are called; where there are none, what they should be."""
         stem = name.removesuffix(".weight")
-        names = [f"{stem}.{self.scales}"]
+        names = [f"{stem}.{one}" for one in (*_OTHER_NAMES.get(self.scales, ()), self.scales)]
         if stem == name:
             names += [f"{name}_{self.scales}", f"{name}_{self.scales.removeprefix('weight_')}"]
         return next((one for one in names if tensors.kind(one) is not None), names[-1])
+
+    def _is_code(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of a dtype are codes, with scales."""
+        return dtype == _FP8 or (self.fp4 and dtype in _PAIRS)
+
+    def _checked_fp4(self, tensors: StoredTensors, module: str) -> tuple[int, int]:
+        """Rows and columns of a matrix of 4-bit floats. Raises FormatError for other scales."""
+        name = f"{module}.weight"
+        n, pairs = checked_shape(tensors, name, _PAIRS, (None, None))
+        scales = self._scales_of(tensors, name)
+        checked_shape(tensors, scales, _SCALES, (n, -(-2 * pairs // GROUP)))
+        return n, 2 * pairs
+
+    def _pieces_of_fp4(self, tensors: StoredTensors, module: str, rows: int) -> Iterator[Tensor]:
+        name = f"{module}.weight"
+        n, _ = self._checked_fp4(tensors, module)
+        scales = self._scales_of(tensors, name)
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            values = e2m1(tensors.read(name, start, stop).view(torch.uint8))
+            yield _values(values, _read(tensors, scales, start, stop), 1, GROUP)
 
     def _spread(
         self, tensors: StoredTensors, module: str, shape: tuple[int, ...]
     ) -> tuple[int, int]:
         """Rows and columns that share a scale. Raises FormatError unless there are such scales."""
         n, k = shape
-        name = f"{module}.{self.scales}"
+        name = self._scales_of(tensors, f"{module}.weight")
         dtype, found = tensors.kind(name) or (None, None)
         if found is not None and dtype in _SCALES:
             if math.prod(found) == 1:

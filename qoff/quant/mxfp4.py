@@ -19,7 +19,7 @@ from qoff.errors import FormatError
 
 from .stored import StoredTensors, TensorInfo, checked_shape
 
-_GROUP = 32
+GROUP = 32  # values that share a scale
 _BIAS = 127
 _NAN = 255  # of a scale
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -43,10 +43,10 @@ class MXFP4:
         if tensors.kind(blocks) is None:
             return None
         experts, rows, groups, _ = checked_shape(
-            tensors, blocks, _BYTES, (None, None, None, _GROUP // 2)
+            tensors, blocks, _BYTES, (None, None, None, GROUP // 2)
         )
         checked_shape(tensors, scales, _BYTES, (experts, rows, groups))
-        return TensorInfo((experts, groups * _GROUP, rows), None)
+        return TensorInfo((experts, groups * GROUP, rows), None)
 
     def item(self, tensors: StoredTensors, name: str, index: int) -> Tensor:
         """One expert, float32 [columns, rows]. Raises FormatError for a scale that is NaN."""
@@ -56,7 +56,11 @@ class MXFP4:
             raise FormatError(
                 f"{tensors.path}: tensor {name}_scales holds NaN; get the model again"
             )
-        values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
-        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2)  # [rows, groups, 32]
         exponents = scales.to(torch.int32)[..., None] - _BIAS
-        return torch.ldexp(values[pairs.long()], exponents).flatten(1).T.contiguous()
+        return torch.ldexp(e2m1(codes), exponents).flatten(1).T.contiguous()
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """The values of uint8 [..., C], float32 [..., 2 C]: of the low nibble, then of the high one."""
+    values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
+    return values[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()]

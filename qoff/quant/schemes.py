@@ -37,6 +37,7 @@ _FLOATS = (BitsAndBytes, FP8, MXFP4)
 CONFIG_FILES: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter of old compressed-tensors
+_BESIDE = "expert_dtype"  # what DeepSeek V4 says beside them
 _PARTS = ("text_config", "llm_config")  # of a model that sees, which may say it of its text alone
 
 
@@ -47,6 +48,8 @@ def stated(config: Mapping[str, Any]) -> tuple[str, object] | None:
         if isinstance(part, Mapping):
             for key in CONFIG_KEYS:
                 if found := part.get(key):
+                    if isinstance(found, Mapping) and _BESIDE in part:
+                        found = {_BESIDE: part[_BESIDE], **found}
                     return f"{where}{key}.", found
     return None
 

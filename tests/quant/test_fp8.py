@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
 from qoff.models.convert.convert import convert
 from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig, Scheme, TensorInfo, read_scheme
+from tests.module_models import module_source
 from tests.quant.packed_matrices import Tensors, joined, pieces
 from tests.tiny_models import save_model
 
@@ -134,7 +136,7 @@ def test_scales_that_do_not_fit_are_named(
     [
         ({**FINE, "weight_block_size": [128]}, r"weight_block_size is \[128\]; supported: two"),
         ({**FINE, "weight_block_size": [0, 1]}, r"weight_block_size is \[0, 1\]"),
-        ({**FINE, "expert_dtype": "fp4"}, r"expert_dtype is 'fp4'; supported: 'fp8'"),
+        ({**FINE, "expert_dtype": "fp6"}, r"expert_dtype is 'fp6'; supported: 'fp8', 'fp4'"),
         ({**FINE, "scale_fmt": "odd"}, r"scale_fmt is 'odd'"),
         (compressed("group"), r"group_0.weights.strategy is 'group'; supported: 'tensor'"),
         (compressed("tensor", type="int"), r"weights.type is 'int'; supported: 'float'"),
@@ -185,6 +187,65 @@ def test_a_model_becomes_what_its_values_become(family: str, tmp_path: Path) -> 
     for ours, theirs in zip(found.files, wanted.files, strict=True):
         assert ours.path.read_bytes() == theirs.path.read_bytes()
     assert sizes.nbytes == ModelSizes.of_checkpoint(found).nbytes
+
+
+def stored_in_4_bits(n: int, k: int) -> tuple[Tensor, ...]:
+    """Random pairs of E2M1 [n, k / 2], the scales of 32 columns, and the values, one by one."""
+    codes = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8)
+    scales = (2.0 ** torch.randint(-6, 0, (n, k // 32))).to(torch.float8_e8m0fnu)
+    values = torch.empty(n, k)
+    for row in range(n):
+        for column in range(k):
+            nibble = (int(codes[row, column // 2]) & 255) >> 4 * (column % 2) & 15
+            sign, exponent, mantissa = nibble >> 3, nibble >> 1 & 3, nibble & 1
+            size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+            values[row, column] = (-1) ** sign * size * scales[row, column // 32].float()
+    return codes, scales, values
+
+
+FP4 = {**FINE, "expert_dtype": "fp4"}
+
+
+def test_values_of_4_bits_are_exact() -> None:
+    codes, scales, values = stored_in_4_bits(N, 192)
+    tensors = {"weight": codes, "scale": scales}
+    assert scheme(FP4).info(Tensors(tensors), "m") == TensorInfo((N, 192), None)
+    assert torch.equal(joined(pieces(scheme(FP4), tensors)), values)
+    assert scheme(FINE).info(Tensors(tensors), "m") is None
+    with pytest.raises(FormatError, match=r"scale is float8_e8m0fnu \[80, 5\]; expected .*80, 6"):
+        scheme(FP4).info(Tensors({"weight": codes, "scale": scales[:, :5]}), "m")
+
+
+@pytest.mark.parametrize("name", ["scale", "qscale_weight"])
+def test_other_names_of_scales(name: str) -> None:
+    codes, scales, values = stored(N, K, BLOCK)
+    assert torch.equal(joined(pieces(scheme(FINE), {"weight": codes, name: scales})), values)
+
+
+def test_a_published_deepseek_v4_becomes_what_its_values_become(base: Path, tmp_path: Path) -> None:
+    """Attention of 8 bits, experts of 4, and names as DeepSeek has them."""
+    source = tmp_path / "model"
+    shutil.copytree(module_source(base, "deepseek_v4"), source)
+    file = source / "model.safetensors"
+    tensors = {name.removeprefix("model."): x for name, x in load_file(file).items()}
+    floats = dict(tensors)
+    matrices = (".wq_a.", ".wq_b.", ".wkv.", ".wo_a.", ".wo_b.", ".w1.", ".w2.", ".w3.")
+    for name in [x for x in tensors if any(one in x for one in matrices)]:
+        small = ".experts." in name
+        n, k = tensors[name].shape
+        codes, scales, floats[name] = stored_in_4_bits(n, k) if small else stored(n, k, BLOCK)
+        tensors |= {name: codes, f"{name.removesuffix('.weight')}.scale": scales}
+    save_file(tensors, file, {"format": "pt"})
+    edit(source, quantization_config=FINE, expert_dtype="fp4")
+    found = Checkpoint.open(convert(source, tmp_path / "out", quant=EIGHT))
+    save_file(floats, file, {"format": "pt"})
+    edit(source, quantization_config=None)
+    wanted = Checkpoint.open(convert(source, tmp_path / "wanted", quant=EIGHT))
+    assert any(".experts." in name for name in found.layers[1].weights)
+    for ours, theirs in zip(found.files, wanted.files, strict=True):
+        assert ours.path.read_bytes() == theirs.path.read_bytes()
+    kinds = {n: type(x).__name__ for n, x in found.layers[1].weights.items() if "_a_proj" in n}
+    assert set(kinds.values()) == {"QuantEntry"}
 
 
 def test_8_bit_floats_without_scales_are_refused(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from qoff.memory import Weights
 from qoff.memory.plan import local_names
 
-from .linear import Multiply, QuantizedExperts, QuantizedLinear
-from .structure import Structure, is_conv1d, matrices_of
+from .linear import Multiply, QuantizedExperts, QuantizedGroups, QuantizedLinear
+from .structure import Structure, groups_of, is_conv1d, matrices_of
 
 
 class WeightBinder:
@@ -45,7 +45,12 @@ class WeightBinder:
                 self.float_bytes += place.tensor.nbytes
                 self._places.append((module.__dict__, attribute, key))
             elif parts[0].expert is None:
-                linear = QuantizedLinear(module, multiply, is_conv1d(module))
+                groups = groups_of(module)
+                linear = (
+                    QuantizedGroups(module, multiply, groups)
+                    if groups
+                    else QuantizedLinear(module, multiply, is_conv1d(module))
+                )
                 structure.model.set_submodule(place.name.removesuffix(f".{attribute}"), linear)
                 linears[id(module)] = linear
                 self._places.append((linear.__dict__, "bound", self._key(place.name)))

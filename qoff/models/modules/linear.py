@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -77,6 +77,41 @@ class QuantizedLinear(nn.Module):
         """x: [..., K]. Returns [..., N]."""
         assert self.bound is not None
         return self._multiply(x, self.bound, self.bias)
+
+
+class QuantizedGroups(QuantizedLinear):
+    """Stands for a linear layer with a matrix for each of `groups` groups of inputs."""
+
+    def __init__(self, replaced: nn.Module, multiply: Multiply, groups: int) -> None:
+        super().__init__(replaced, multiply, transposed=False)
+        self._groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., groups, K]. Returns [..., groups, N / groups]."""
+        assert self.bound is not None
+        rows = self.out_features // self._groups
+        out = x.new_empty(*x.shape[:-1], rows)
+        for first, part in _parts(self.bound):
+            start, stop = first, first + part.shape[0]
+            for group in range(start // rows, -(-stop // rows)):
+                top, end = max(start, group * rows), min(stop, (group + 1) * rows)
+                some = _rows(part, top - first, end - first)
+                bias = None if self.bias is None else self.bias[top:end]
+                here = slice(top - group * rows, end - group * rows)
+                out[..., group, here] = self._multiply(x[..., group, :], some, bias)
+        return out
+
+
+def _rows(part: QTensor | Tensor, start: int, stop: int) -> QTensor | Tensor:
+    return part[start:stop] if isinstance(part, Tensor) else part.rows(start, stop)
+
+
+def _parts(matrix: Bound) -> Iterator[tuple[int, QTensor | Tensor]]:
+    """The parts of a matrix that are there at once, with the first row of each."""
+    if isinstance(matrix, TiledMatrix):
+        yield from ((tile.first_row, some) for tile, some in by_tiles(matrix))
+    else:
+        yield 0, matrix
 
 
 def each_expert(

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from qoff.budgets import CPU
 from qoff.errors import UnsupportedModelError
+from qoff.kernels.layout.packing import ROW_BLOCK
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
 # Of transformers' models: since 5.24, and before.
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _LINEAR = ("Linear", "FalconLinear")  # classes that compute x @ W.T + bias
+_GROUPED = ("DeepseekV4GroupedLinear",)
 ROUTERS = ("gate", "router", "shared_expert_gate")  # modules that choose experts
 _BEFORE_FIRST = 8  # rows of a table of positions before that of the first token, at most
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")  # of transformers' experts modules
@@ -183,6 +185,14 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR
 
 
+def groups_of(module: nn.Module) -> int:
+    """Groups of inputs that a block-diagonal linear layer has a matrix each for; 0: another layer.
+
+    Its weight has the matrices one above the other; x is [..., groups, K] (DeepSeek V4).
+    """
+    return int(module.n_groups) if type(module).__name__ in _GROUPED else 0  # type: ignore[arg-type]
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds experts as transformers' interface for their forward pass has them."""
     known = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -193,7 +203,9 @@ def matrices_of(place: UnitWeight) -> list[Matrix]:
     """The matrices that a weight of a layer may be stored as; none: it stays a float tensor."""
     module: Any = place.module
     weight, turned = place.tensor, is_conv1d(module)
-    whole = place.attribute == "weight" and (is_linear(module) or turned)
+    groups = groups_of(module)
+    plain = is_linear(module) or turned or (groups and not len(weight) % (groups * ROW_BLOCK))
+    whole = place.attribute == "weight" and plain
     if not whole:
         if place.attribute not in _MATRICES or weight.dim() != 3 or not is_experts(module):
             return []
