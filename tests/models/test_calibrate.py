@@ -233,7 +233,7 @@ def test_texts_are_cut_to_the_positions_of_a_model(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["gpt2", "jamba"])
+@pytest.mark.parametrize("family", ["gpt2", "jamba", "deepseek_v4"])
 def test_models_of_transformers_modules_are_solved_too(
     family: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

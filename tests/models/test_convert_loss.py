@@ -31,7 +31,8 @@ FOUR = QuantConfig(solver="rtn", group_size=32, head_bits=8)
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gemma3n", "gpt-neox", "gpt2", "jamba", "vaultgemma"]
+    "family",
+    ["llama", "gemma2", "gemma3n", "gpt-neox", "gpt2", "jamba", "vaultgemma", "deepseek_v4"],
 )
 def test_it_is_the_divergence_of_what_both_predict(
     family: str,

@@ -127,7 +127,7 @@ class ModuleSensitivities(Sensitivities[list[Tensor]]):
         return floats[model.head]
 
     def _matrices(self, layer: int) -> list[Matrix]:
-        return [matrix for matrix in self._model.matrices(layer) if not matrix.routes]
+        return [matrix for matrix in self._model.matrices(layer) if not matrix.fixed]
 
     def _weights(self, layer: int) -> dict[str, Tensor]:
         return self._model.floats(layer)

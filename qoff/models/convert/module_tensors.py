@@ -6,7 +6,7 @@ It joins the matrices of experts, for example, into one tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import EllipsisType
@@ -19,6 +19,8 @@ from qoff.errors import FormatError, QuantizationError
 from qoff.models.modules.configs import DTYPE
 from qoff.models.modules.structure import Structure, UnitWeight
 from qoff.models.sources import ModulesSource
+
+from .expert_tensors import ExpertTensors, joined_experts
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,27 @@ class ModuleTensors:
 
     def _units_of_sources(self) -> dict[int | None, list[str]]:
         """The source's tensors by the layer that they belong to; None: outside of layers."""
-        from transformers.core_model_loading import WeightConverter, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         model, mapping = self._structure.model, self._mapping()
         converters = [x for x in mapping if isinstance(x, WeightConverter)]
         renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
         state = model.state_dict()
         found: dict[int | None, list[str]] = {}
-        self._targets: dict[str, str] = {}  # from the names of modules to the source's
-        for name in self._source.names():
-            target, _ = rename_source_key(
+        self._converters = converters
+        # From the names of modules to the source's, by the pattern that a converter knows them by.
+        self._targets: dict[str, dict[str | None, list[str]]] = {}
+        for name in sorted(self._source.names(), key=dot_natural_key):
+            target, pattern = rename_source_key(
                 name, renamings, converters, model.base_model_prefix, state
             )
             if target not in state and name in state:
-                target = name
-            self._targets[target] = name
+                target, pattern = name, None
+            self._targets.setdefault(target, {}).setdefault(pattern, []).append(name)
             found.setdefault(self._structure.unit_of(target), []).append(name)
         return found
 
@@ -74,13 +82,25 @@ class ModuleTensors:
 
         return list(get_model_conversion_mapping(self._structure.model))
 
-    def load(self, unit: int | None, places: list[UnitWeight]) -> dict[str, Tensor]:
-        """Tensors of a unit by their names in the model, float32 where they are floats."""
+    def experts(self, place: UnitWeight) -> ExpertTensors | None:
+        """A weight of all experts of a layer, read one by one; None: `load` has to join them."""
+        tensors, shape = self._targets.get(place.name, {}), place.tensor.shape
+        return joined_experts(self._source, place.name, shape, tensors, self._converters)
+
+    def load(
+        self, unit: int | None, places: Sequence[UnitWeight], without: Sequence[str] = ()
+    ) -> dict[str, Tensor]:
+        """Tensors of a unit by their names in the model, float32 where they are floats.
+
+        places: what is wanted of it. without: names of weights of it that are not.
+        """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
         structure, empty = self._structure, {place.name: place.tensor for place in places}
-        state = {name: _Later(self._source, name) for name in self._units.get(unit, [])}
+        left = {x for name in without for xs in self._targets[name].values() for x in xs}
+        names = [name for name in self._units.get(unit, []) if name not in left]
+        state = {name: _Later(self._source, name) for name in names}
         config = LoadStateDictConfig(weight_mapping=self._mapping(), dtype=DTYPE)
         with _without_progress_bars():
             info, _ = convert_and_load_state_dict_in_model(structure.model, state, config)
@@ -111,11 +131,13 @@ class ModuleTensors:
         structure = self._structure
         named = structure.model.named_modules()
         path = next(name for name, module in named if module is structure.outputs)
-        head = self._targets.get(f"{path}.weight")
-        table = self._targets.get(structure.embedding.name)
-        if head is None or table is None:
+        head, table = (
+            [x for names in self._targets.get(name, {}).values() for x in names]
+            for name in (f"{path}.weight", structure.embedding.name)
+        )
+        if not head or not table:
             return False
-        return not torch.equal(self._source.whole(head), self._source.whole(table))
+        return not torch.equal(self._source.whole(head[-1]), self._source.whole(table[-1]))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qoff.models.modules.configs import LAYOUT
-from qoff.models.modules.structure import Matrix
+from qoff.models.modules.structure import Matrix, Parts
 from qoff.models.sources import ModulesSource
 from qoff.quant import QTensor, QuantConfig
 
@@ -53,7 +53,7 @@ class ModulesJob:
         floats, matrices = model.read(unit)
         given: dict[str, QTensor | Tensor | Unsolved] = {**floats}
         for matrix, weight in matrices:
-            if calibration is not None and not matrix.routes:
+            if calibration is not None and not matrix.fixed:
                 given[matrix.name] = self._unsolved(matrix, weight, moments)
             else:
                 given[matrix.name] = model.quantized(matrix, matrix.of(weight))
@@ -83,7 +83,7 @@ class ModulesJob:
             },
         }
 
-    def _unsolved(self, matrix: Matrix, weight: Tensor, moments: Moments) -> Unsolved:
+    def _unsolved(self, matrix: Matrix, weight: Parts, moments: Moments) -> Unsolved:
         form, dtype = self._model.form(matrix), self._quant.scale_dtype
         read = partial(matrix.of, weight)
         return Unsolved(matrix.name, matrix.shape, form, dtype, moments, read, self._twice)

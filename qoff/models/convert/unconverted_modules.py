@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from qoff.models.sources import GGUFModulesSource, ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize_as
 from qoff.quant.matrix import ROUTER_BITS
 
+from .expert_tensors import ExpertTensors
 from .layerwise import check_ids
 from .module_run import ModuleRun, Seen
 from .module_tensors import ModuleTensors
@@ -56,17 +57,28 @@ class UnconvertedModules:
         check_patterns(source.path, names, quant.weights)
         self.weights = sum(x.numel() for x in self._structure.model.parameters())
 
-    def read(self, unit: int) -> tuple[dict[str, Tensor], list[tuple[Matrix, Tensor]]]:
+    def read(
+        self, unit: int
+    ) -> tuple[dict[str, Tensor], list[tuple[Matrix, Tensor | ExpertTensors]]]:
         """What stays as it is, and matrices with the weights that they are in."""
         places = self._places(unit)
-        loaded = self._tensors.load(None if unit + 1 == self.units else unit, places)
+        experts: dict[str, ExpertTensors] = {}
+        for place in places:
+            matrix = next(iter(self._matrices(place)), None)
+            if matrix is not None and matrix.expert is not None:
+                one_by_one = self._tensors.experts(place)
+                experts |= {} if one_by_one is None else {place.name: one_by_one}
+        together = [place for place in places if place.name not in experts]
+        of = None if unit + 1 == self.units else unit
+        loaded: dict[str, Tensor | ExpertTensors]
+        loaded = {**self._tensors.load(of, together, [*experts]), **experts}
         floats, matrices = {}, []
         for place in places:
             found = self._matrices(place)
             matrices += [(matrix, loaded[place.name]) for matrix in found]
             if not found:
                 name = self._structure.stored_as(place)
-                floats[name] = _as_narrow_as_exact(loaded[place.name])
+                floats[name] = _as_narrow_as_exact(cast(Tensor, loaded[place.name]))
         return floats, matrices
 
     def floats(self, unit: int) -> dict[str, Tensor]:

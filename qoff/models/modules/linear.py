@@ -90,23 +90,23 @@ class QuantizedGroups(QuantizedLinear):
         """x: [..., groups, K]. Returns [..., groups, N / groups]."""
         assert self.bound is not None
         rows = self.out_features // self._groups
+        if isinstance(self.bound, Tensor):  # of a model that is being converted
+            own = self.bound.to(x.dtype).view(self._groups, rows, -1)
+            found = torch.einsum("...gk,gnk->...gn", x, own)
+            return found if self.bias is None else found + self.bias.view(self._groups, rows)
         out = x.new_empty(*x.shape[:-1], rows)
         for first, part in _parts(self.bound):
             start, stop = first, first + part.shape[0]
             for group in range(start // rows, -(-stop // rows)):
                 top, end = max(start, group * rows), min(stop, (group + 1) * rows)
-                some = _rows(part, top - first, end - first)
+                some = part.rows(top - first, end - first)
                 bias = None if self.bias is None else self.bias[top:end]
                 here = slice(top - group * rows, end - group * rows)
                 out[..., group, here] = self._multiply(x[..., group, :], some, bias)
         return out
 
 
-def _rows(part: QTensor | Tensor, start: int, stop: int) -> QTensor | Tensor:
-    return part[start:stop] if isinstance(part, Tensor) else part.rows(start, stop)
-
-
-def _parts(matrix: Bound) -> Iterator[tuple[int, QTensor | Tensor]]:
+def _parts(matrix: QTensor | TiledMatrix) -> Iterator[tuple[int, QTensor]]:
     """The parts of a matrix that are there at once, with the first row of each."""
     if isinstance(matrix, TiledMatrix):
         yield from ((tile.first_row, some) for tile, some in by_tiles(matrix))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,12 @@ class UnitWeight:
             self.module._parameters[self.attribute] = nn.Parameter(value, requires_grad=False)
 
 
+class Parts(Protocol):
+    """A weight of experts: a tensor [experts, ...], or what reads one after the other."""
+
+    def __getitem__(self, expert: int, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A matrix [N, K] of a weight: all of it, or that of one expert.
@@ -58,10 +64,20 @@ class Matrix:
     expert: int | None = None
     transposed: bool = False
     routes: bool = False  # it chooses experts
+    grouped: bool = False  # block-diagonal: see `groups_of`
 
-    def of(self, weight: Tensor) -> Tensor:
-        """The matrix, contiguous [N, K], in a weight."""
-        part = weight if self.expert is None else weight[self.expert]
+    @property
+    def fixed(self) -> bool:
+        """Whether it is rounded to its bits whatever it is multiplied by."""
+        return self.routes or self.grouped
+
+    def of(self, weight: Parts) -> Tensor:
+        """The matrix, contiguous [N, K], in a weight, or in what has the parts of its experts."""
+        if self.expert is None:
+            assert isinstance(weight, Tensor)
+            part = weight
+        else:
+            part = weight[self.expert]
         return (part.T if self.transposed else part).contiguous()
 
 
@@ -213,7 +229,7 @@ def matrices_of(place: UnitWeight) -> list[Matrix]:
     rows, columns = weight.shape[:-3:-1] if turned else weight.shape[-2:]
     if whole:
         routes = place.name.split(".")[-2] in ROUTERS
-        return [Matrix(place.name, (rows, columns), None, turned, routes)]
+        return [Matrix(place.name, (rows, columns), None, turned, routes, bool(groups))]
     experts = range(len(weight))
     return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
 
