@@ -17,7 +17,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from qoff.checkpoint import Checkpoint, TensorEntry, WeightFile, read_weight
 from qoff.kernels.layout.qtensor import QTensor
@@ -25,6 +31,7 @@ from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.convert.convert import convert
 from qoff.models.modules import configs
 from qoff.models.modules.structure import Structure, UnitWeight, cache_argument, matrices_of
+from qoff.models.modules.text_part import keep_text, sees
 from tests.tiny_families import BOS, EOS, LLAMA3_ROPE, PAD, TINY, VOCAB
 from tests.tiny_models import QUANT, save_tokenizer
 
@@ -239,6 +246,53 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
     },
 }
+_INDEXED: dict[str, Any] = {  # latent attention with an index of keys
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_topk": 8,
+    "index_head_dim": 32,
+    "index_n_heads": 2,
+}
+_SEES: dict[str, Any] = {  # with as little as there can be
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "head_dim": 16,
+}
+# By their `model_type`: text that a model that sees continues, and what it sees with.
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "minimax_m3_vl": (OWN_CACHES["minimax_m3_vl_text"], _SEES),
+    "glm5_next": (
+        {
+            **_INDEXED,
+            "qk_rope_head_dim": 0,
+            "qk_head_dim": 16,
+            "index_kpool": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        },
+        {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2,
+         "projection_intermediate_size": 32, "out_hidden_size": 64},
+    ),
+    "mistral_large4": ({k: v for k, v in _INDEXED.items() if k != "q_lora_rank"}, _SEES),
+    "hy_v4_vl": (
+        {**_INDEXED, "hc_mult": 2, "rope_parameters":
+         {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+        {**_SEES, "num_key_value_heads": 2, "out_hidden_size": 64},
+    ),
+    "cohere2_vision": ({"num_key_value_heads": 2, "sliding_window": 6}, _SEES),
+}  # fmt: skip
 
 REMOTE = """
 from transformers import StableLmConfig, StableLmForCausalLM
@@ -259,11 +313,16 @@ def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float3
     torch.manual_seed(len(name))
     named = {**NEWEST, **OWN_CACHES}
     by_type = {kind: {"model_type": kind, **config} for kind, config in named.items()}
+    by_type |= {kind: text for kind, (text, _) in SEEING.items()}
     own = {**MODULES, **PACKABLE, **by_type, "aria": ARIA}[name]
-    if own["model_type"] not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} does not know {own['model_type']}")
-    config = AutoConfig.for_model(**{**TINY, "num_hidden_layers": 3, **own})
-    model = AutoModelForCausalLM.from_config(config)
+    kind = own.get("model_type", name)
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not know {kind}")
+    sizes = {**TINY, "num_hidden_layers": 3, **own}
+    if name in SEEING:
+        sizes = {"model_type": name, "text_config": sizes, "vision_config": SEEING[name][1]}
+    config = AutoConfig.for_model(**sizes)
+    model = _auto(config).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -271,6 +330,11 @@ def save_module_model(folder: Path, name: str, dtype: torch.dtype = torch.float3
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.to(dtype).save_pretrained(folder)
     save_tokenizer(folder)
+
+
+def _auto(config: Any) -> Any:
+    """transformers' class for a model, of text alone if there is one."""
+    return AutoModelForImageTextToText if sees(config.model_type) else AutoModelForCausalLM
 
 
 def changed(path: Path, **values: Any) -> Path:
@@ -313,7 +377,9 @@ def module_reference(base: Path, name: str) -> Any:
 def dequantized(source: Path, path: Path) -> Any:
     """transformers' model of a source, in float32, with the dequantized weights of a checkpoint."""
     checkpoint = Checkpoint.open(path)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    kind = _auto(AutoConfig.from_pretrained(source))
+    model = kind.from_pretrained(source, dtype=torch.float32).eval()
+    keep_text(model) if kind is AutoModelForImageTextToText else None
     structure = Structure.of(model)
     with torch.no_grad():
         for i, file in enumerate(checkpoint.layers):

@@ -21,7 +21,7 @@ from qoff.models.modules.sequence_memory import extrapolated, tensors
 from tests.engine.test_allocations import Peak
 from tests.engine.test_llm_modules import KV, PARAMS, PLAN, alone, answers, prompts
 from tests.instruments import POISON
-from tests.module_models import MODULES, OWN_CACHES, changed, module_checkpoint
+from tests.module_models import MODULES, OWN_CACHES, SEEING, changed, module_checkpoint
 from tests.tiny_models import refused
 
 OF_OTHERS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def held(llm: LLM) -> Any:
     return executor._held
 
 
-@pytest.mark.parametrize("name", [*OWN_CACHES, "inkling2_loop_text"])
+@pytest.mark.parametrize("name", [*OWN_CACHES, *SEEING, "inkling2_loop_text"])
 def test_the_answers_are_those_of_generate(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     assert answers(path, PLAN) == alone(path, None)

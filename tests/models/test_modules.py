@@ -36,6 +36,8 @@ from tests.instruments import POISON
 from tests.module_models import (
     MODULES,
     NEWEST,
+    OWN_CACHES,
+    SEEING,
     changed,
     dense,
     expected_logits,
@@ -119,9 +121,21 @@ def test_logits_are_those_of_transformers(
         assert_close(one, other, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("name", NEWEST)
+@pytest.mark.parametrize("name", [*NEWEST, "cohere2_vision"])
 def test_so_are_those_of_newer_models(base: Path, name: str) -> None:
     prompts, decoded = tokens(LENGTHS)
+    path = module_checkpoint(base, name)
+    wanted = expected_logits(module_reference(base, name), prompts, decoded)
+    with Runtime(path, device_memory=budgets(path)[0], instrumentation=POISON) as runtime:
+        found = logits_of(runtime, prompts, decoded)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, tolerance=DECODER_LOGITS)
+
+
+@pytest.mark.parametrize("name", [*OWN_CACHES, *SEEING])
+def test_so_are_those_of_one_sequence(base: Path, name: str) -> None:
+    """Of models whose caches a batch may not share, or that see."""
+    prompts, decoded = tokens((37,))
     path = module_checkpoint(base, name)
     wanted = expected_logits(module_reference(base, name), prompts, decoded)
     with Runtime(path, device_memory=budgets(path)[0], instrumentation=POISON) as runtime:
@@ -327,6 +341,8 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(
         ({"is_encoder_decoder": True}, "'stablelm', an encoder-decoder"),
         ({"model_type": "hal9000"}, "model_type is 'hal9000', which neither qoff nor transformers"),
         ({"model_type": "vit"}, "model_type is 'vit', of which transformers .* has no decoder"),
+        ({"model_type": "diffusion_gemma"}, "'diffusion_gemma', of which transformers .* has no"),
+        ({"model_type": "blip-2"}, "Blip2ForConditionalGeneration does not read text without an"),
         ({"model_type": "cpmant"}, "'cpmant', which wants all tokens of a sequence in every pass"),
         (
             {"model_type": "prophetnet", "is_decoder": True, "is_encoder_decoder": False},

@@ -11,7 +11,9 @@ from torch import Tensor
 from qoff.errors import ConversionError, QuantizationError
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 from qoff.models.modules.configs import build, position_limit, read_config
+from qoff.models.modules.probe import check_text
 from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
+from qoff.models.modules.text_part import sees
 from qoff.models.sources import GGUFModulesSource, ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize_as
 from qoff.quant.matrix import ROUTER_BITS
@@ -143,7 +145,10 @@ class UnconvertedModules:
         """The model without weights."""
         source, tensors = self._source, len(self._source.names())
         full = read_config(self.config, source.path, self._trust, tensors=tensors)
-        return Structure.of(build(full, self._trust))
+        model = build(full, self._trust)
+        if sees(full.model_type):
+            check_text(model)
+        return Structure.of(model)
 
     def _places(self, unit: int) -> list[UnitWeight]:
         structure = self._structure

@@ -15,6 +15,8 @@ from qoff.models.families import FAMILIES, SOURCES
 from qoff.models.families.config_fields import check_counts
 from qoff.models.families.family import full_config
 
+from .text_part import keep_text, sees
+
 DTYPE = torch.float32  # of activations and of weights that are not quantized, on a CPU
 LAYOUT = "modules"  # of a checkpoint, in its quantization_config
 _WANTED = "qoff runs models that continue text, like Llama and Qwen"
@@ -48,6 +50,8 @@ def is_native(config: Mapping[str, Any]) -> bool:
 def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> None:
     """Raise UnsupportedModelError unless transformers has a causal language model for a config.
 
+    Models that see have one within them.
+
     For code that comes with the model, `trust_remote_code` is enough.
     """
     from transformers import CONFIG_MAPPING, __version__
@@ -77,6 +81,8 @@ def check_config(config: Mapping[str, Any], trust_remote_code: bool = False) -> 
             f"which neither qoff nor transformers {__version__} knows; check the file, or use a "
             "newer transformers",
         )
+    if sees(kind):
+        return
     encodes = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not _says(config, known, "is_decoder")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (encodes and hasattr(known, "is_decoder")):
         raise _refusal(kind, f"of which transformers {__version__} has no decoder; {_WANTED}")
@@ -135,11 +141,12 @@ def build(
     attention: the implementation in transformers' attention interface; None: its choice.
     Raises UnsupportedModelError with the reason why transformers cannot build it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind = AutoModelForImageTextToText if sees(config.model_type) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = kind.from_config(
                 config,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
@@ -150,6 +157,8 @@ def build(
         raise _refusal(
             config.model_type, f"but transformers cannot build it ({reason}); check the file"
         ) from error
+    if kind is AutoModelForImageTextToText:
+        keep_text(model)
     _keep_wide(model, dtype)
     return model.eval().requires_grad_(False)
 

@@ -48,6 +48,7 @@ from .structure import (
     layer_width,
     matrices_of,
 )
+from .text_part import sees
 
 
 def is_modules(checkpoint: Checkpoint) -> bool:
@@ -104,6 +105,8 @@ class ModuleDecoder:
         tensors = len(checkpoint.weight_map)
         self.config = read_config(config, checkpoint.path, trust_remote_code, tensors=tensors)
         self.model = self._built(trust_remote_code, packed=kv is not None)
+        if sees(self.config.model_type):
+            probe.check_text(self.model)
         structure = Structure.of(self.model)
         _check_layers(checkpoint, structure)
         self.kv, self._ops, self._trusted = kv, ops, trust_remote_code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,6 +116,22 @@ def bytes_of_cache(
         f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(failed)}; "
         "use qoff.load, which leaves that to transformers"
     ) from failed
+
+
+def check_text(model: Any) -> None:
+    """Raise UnsupportedModelError unless a model that sees, without weights, reads text alone."""
+
+    def call(ids: Tensor, *_: Any, **__: Any) -> None:
+        model(input_ids=ids)
+
+    nothing = SimpleNamespace(layers=[])
+    try:
+        _try(model, call, nothing, _Shapes(nothing), _TOKENS, None)
+    except Exception as error:  # the code of any model
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not read text without an image: {_reason(error)}; it is "
+            "not supported"
+        ) from error
 
 
 def _seen(states: Any) -> Tensor | None:
