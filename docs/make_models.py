@@ -179,11 +179,18 @@ What differs from the native families:
 - `AutoModelForCausalLM.from_pretrained` reads their checkpoints, too, and streams their layers;
   `qoff finetune` trains adapters beside them ([transformers.md](transformers.md)).
 
-`qoff.LLM` refuses some of these models, and points to `qoff.load`: those that count padding among
-their positions (the decoders of BART and its kin), those that attend by an index of keys (A.X K2,
-Mistral Large 4), those that compute layers several times in a pass and keep K and V of each
-(Inkling 2 Loop), and those whose cache forgets tokens that their mask shows (Moshi, if its
-`sliding_window` is smaller than `max_position_embeddings`).
+`qoff.LLM` computes some of these models one sequence at a time, with a cache of transformers for
+each. The weights still come once for all sequences of a pass. These are models of which only their
+own modules know what a cache holds (DeepSeek V4), that attend by an index of keys (A.X K2, Qwen 4
+Exp, MiniMax M3, GLM 5 Next, Mistral Large 4, Hunyuan 4), that keep K and V of layers that are
+computed several times in a pass (Inkling 2 Loop), that count padding among their positions (the
+decoders of BART and its kin), or whose cache forgets tokens that their mask shows (Moshi). Prompts
+are read in one pass, and nothing is packed. What a cache takes is found by a trial without weights.
+
+**Models that see** run without what they see with, if the language model in them has no family
+above: MiniMax M3, GLM 5 Next, Mistral Large 4, Hunyuan 4, Inkling 2, Muse Spark, Command A Vision
+and some 30 others (each class named "ForConditionalGeneration" that reads text without an image).
+Images are not read.
 
 ### Tested
 
@@ -192,7 +199,8 @@ within the minimal budget, in tiles, and with passes that take turns at every la
 (`tests/models/test_modules.py`, `tests/hf/test_modules.py`); qoff's cache in
 `tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`. Lara Mini,
 Apertus 1.5 and Inkling 2 Loop, which transformers has since 5.24, are compared within the minimal
-budget, and the first two in batches.
+budget and in batches; so are, one sequence at a time (`tests/engine/test_llm_own_caches.py`),
+DeepSeek V4, A.X K2, Qwen 4 Exp, MiniMax M3, GLM 5 Next, Mistral Large 4, Hunyuan 4 and Inkling 2.
 
 """
 _REFUSED = """

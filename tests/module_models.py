@@ -291,6 +291,10 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
         {**_SEES, "num_key_value_heads": 2, "out_hidden_size": 64},
     ),
+    "inkling2": (
+        {k: v for k, v in NEWEST["inkling2_loop_text"].items() if not k.startswith("loop_")},
+        {**_SEES, "projection_hidden_dim": 32, "text_hidden_size": 64, "posemb_grid_size": 2},
+    ),
     "cohere2_vision": ({"num_key_value_heads": 2, "sliding_window": 6}, _SEES),
 }  # fmt: skip
 

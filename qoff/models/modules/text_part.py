@@ -39,12 +39,19 @@ def keep_text(model: Any) -> None:
 
 
 def _strip(module: nn.Module, kept: set[int]) -> bool:
-    """Take out all modules and tensors but those kept; whether any is left within."""
+    """Take all tensors but those kept out of what has such within; whether it has.
+
+    Modules without tensors stay: what bends logits, say.
+    """
     if id(module) in kept:
         return True
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    others = {name: child for name, child in children.items() if not _strip(child, kept)}
+    if len(others) == len(children):
+        return False
     for own in (module._parameters, module._buffers):
         own.update(dict.fromkeys(own))
-    for name, child in module._modules.items():
-        if child is not None and not _strip(child, kept):
+    for name, child in others.items():
+        if [*child.parameters(), *child.buffers()]:
             module._modules[name] = None
-    return any(child is not None for child in module._modules.values())
+    return True
