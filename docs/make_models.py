@@ -254,9 +254,10 @@ def _traits(spec: DecoderSpec) -> list[str]:
     norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[spec.norm]
     places = {"before": spec.pre_norm, "after": spec.post_norm, "after adding": spec.norm_after_add}
     found = [f"{norm} {' and '.join(place for place, used in places.items() if used)}"]
-    rope = spec.rope
+    rope, wide = spec.rope, spec.full_heads
+    full = (spec.num_kv_heads, spec.head_dim) if wide is None else (wide.kv_heads, wide.head_dim)
     if rope is not None:
-        whole = spec.rope_head_dim if spec.full_heads is None else spec.full_heads.head_dim
+        whole = spec.rope_head_dim if spec.full_heads is None else full[1]
         part = "" if rope.dim == whole else f" of {rope.dim / whole:.0%} of a head"
         found.append(f"RoPE ({rope.kind}){part}")
     switches = {
@@ -269,9 +270,12 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "norm over all query and key heads": spec.qk_norm == "all",
         "soft-capped logits": spec.attention_soft_cap or spec.logit_soft_cap,
         "queries scaled by position": spec.query_scale is not None,
-        "attention sinks": spec.sinks,
+        "attention sinks": spec.sinks == "all",
+        "attention sinks in windows": spec.sinks == "windows",
         "normalized values": spec.value_norm,
-        "larger heads in layers without a window": spec.full_heads is not None,
+        "larger heads in layers without a window": full[1] > spec.head_dim,
+        "fewer KV heads in layers without a window": full[0] < spec.num_kv_heads,
+        "narrower value heads": spec.value_dim,
         "scaled layers": spec.layer_scale,
         "per-layer embeddings": spec.per_layer is not None,
         "several streams (AltUp)": spec.streams is not None,
