@@ -52,6 +52,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "step-3.5": {"query_pre_attn_scalar": 32},
+    "mimo-v2": {  # a file has the number of channels that rotate, not their part
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1 / 3}
+            for kind, theta in (("full_attention", 1e5), ("sliding_attention", 1e3))
+        },
+    },
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
@@ -315,7 +321,7 @@ def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) 
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
 
 
-@pytest.mark.parametrize("family", ["glm4", "exaone-moe", "step-3.5"])
+@pytest.mark.parametrize("family", ["glm4", "exaone-moe", "step-3.5", "mimo-v2"])
 def test_layers_beyond_those_that_compute(family: str, base: Path, tmp_path: Path) -> None:
     """The last layers of some files predict further tokens; without all their tensors they are of
     no use."""
@@ -427,6 +433,15 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("step-3.5", {"swiglu_clamp_shexp": [0.0, -1.0, 0.0]}, FormatError, "a limit for each of"),
         ("step-3.5", {"expert_weights_norm": False}, UnsupportedModelError, "norm is False; supp"),
         ("step-3.5", {"rope.dimension_count": 16}, UnsupportedModelError, "is 16; supported: 32"),
+        (
+            "mimo-v2",
+            {"attention.head_count_kv": [1, 4, 4]},
+            UnsupportedModelError,
+            "kv is 4 in lay",
+        ),
+        ("mimo-v2", {"attention.head_count_kv": [1, 2]}, FormatError, "for each of 3 layers what"),
+        ("mimo-v2", {"attention.sliding_window_pattern": [1, 0, 1]}, FormatError, "is one without"),
+        ("mimo-v2", {"expert_weights_norm": False}, UnsupportedModelError, "norm is False; suppo"),
         ("glm4-moe", {"expert_gating_func": 1}, UnsupportedModelError, "expert_gating_func is 1"),
         ("glm4-moe", {"expert_group_count": 2}, UnsupportedModelError, "expert_group_count is 2"),
         ("glm4-moe", {"expert_feed_forward_length": 48}, FormatError, "a multiple of glm4moe.exp"),

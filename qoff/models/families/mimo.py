@@ -59,9 +59,7 @@ def _check_published(config: Any) -> None:
     slides = [kind == "sliding_attention" for kind in config.layer_types]
     sparse = [kind == "sparse" for kind in config.mlp_layer_types]
     ropes = config.rope_parameters if isinstance(config.rope_parameters, dict) else {}
-    full, local = (
-        ropes.get(kind) or {} for kind in ("full_attention", "sliding_attention")
-    )
+    full, local = (ropes.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     for key, computed in (
         ("hybrid_layer_pattern", [int(x) for x in slides]),
