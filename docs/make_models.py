@@ -57,6 +57,13 @@ part of the keys that RoPE rotates, or would. In DeepSeek V2 and V3 that is 324 
 layer, packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and
 values are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
+### Value heads of fewer channels
+
+In MiMo V2 Flash heads of keys have 192 channels and heads of values 128. The KV cache keeps both as
+wide, V with zeros behind: of its bytes a sixth are these zeros, which plans count. Weights have
+their own sizes. A GGUF file counts what a token sees before it in a window; as in transformers, the
+token itself counts here. Its layers for multi-token prediction are left out.
+
 ### An index of keys
 
 In DeepSeek V3.2 and GLM 5 an index chooses 2,048 tokens for each new one to attend to (DeepSeek
@@ -162,7 +169,7 @@ What differs from the native families:
   are not linear layers, and experts of classes outside of transformers' interface for them. Weights
   outside of layers, embedding and head (learned positions, final norms) stay in memory.
 - **KV cache.** A packed cache, without padding, is used if attention goes through transformers'
-  attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 256 or
+  attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 192, 256 or
   512 channels for keys and values alike. Layers may attend to the keys and values of earlier ones.
   Other models keep transformers' own cache, padded like the batch, in float32, or on a GPU float16
   or bfloat16 like everything that is not quantized. If you ask for a packed one, they are refused

@@ -440,7 +440,15 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
             "kv is 4 in lay",
         ),
         ("mimo-v2", {"attention.head_count_kv": [1, 2]}, FormatError, "for each of 3 layers what"),
-        ("mimo-v2", {"attention.sliding_window_pattern": [1, 0, 1]}, FormatError, "is one without"),
+        (
+            "mimo-v2",
+            {
+                "attention.sliding_window_pattern": [1, 0, 1],
+                "attention.head_count_kv": [2, 1, 2],
+            },
+            FormatError,
+            "layer 0 is one with a window; expected it with tensor blk.0.attn_sinks.weight",
+        ),
         ("mimo-v2", {"expert_weights_norm": False}, UnsupportedModelError, "norm is False; suppo"),
         ("glm4-moe", {"expert_gating_func": 1}, UnsupportedModelError, "expert_gating_func is 1"),
         ("glm4-moe", {"expert_group_count": 2}, UnsupportedModelError, "expert_group_count is 2"),

@@ -230,7 +230,6 @@ def test_layers_that_do_not_fit_are_refused(
         ("step-3.5", {"swiglu_limits": [0, 0, -1.0]}, "swiglu_limits is"),
         ("step-3.5", {"swiglu_limits_shared": [1.0]}, "swiglu_limits_shared is '1 entries'"),
         ("mimo-v2", {"v_head_dim": 64}, "v_head_dim is 64; supported: 1 to 48"),
-        ("mimo-v2", {"v_head_dim": 24}, "v_head_dim is 24; supported: multiples of 16"),
         ("mimo-v2", {"rope_parameters": LLAMA3_ROPE}, "supported: one object for each kind of"),
         ("mimo-v2", {"attention_value_scale": float("inf")}, "attention_value_scale is"),
         ("mimo-v2", {"num_key_value_heads": 4}, "num_key_value_heads is 8; supported: a divisor"),
