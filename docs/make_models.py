@@ -169,8 +169,8 @@ What differs from the native families:
   are not linear layers, and experts of classes outside of transformers' interface for them. Weights
   outside of layers, embedding and head (learned positions, final norms) stay in memory.
 - **KV cache.** A packed cache, without padding, is used if attention goes through transformers'
-  attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 192, 256 or
-  512 channels for keys and values alike. Layers may attend to the keys and values of earlier ones.
+  attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 192, 256
+  or 512 channels for keys and values alike. Layers may attend to keys and values of earlier ones.
   Other models keep transformers' own cache, padded like the batch, in float32, or on a GPU float16
   or bfloat16 like everything that is not quantized. If you ask for a packed one, they are refused
   with the reason, which a trial without weights finds when the model is loaded. Recurrent states

@@ -44,6 +44,7 @@ _APPENDED = (  # forms
     KVFormat(128),
     KVFormat(128),  # with the other type
     KVFormat(128, k_bits=8, v_bits=8),
+    KVFormat(192),
     KVFormat(256),
     KVFormat(256, k_bits=8),
 )
