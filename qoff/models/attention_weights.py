@@ -129,8 +129,8 @@ class AttentionWeights:
             yield from self._expanding(spec.latent)
         if spec.index is not None and spec.index.layers[self._layer]:
             yield from self._index(spec.index)
-        columns = spec.query_heads(self._layer) * spec.values(self._layer)
-        columns = columns if spec.latent is None else spec.o_columns
+        own = spec.query_heads(self._layer) * spec.values(self._layer)
+        columns = own if spec.latent is None else spec.o_columns
         yield from with_bias(o, (self._part(o, spec.hidden_size),), columns, spec.o_bias)
         if spec.has_sinks(self._layer):
             yield self._bare("self_attn.sinks", spec.query_heads(self._layer))

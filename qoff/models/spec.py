@@ -70,7 +70,7 @@ class DecoderSpec:
     value_norm: bool = False  # RMSNorm without weights of each value head
     local_rope: RopeSpec | None = None  # of layers with a sliding window, where it differs
     full_heads: HeadsSpec | None = None  # head_dim and num_kv_heads are of windows then
-    value_dim: int = 0  # channels of a value head, of which K and V are alike in the cache; 0: as K
+    value_dim: int = 0  # channels of a value head, with zeros behind in a cache; 0: as many as keys
     layer_heads: tuple[int, ...] | None = None  # per layer: its query heads; None: num_heads
     learned_positions: int = 0  # rows of a table of which one is added to each embedding
     position_offset: int = 0  # the row of position 0

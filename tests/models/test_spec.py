@@ -232,6 +232,11 @@ def test_layers_that_do_not_fit_are_refused(
         ("mimo-v2", {"v_head_dim": 64}, "v_head_dim is 64; supported: 1 to 48"),
         ("mimo-v2", {"rope_parameters": LLAMA3_ROPE}, "supported: one object for each kind of"),
         ("mimo-v2", {"attention_value_scale": float("inf")}, "attention_value_scale is"),
+        (
+            "mimo-v2",
+            {"attention_value_scale": 0.0},
+            "attention_value_scale is 0.0; supported: null",
+        ),
         ("mimo-v2", {"num_key_value_heads": 4}, "num_key_value_heads is 8; supported: a divisor"),
         ("mimo-v2", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
         (

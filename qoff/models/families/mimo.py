@@ -26,8 +26,8 @@ def _mimo(config: Any) -> Fields:
         for kind in ("full_attention", "sliding_attention")
     )
     scale = 1.0 if config.attention_value_scale is None else config.attention_value_scale
-    if not is_number(scale):
-        raise unsupported("attention_value_scale", scale, "null or a number")
+    if not is_number(scale) or not scale:
+        raise unsupported("attention_value_scale", scale, "null, or a number other than 0")
     sparse = [kind == "sparse" for kind in config.mlp_layer_types]
     return {
         "qkv_bias": config.attention_bias,
