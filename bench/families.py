@@ -101,6 +101,8 @@ CHANGES: dict[str, dict[str, Any]] = {
                          "pad_token_id": 0},  # which it wants to be a number
     "laguna": _SMALL | {"num_experts": 16, "shared_expert_intermediate_size": 576},
     **dict.fromkeys(("exaone_moe", "hy_v3"), _SMALL | {"num_experts": 16}),
+    "mimo_v2_flash": _SMALL | {"n_routed_experts": 16, "num_key_value_heads": 2, "head_dim": 96,
+                               "v_head_dim": 64},
     "minimax_m2": {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 576},
     "ernie4_5_moe": {"moe_num_experts": 16, "moe_k": 4, "moe_intermediate_size": 576,
                      "moe_num_shared_experts": 1},

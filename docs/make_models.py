@@ -57,6 +57,13 @@ part of the keys that RoPE rotates, or would. In DeepSeek V2 and V3 that is 324 
 layer, packed to 4 bits ([kv-layout.md](kv-layout.md#latent-records)), on CPUs and GPUs. Keys and
 values are the same numbers, so they have the same bits. Adapters of `kv_b_proj` are refused.
 
+### Value heads of fewer channels
+
+In MiMo V2 Flash heads of keys have 192 channels and heads of values 128. The KV cache keeps both as
+wide, V with zeros behind: of its bytes a sixth are these zeros, which plans count. Weights have
+their own sizes. A GGUF file counts what a token sees before it in a window; as in transformers, the
+token itself counts here. Its layers for multi-token prediction are left out.
+
 ### An index of keys
 
 In DeepSeek V3.2 and GLM 5 an index chooses 2,048 tokens for each new one to attend to (DeepSeek
@@ -162,8 +169,8 @@ What differs from the native families:
   are not linear layers, and experts of classes outside of transformers' interface for them. Weights
   outside of layers, embedding and head (learned positions, final norms) stay in memory.
 - **KV cache.** A packed cache, without padding, is used if attention goes through transformers'
-  attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 256 or
-  512 channels for keys and values alike. Layers may attend to the keys and values of earlier ones.
+  attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 192, 256
+  or 512 channels for keys and values alike. Layers may attend to keys and values of earlier ones.
   Other models keep transformers' own cache, padded like the batch, in float32, or on a GPU float16
   or bfloat16 like everything that is not quantized. If you ask for a packed one, they are refused
   with the reason, which a trial without weights finds when the model is loaded. Recurrent states
@@ -262,9 +269,10 @@ def _traits(spec: DecoderSpec) -> list[str]:
     norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[spec.norm]
     places = {"before": spec.pre_norm, "after": spec.post_norm, "after adding": spec.norm_after_add}
     found = [f"{norm} {' and '.join(place for place, used in places.items() if used)}"]
-    rope = spec.rope
+    rope, wide = spec.rope, spec.full_heads
+    full = (spec.num_kv_heads, spec.head_dim) if wide is None else (wide.kv_heads, wide.head_dim)
     if rope is not None:
-        whole = spec.rope_head_dim if spec.full_heads is None else spec.full_heads.head_dim
+        whole = spec.rope_head_dim if spec.full_heads is None else full[1]
         part = "" if rope.dim == whole else f" of {rope.dim / whole:.0%} of a head"
         found.append(f"RoPE ({rope.kind}){part}")
     switches = {
@@ -277,9 +285,12 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "norm over all query and key heads": spec.qk_norm == "all",
         "soft-capped logits": spec.attention_soft_cap or spec.logit_soft_cap,
         "queries scaled by position": spec.query_scale is not None,
-        "attention sinks": spec.sinks,
+        "attention sinks": spec.sinks == "all",
+        "attention sinks in windows": spec.sinks == "windows",
         "normalized values": spec.value_norm,
-        "larger heads in layers without a window": spec.full_heads is not None,
+        "larger heads in layers without a window": full[1] > spec.head_dim,
+        "fewer KV heads in layers without a window": full[0] < spec.num_kv_heads,
+        "narrower value heads": spec.value_dim,
         "scaled layers": spec.layer_scale,
         "per-layer embeddings": spec.per_layer is not None,
         "several streams (AltUp)": spec.streams is not None,

@@ -217,6 +217,10 @@ class Ops(Protocol):
         self, x: Tensor, by: Tensor, *, activation: str = "sigmoid", out: Tensor | None = None
     ) -> Tensor: ...
 
+    def resize_heads(
+        self, x: Tensor, dim: int, to: int, *, first: int = 0, out: Tensor | None = None
+    ) -> Tensor: ...
+
     def predict(
         self, hidden: Tensor, router: StreamRouter, mixing: Tensor, out: Tensor
     ) -> Tensor: ...

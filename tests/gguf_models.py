@@ -70,6 +70,7 @@ ARCHITECTURES = {  # by model_type
     **dict.fromkeys(("granitemoe", "granitemoeshared"), ARCH.GRANITE_MOE),
     "afmoe": ARCH.AFMOE,
     "step3p5": ARCH.STEP35,
+    "mimo_v2_flash": ARCH.MIMO2,
     "mistral4": ARCH.MISTRAL4,
     "nemotron": ARCH.NEMOTRON,
     "glm4_moe": ARCH.GLM4_MOE,
@@ -101,7 +102,7 @@ _PERMUTED += ("arcee", "internlm2", "minicpm")
 _LESS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _LESS_ONE += ("step3p5",)
 _SIGMOID = ("glm4_moe", "dots1", "exaone_moe", "minimax_m2", "deepseek_v3", "afmoe")
-_SIGMOID += ("deepseek_v32", "glm_moe_dsa", "lfm2_moe")
+_SIGMOID += ("deepseek_v32", "glm_moe_dsa", "lfm2_moe", "mimo_v2_flash")
 _NUMBERS = {  # keys of GGUF by keys of a config
     "max_position_embeddings": "context_length",
     "model_max_length": "context_length",
@@ -280,6 +281,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type == "step3p5":
         found |= _step(config)
         del found["rope.dimension_count"]
+    if model_type == "mimo_v2_flash":
+        found |= _mimo(config)
     if model_type in ("gpt_oss", "minimax_m2", "llama4_text", "hunyuan_v1_moe"):
         found["expert_feed_forward_length"] = config["intermediate_size"]
     if model_type == "llama4_text":
@@ -354,6 +357,19 @@ def _step(config: Mapping[str, Any]) -> dict[str, Any]:
         "swiglu_clamp_exp": each[0],
         "swiglu_clamp_shexp": each[1],
         "expert_weights_norm": True,
+    }
+
+
+def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window have twice the KV heads; the token itself does not count."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    kv_heads = config["num_key_value_heads"]
+    return {
+        "attention.value_length": config["v_head_dim"],
+        "attention.value_scale": config["attention_value_scale"],
+        "attention.head_count_kv": [kv_heads * (1 + x) for x in slides],
+        "attention.sliding_window": config["sliding_window"] - 1,
+        "attention.sliding_window_pattern": [int(x) for x in slides],
     }
 
 
@@ -450,7 +466,7 @@ def _renamed(
             keys, others = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
             yield name.replace("kv_b", "k_b"), np.ascontiguousarray(keys.swapaxes(1, 2))
             yield name.replace("kv_b", "v_b"), np.ascontiguousarray(others)
-        elif name.endswith(".sinks"):
+        elif name.endswith((".sinks", ".attention_sink_bias")):
             yield f"{name}.weight", values
         elif "query_key_value" in name:
             heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])

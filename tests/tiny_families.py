@@ -509,6 +509,30 @@ FAMILIES |= {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     },
+    "mimo-v2": {
+        "model_type": "mimo_v2_flash",
+        **_EXPERTS,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 1.5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "sliding_window": 6,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.334,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 1e3,
+                "partial_rotary_factor": 0.334,
+            },
+        },
+    },
     "laguna-per-element": {
         "model_type": "laguna",
         **_EXPERTS,
@@ -826,5 +850,5 @@ EXPERTS = [
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (
     *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
-    *("gemma4-moe", "qwen3.5-moe", "afmoe", "laguna", "step-3.5"),
+    *("gemma4-moe", "qwen3.5-moe", "afmoe", "laguna", "step-3.5", "mimo-v2"),
 )

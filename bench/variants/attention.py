@@ -44,6 +44,7 @@ _APPENDED = (  # forms
     KVFormat(128),
     KVFormat(128),  # with the other type
     KVFormat(128, k_bits=8, v_bits=8),
+    KVFormat(192),
     KVFormat(256),
     KVFormat(256, k_bits=8),
 )
@@ -127,7 +128,7 @@ def _decode(capability: int) -> Iterator[Variant]:
     """Each form with groups of 4 queries; groups of other sizes, larger ones with norms of heads,
     and bfloat16 with the default form; chosen blocks with each head size, one of them with a
     window, two with blocks in host memory; the extras together, with tokens that are in the ring.
-    But Turing's head size 256 and groups over 8, which spill registers."""
+    But Turing's head sizes over 128 and groups over 8, which spill registers."""
     for head_dim in _WHOLE:
         if capability >= 80 or head_dim <= 128:
             window = 100 * BLOCK_TOKENS if head_dim == 64 else None
@@ -152,9 +153,9 @@ def _decode(capability: int) -> Iterator[Variant]:
 
 def _prefill(capability: int) -> Iterator[Variant]:
     """Each head size with the default form, from packed blocks and from the scratch; other forms,
-    the extras together and bfloat16 with head size 128. But Turing's head size 256, which spills.
-    """
-    for head_dim in _WHOLE if capability >= 80 else _WHOLE[:-1]:
+    the extras together and bfloat16 with head size 128. But Turing's head sizes over 128, which
+    spill."""
+    for head_dim in _WHOLE if capability >= 80 else filter(lambda dim: dim <= 128, _WHOLE):
         yield _attention("prefill", capability, "fp16", KVFormat(head_dim), rows=_MANY)
         older = capability == 80 and head_dim > 128 and not WARPS_OVER_ROWS
         if capability >= 80 and not older:  # others take the scratch for any number of queries

@@ -7,6 +7,7 @@ from qoff.kernels.reference.experts import add_experts
 from .attention.attention import attention
 from .attention.gate import gate
 from .attention.latent import absorb, expand
+from .attention.resize import resize_heads
 from .indexed.choose import choose
 from .jit.pool import default_pool
 from .jit.recorder import JobRecorder
@@ -47,6 +48,7 @@ __all__ = [
     "matched",
     "norm",
     "predict",
+    "resize_heads",
     "route",
     "short_conv",
     "sparse_gate",

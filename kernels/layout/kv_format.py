@@ -31,7 +31,7 @@ from torch import Tensor
 from qoff.errors import OpError
 
 BLOCK_TOKENS = 64
-HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 LATENT_DIM = 640  # the most channels of a latent key
 KV_BITS = (2, 3, 4, 8)
 CLIPPED = {2: 1 / 8, 3: 1 / 16}  # of a group's range, left off at either end; powers of two

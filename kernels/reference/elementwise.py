@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
@@ -28,6 +29,19 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = turned.chunk(2, dim=-1)
     turned = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def resize_heads(
+    x: Tensor, dim: int, to: int, *, first: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """Return x [M, first + heads * dim] with heads of `to` channels: cut, or with zeros behind.
+
+    first: columns before the heads, which stay as they are. out: [M, first + heads * to]; it may
+    begin where x does.
+    """
+    heads = pad(x[:, first:].unflatten(1, (-1, dim)), (0, to - dim)).flatten(1)
+    y = torch.cat((x[:, :first], heads), 1) if first else heads
+    return y if out is None else out.copy_(y)
 
 
 def wide(x: Tensor) -> Tensor:

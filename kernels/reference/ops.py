@@ -17,7 +17,7 @@ from qoff.kernels.layout.ragged import Ragged, Span
 
 from .attention import attend
 from .delta import delta, gate
-from .elementwise import rms_norm
+from .elementwise import resize_heads, rms_norm
 from .experts import add_experts, experts, route
 from .index import choose
 from .kv_blocks import rope_keys
@@ -54,6 +54,7 @@ __all__ = [
     "matched",
     "norm",
     "predict",
+    "resize_heads",
     "route",
     "short_conv",
     "sparse_gate",

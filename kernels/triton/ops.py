@@ -25,6 +25,7 @@ from qoff.kernels.layout.short_conv import ShortConvShape
 from qoff.kernels.layout.states import DeviceLayerStates, StateShape
 from qoff.kernels.operands import require
 from qoff.kernels.reference.delta import gate
+from qoff.kernels.reference.elementwise import resize_heads
 from qoff.kernels.reference.experts import route
 from qoff.kernels.reference.linear import ended
 from qoff.kernels.reference.low_rank import low_rank
@@ -72,6 +73,7 @@ __all__ = [
     "matched",
     "norm",
     "predict",
+    "resize_heads",
     "route",
     "short_conv",
     "sparse_gate",

@@ -91,8 +91,10 @@ class AttentionWeights:
         self._spec, self._layer, self._names = spec, layer, names
         kv_heads, self._dim = spec.heads(layer)
         self._q, self._kv = spec.query_heads(layer) * self._dim, kv_heads * self._dim
+        self._values = kv_heads * spec.values(layer)
         self._inner, self._lent = spec.intermediate(layer), spec.kv_layers[layer] != layer
         sizes = {"head_dim": self._dim, "intermediate_size": self._inner}
+        sizes["v_head_dim"] = spec.value_dim
         if spec.latent is not None:
             sizes["q_lora_rank"] = spec.latent.query_latent
         if spec.experts is not None:
@@ -127,32 +129,34 @@ class AttentionWeights:
             yield from self._expanding(spec.latent)
         if spec.index is not None and spec.index.layers[self._layer]:
             yield from self._index(spec.index)
-        columns = self._q if spec.latent is None else spec.o_columns
+        own = spec.query_heads(self._layer) * spec.values(self._layer)
+        columns = own if spec.latent is None else spec.o_columns
         yield from with_bias(o, (self._part(o, spec.hidden_size),), columns, spec.o_bias)
-        if spec.sinks:
-            yield self._vector("self_attn", spec.query_heads(self._layer), "sinks")
+        if spec.has_sinks(self._layer):
+            yield self._bare("self_attn.sinks", spec.query_heads(self._layer))
         if spec.learned_positions and self._layer == 0:
             part = Part(self._names.positions, spec.learned_positions)
             yield Weight(POSITIONS, (part,), spec.hidden_size)
 
     def _qkv(self) -> tuple[Part, ...]:
         spec, names = self._spec, self._names
-        q, kv, dim = self._q, 0 if self._lent else self._kv, self._dim
+        q, dim = self._q, self._dim
+        kv, own = (0, 0) if self._lent else (self._kv, self._values)
         if names.fused_qkv == "heads":
             return (self._part(QKV, 3 * q, from_heads(spec.num_heads, dim)),)
         rope = spec.rope_of(self._layer) or spec.rope  # layers that do not rotate are stored alike
         pairs = rope.dim if names.rope_pairs and rope is not None else 0
         if names.fused_qkv == "rows":
             order = unpaired(0, dim, pairs, q + kv) if pairs else in_order
-            return (self._part(QKV, q + 2 * kv, order, dim if pairs else ROW_BLOCK),)
+            return (self._part(QKV, q + kv + own, order, dim if pairs else ROW_BLOCK),)
         full = spec.full_heads if spec.sliding_window[self._layer] is None else None
         values = "k" if full is not None and full.values_are_keys else "v"
         parts, first = [], 0
         if spec.gated_attention and not names.split_gates:
-            order = with_gates(dim, q + 2 * kv)
+            order = with_gates(dim, q + kv + own)
             parts.append(self._part("self_attn.q_proj", 2 * q, order, 2 * dim))
             first = q
-        matrices = (("q", q, pairs), ("k", kv, pairs), (values, kv, 0))
+        matrices = (("q", q, pairs), ("k", kv, pairs), (values, own, 0))
         for x, rows, turned in matrices[len(parts) : 1 if self._lent else 3]:
             order = unpaired(first, dim, turned, rows) if turned else after(first)
             unit = dim if turned else ROW_BLOCK

@@ -70,6 +70,7 @@ class DecoderSpec:
     value_norm: bool = False  # RMSNorm without weights of each value head
     local_rope: RopeSpec | None = None  # of layers with a sliding window, where it differs
     full_heads: HeadsSpec | None = None  # head_dim and num_kv_heads are of windows then
+    value_dim: int = 0  # channels of a value head, with zeros behind in a cache; 0: as many as keys
     layer_heads: tuple[int, ...] | None = None  # per layer: its query heads; None: num_heads
     learned_positions: int = 0  # rows of a table of which one is added to each embedding
     position_offset: int = 0  # the row of position 0
@@ -77,7 +78,7 @@ class DecoderSpec:
     query_scale: QueryScale | None = None  # by position
     scaled_layers: tuple[bool, ...] | None = None  # whose queries are; None: all
     attention_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they do not
-    sinks: bool = False  # each head has a score for a key without a value
+    sinks: Literal["none", "all", "windows"] = "none"  # layers whose heads have an attention sink
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     attention_output_scale: float = 1.0  # of what attention adds, beside
@@ -125,6 +126,7 @@ class DecoderSpec:
         for rope, dim in ((self.rope, self._heads[-1][1]), (self.local_rope, self.head_dim)):
             if rope is not None and rope.dim > dim:
                 raise unsupported("partial_rotary_factor", rope.dim, f"up to {dim}")
+        self._check_values()
         if self.activation not in ACTIVATIONS:
             raise unsupported("hidden_act", self.activation, ", ".join(ACTIVATIONS))
         for key, per_layer in (
@@ -158,6 +160,16 @@ class DecoderSpec:
             if not 0 <= share < 1:
                 raise unsupported("activation_sparsity_pattern", share, "0 and more, below 1")
 
+    def _check_values(self) -> None:
+        """Raise UnsupportedModelError for value heads that do not fit."""
+        if not self.value_dim:
+            return
+        most = min(head_dim for _, head_dim in self._heads)
+        if type(self.value_dim) is not int or not 1 <= self.value_dim <= most:
+            raise unsupported("v_head_dim", self.value_dim, f"1 to {most}, the channels of keys")
+        if self.latent is not None or self.gated_attention or self.shared_kv or self.value_norm:
+            raise unsupported("v_head_dim", self.value_dim, "that of keys, in this family")
+
     @property
     def _heads(self) -> tuple[tuple[int, int], ...]:
         """KV heads and channels of a head, of each kind of layer; those without a window last."""
@@ -171,6 +183,15 @@ class DecoderSpec:
     def query_heads(self, layer: int) -> int:
         """Heads that attend."""
         return self.num_heads if self.layer_heads is None else self.layer_heads[layer]
+
+    def values(self, layer: int) -> int:
+        """Channels of a value head, of attention that is not latent."""
+        return self.value_dim or self.heads(layer)[1]
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether each head of a layer has a score for a key without a value."""
+        windowed = self.sliding_window[layer] is not None
+        return self.sinks == "all" or (self.sinks == "windows" and windowed)
 
     def gates(self, layer: int) -> int:
         """Numbers of a token that gates of attention come of."""
@@ -196,10 +217,14 @@ class DecoderSpec:
     def qkv_rows(self) -> int:
         """Outputs of the first projection: queries, keys, values, gates, or what these come of."""
         if self.latent is None:
-            sizes = ((i, self.query_heads(i), *self.heads(i)) for i in range(self.num_layers))
-            return max((q + 2 * kv) * dim + self.gates(i) for i, q, kv, dim in sizes)
+            return max(self._given(i, self.values(i)) for i in range(self.num_layers))
         first = self.latent.query_latent or self.q_rows
         return first + self.latent.latent + self.latent.rope_dim
+
+    def _given(self, layer: int, values: int) -> int:
+        """Queries, keys, values of so many channels a head, and gates of a token in a layer."""
+        queries, (kv_heads, dim) = self.query_heads(layer), self.heads(layer)
+        return (queries + kv_heads) * dim + kv_heads * values + self.gates(layer)
 
     @property
     def projected_rows(self) -> int:
@@ -213,14 +238,16 @@ class DecoderSpec:
     @property
     def o_columns(self) -> int:
         """Inputs of the output projection."""
-        return self.q_rows if self.latent is None else self.num_heads * self.latent.value_dim
+        if self.latent is not None:
+            return self.num_heads * self.latent.value_dim
+        return max(self.query_heads(i) * self.values(i) for i in range(self.num_layers))
 
     @property
     def attention_width(self) -> int:
         """Numbers of a token that attention is given, with its gates, or a recurrent layer's op."""
         states = 0 if self.state_shape is None else sum(self.state_shape.projections)
         if self.latent is None:
-            return max(self.qkv_rows, states)
+            return max(states, *(self._given(i, self.heads(i)[1]) for i in range(self.num_layers)))
         return max((self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim), states)
 
     @property

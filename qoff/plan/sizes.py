@@ -165,7 +165,7 @@ class ModelSizes:
         if spec.state_shape is not None and spec.is_recurrent(last):
             attended += spec.state_shape.values
         if spec.attends(last):
-            own = spec.query_heads(last) * spec.heads(last)[1]
+            own = spec.query_heads(last) * spec.values(last)
             attended += spec.o_columns if spec.latent else own
         rest = self._mlp_columns(last) + self._per_layer_columns(last)
         joined = 0 if spec.streams is None else (spec.stream_count - 1) * spec.hidden_size
@@ -189,8 +189,8 @@ class ModelSizes:
                 columns += spec.hidden_size * (spec.index.heads + spec.index.dim)
             return columns + spec.latent.shape(spec.num_heads).rows * spec.latent.latent
         kv_heads, dim = spec.heads(layer)
-        own = 2 * kv_heads if spec.kv_layers[layer] == layer else 0
-        rows = (2 * spec.query_heads(layer) + own) * dim + spec.gates(layer)
+        own = kv_heads if spec.kv_layers[layer] == layer else 0
+        rows = (spec.query_heads(layer) + own) * (dim + spec.values(layer)) + spec.gates(layer)
         return states + spec.hidden_size * rows
 
     def _mlp_columns(self, layer: int) -> int:

@@ -199,7 +199,8 @@ def _head_dim(text: Any) -> float:
     parts = [getattr(text, name, 0) or 0 for name in _LATENT]
     if all(parts):  # as in DeepSeek V3, whose `head_dim` is that of the rotary part
         return sum(parts) / 2
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    own = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return (own + (parts[-1] or own)) / 2  # as in MiMo V2, whose values have fewer channels
 
 
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -154,6 +154,7 @@ def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
         ("never", "gemma3n"),
         ("never", "lfm2"),
         ("never", "falcon-h1"),
+        ("never", "mimo-v2"),
     ],
 )
 def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
@@ -180,6 +181,9 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     if family == "gemma3n":
         sizes |= {"num_hidden_layers": 4, "intermediate_size": [32] * 4}
         sizes |= {"vocab_size_per_layer_input": 64, "sliding_window": 40}
+    if family == "mimo-v2":
+        sizes |= {"head_dim": 192, "v_head_dim": 128, "mlp_layer_types": ["dense"] * 2}
+        sizes |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 40}
     if family == "gemma4-small":
         kinds = ["sliding_attention", "full_attention"] * 2
         sizes |= {"num_hidden_layers": 4, "layer_types": kinds, "global_head_dim": 128}

@@ -71,6 +71,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
         },
         True,
     ),
+    "mimo-v2": (
+        DEEP
+        | {
+            "sliding_window": 100,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "layer_types": TURNS,
+            "mlp_layer_types": ["dense"] * 8,
+        },
+        True,
+    ),
     "gpt-neox": (WIDE, True),  # attention and MLP side by side
     "opt": (WIDE, True),  # learned positions
     "qwen3-moe": (DEEP, False),

@@ -31,6 +31,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4-small": {"global_head_dim": 128},
     "laguna": {},
     "step-3.5": {},
+    "mimo-v2": {
+        "v_head_dim": 32,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.25}
+            for kind, theta in (("full_attention", 1e5), ("sliding_attention", 1e3))
+        },
+    },
 }
 
 

@@ -80,6 +80,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("lfm2-moe", {"num_dense_layers": 3}, {"prefill_tokens": 64}),
     ("nemotron-h-latent", {"num_attention_heads": 2, "head_dim": 64}, {"prefill_tokens": 64}),
     ("falcon-h1", {}, {"prefill_tokens": 64}),
+    ("mimo-v2", {"head_dim": 192, "v_head_dim": 128}, {"prefill_tokens": 64}),
     ("deepseek-v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {"prefill_tokens": 16}),
     ("glm-5", {"index_topk": 100}, {"prefill_tokens": 64}),
 ]
@@ -89,7 +90,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_no_op_asks_for_more_than_a_plan_counts(
     family: str, sizes: dict[str, Any], changes: dict[str, Any], asked: list[int], tmp_path: Path
 ) -> None:
-    own = ("deepseek", "glm-5", "qwen3-next", "kimi", "lfm2", "nemotron", "falcon")
+    own = ("deepseek", "glm-5", "qwen3-next", "kimi", "lfm2", "nemotron", "falcon", "mimo")
     more = {} if family.startswith(own) else HEAD64
     save_model(tmp_path / "model", family, **more, **sizes)
     convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)

@@ -135,7 +135,7 @@ def check(case: Case, top: float) -> None:
 
 @pytest.mark.parametrize("top", [0.01, 0.25, 0.9])
 @pytest.mark.parametrize("k_bits", [4, 8])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_equals_the_reference(group: int, head_dim: int, k_bits: int, top: float) -> None:
     form = KVFormat(head_dim, k_bits)

@@ -27,6 +27,7 @@ FORMS = [
     KVFormat(80),
     KVFormat(96),
     KVFormat(128),
+    KVFormat(192),
     KVFormat(256),
     KVFormat(64, k_bits=8, v_bits=8),
     KVFormat(96, k_bits=8),

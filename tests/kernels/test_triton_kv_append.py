@@ -95,6 +95,7 @@ FORMS = [
     KVFormat(96, k_bits=8),
     KVFormat(128, v_bits=8),
     KVFormat(80, 8, 8),
+    KVFormat(192),
     KVFormat(256),
     KVFormat(64, 3, 2),
     KVFormat(80, 2, 3),

@@ -52,6 +52,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "step-3.5": {"query_pre_attn_scalar": 32},
+    "mimo-v2": {  # a file has the number of channels that rotate, not their part
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1 / 3}
+            for kind, theta in (("full_attention", 1e5), ("sliding_attention", 1e3))
+        },
+    },
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "deepseek-v2": {"rope_scaling": _MSCALE},
     "deepseek-v3": {"rope_scaling": _MSCALE},
@@ -304,18 +310,20 @@ def test_value_heads_within_a_group_of_columns(base: Path, tmp_path: Path) -> No
         floats(model.write(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("family", ["glm", "llama-biased", "qwen2"])
+@pytest.mark.parametrize("family", ["glm", "llama-biased", "qwen2", "mimo-v2"])
 def test_fused_queries_keys_and_values(family: str, base: Path, tmp_path: Path) -> None:
     model = GGUFModel.of(source_of(base, family))
     wanted = model.write(tmp_path / "wanted.gguf")
     for layer in range(model.metadata["block_count"]):
         for suffix in ("weight", "bias"):
-            parts = [model.tensors.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
-            model.tensors[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
+            names = [f"blk.{layer}.attn_{x}.{suffix}" for x in "qkv"]
+            parts = [model.tensors.pop(name) for name in names if name in model.tensors]
+            if parts:
+                model.tensors[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
     assert_same(model.write(tmp_path / "m.gguf"), wanted)
 
 
-@pytest.mark.parametrize("family", ["glm4", "exaone-moe", "step-3.5"])
+@pytest.mark.parametrize("family", ["glm4", "exaone-moe", "step-3.5", "mimo-v2"])
 def test_layers_beyond_those_that_compute(family: str, base: Path, tmp_path: Path) -> None:
     """The last layers of some files predict further tokens; without all their tensors they are of
     no use."""
@@ -427,6 +435,23 @@ def test_whole_heads_turn_where_transformers_would_turn_a_part(
         ("step-3.5", {"swiglu_clamp_shexp": [0.0, -1.0, 0.0]}, FormatError, "a limit for each of"),
         ("step-3.5", {"expert_weights_norm": False}, UnsupportedModelError, "norm is False; supp"),
         ("step-3.5", {"rope.dimension_count": 16}, UnsupportedModelError, "is 16; supported: 32"),
+        (
+            "mimo-v2",
+            {"attention.head_count_kv": [1, 4, 4]},
+            UnsupportedModelError,
+            "kv is 4 in lay",
+        ),
+        ("mimo-v2", {"attention.head_count_kv": [1, 2]}, FormatError, "for each of 3 layers what"),
+        (
+            "mimo-v2",
+            {
+                "attention.sliding_window_pattern": [1, 0, 1],
+                "attention.head_count_kv": [2, 1, 2],
+            },
+            FormatError,
+            "layer 0 is one with a window; expected it with tensor blk.0.attn_sinks.weight",
+        ),
+        ("mimo-v2", {"expert_weights_norm": False}, UnsupportedModelError, "norm is False; suppo"),
         ("glm4-moe", {"expert_gating_func": 1}, UnsupportedModelError, "expert_gating_func is 1"),
         ("glm4-moe", {"expert_group_count": 2}, UnsupportedModelError, "expert_group_count is 2"),
         ("glm4-moe", {"expert_feed_forward_length": 48}, FormatError, "a multiple of glm4moe.exp"),

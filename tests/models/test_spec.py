@@ -229,6 +229,28 @@ def test_layers_that_do_not_fit_are_refused(
         ("step-3.5", {"gating": "per-element"}, "gating is 'per-element'; supported: true, per-h"),
         ("step-3.5", {"swiglu_limits": [0, 0, -1.0]}, "swiglu_limits is"),
         ("step-3.5", {"swiglu_limits_shared": [1.0]}, "swiglu_limits_shared is '1 entries'"),
+        ("mimo-v2", {"v_head_dim": 64}, "v_head_dim is 64; supported: 1 to 48"),
+        ("mimo-v2", {"rope_parameters": LLAMA3_ROPE}, "supported: one object for each kind of"),
+        ("mimo-v2", {"attention_value_scale": float("inf")}, "attention_value_scale is"),
+        (
+            "mimo-v2",
+            {"attention_value_scale": 0.0},
+            "attention_value_scale is 0.0; supported: null",
+        ),
+        ("mimo-v2", {"num_key_value_heads": 4}, "num_key_value_heads is 8; supported: a divisor"),
+        ("mimo-v2", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
+        (
+            "mimo-v2",
+            {"hybrid_layer_pattern": [1, 0, 1]},
+            r"hybrid_layer_pattern is \[1, 0, 1\]; su",
+        ),
+        ("mimo-v2", {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq is"),
+        ("mimo-v2", {"add_full_attention_sink_bias": True}, "sink_bias is True; supported: False"),
+        ("mimo-v2", {"add_swa_attention_sink_bias": False}, "sink_bias is False; supported: True"),
+        ("mimo-v2", {"swa_num_key_value_heads": 4}, "heads is 4; supported: 2"),
+        ("mimo-v2", {"swa_head_dim": 64}, "swa_head_dim is 64; supported: 48"),
+        ("mimo-v2", {"swa_rope_theta": 2e4}, "swa_rope_theta is 20000.0; supported: 1000.0"),
+        ("mimo-v2", {"n_shared_experts": 1}, "n_shared_experts is 1; supported: 0"),
         ("step-3.5", {"swiglu_limits": [1.0]}, "swiglu_limits is '1 entries'"),
     ],
 )
@@ -301,6 +323,45 @@ def test_step_as_it_was_published_first() -> None:
     assert replace(found, local_rope=local) == wanted
     assert [found.query_heads(i) for i in range(3)] == [2, 6, 2]
     assert [found.gates(i) for i in range(3)] == [2, 6, 2]
+
+
+def test_mimo_as_it_was_published_first() -> None:
+    """Its fields say what transformers takes for granted; windows leave the token itself out."""
+    tiny = {**TINY, **FAMILIES["mimo-v2"], "num_hidden_layers": 7, "routed_scaling_factor": None}
+    new = ("layer_types", "mlp_layer_types", "rope_parameters")
+    published = {
+        **{key: value for key, value in tiny.items() if key not in new},
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "swa_num_attention_heads": tiny["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * tiny["num_key_value_heads"],
+        "swa_head_dim": tiny["head_dim"],
+        "swa_v_head_dim": tiny["v_head_dim"],
+        "rope_theta": 5000000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "sliding_window": 5,
+        "sliding_window_size": 5,
+        "n_shared_experts": None,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "attention_value_scale": 0.5,
+    }
+    spec = DecoderSpec.from_config(published)
+    assert spec.sliding_window == (None, 6, 6, 6, 6, None, 6)
+    assert [spec.heads(i) for i in range(2)] == [(1, 48), (2, 48)]
+    assert [spec.has_sinks(i) for i in range(2)] == [False, True]
+    ropes = spec.rope_of(0), spec.rope_of(1)
+    assert [(rope.theta, rope.dim) for rope in ropes if rope is not None] == [(5e6, 16), (1e4, 16)]
+    assert spec.attention_output_scale == 0.5
+    assert spec.experts is not None
+    assert spec.experts.layers == (False, *[True] * 6)
+    assert spec.experts.scale == 1.0
+    assert (spec.qkv_rows, spec.o_columns) == ((4 + 2) * 48 + 2 * 32, 4 * 32)
 
 
 @pytest.mark.parametrize("change", [{"head_dim": 24}, {"intermediate_size": 100}])

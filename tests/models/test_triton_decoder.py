@@ -95,6 +95,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swiglu_limits_shared": [0.05, 0.04],
         "sliding_window": 40,
     },
+    "mimo-v2": {  # sinks in windows alone; value heads of fewer channels than those of keys
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 40,
+    },
     "gpt-neox": {"hidden_size": 64},  # a quarter of a head rotates
     "qwen3-next-head64": {  # linear attention, and gates of the other
         "num_hidden_layers": 2,

@@ -289,13 +289,15 @@ def test_what_is_mapped_takes_no_memory_before() -> None:
     assert "taken apart" not in str(refused.value)
 
 
-def test_latent_heads_have_the_channels_of_their_products() -> None:
+def test_heads_have_the_channels_of_their_products() -> None:
     text = SimpleNamespace(
         num_attention_heads=128, hidden_size=7168, head_dim=64,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
     )  # fmt: skip
     assert _head_dim(text) == (192 + 128) / 2
     assert _head_dim(SimpleNamespace(num_attention_heads=32, hidden_size=4096)) == 128
+    narrow = SimpleNamespace(num_attention_heads=64, hidden_size=4096, head_dim=192, v_head_dim=128)
+    assert _head_dim(narrow) == (192 + 128) / 2
 
 
 def test_layers_whose_heads_differ_are_planned() -> None:

@@ -27,7 +27,7 @@ PARTS = (
         "moe.job",
     ),
     ("attention.append", "attention.prefill", "attention.decode", "attention.gate"),
-    ("attention.latent", "indexed.choose_job", "indexed.attend_job"),
+    ("attention.latent", "attention.resize", "indexed.choose_job", "indexed.attend_job"),
     ("jit.read_queue", "jit.reads", "jit.slots", "jit.copies", "sampling.job", "steps"),
     ("optim.job", "optim.rows_job"),
     (

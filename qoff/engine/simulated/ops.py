@@ -84,6 +84,13 @@ class SimulatedOps:
 
     gate = matched = norm
 
+    def resize_heads(
+        self, x: Tensor, dim: int, to: int, *, first: int = 0, out: Tensor | None = None
+    ) -> Tensor:
+        self.machine.compute(self.call_s)
+        columns = first + (x.shape[1] - first) // dim * to
+        return x.new_empty(len(x), columns) if out is None else out
+
     def low_rank(self, x: Tensor, ranks: LowRanks, which: Tensor, rows: slice, **_: Any) -> Tensor:
         self.machine.compute(self.call_s)
         return x.new_empty(len(x), rows.stop - rows.start)

@@ -319,6 +319,7 @@ class _DenseOps:
         return _into(out, ops.mamba(*operands, **options))
 
     gate = staticmethod(reference_ops.gate)
+    resize_heads = staticmethod(reference_ops.resize_heads)
     predict = staticmethod(reference_ops.predict)
     correct = staticmethod(reference_ops.correct)
     matched = staticmethod(reference_ops.matched)

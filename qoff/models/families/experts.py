@@ -109,7 +109,7 @@ def _gpt_oss(config: Any) -> Fields:
             raise unsupported(key, getattr(config, key), str(wanted))
     return {
         **biases(config.attention_bias),
-        "sinks": True,
+        "sinks": "all",
         "sliding_window": windows(config),
         "experts": mixture(
             config,

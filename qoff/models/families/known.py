@@ -17,6 +17,7 @@ from . import (
     linear,
     llama,
     mamba,
+    mimo,
     short_conv,
 )
 from .family import Family
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **hunyuan.FAMILIES,
         **corrected.FAMILIES,
         **head_gates.FAMILIES,
+        **mimo.FAMILIES,
         **latent.FAMILIES,
         **linear.FAMILIES,
         **kimi.FAMILIES,

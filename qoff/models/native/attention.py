@@ -59,7 +59,7 @@ class Attention:
         memory = columns(workspace.attended, shape.out_width)
         if self._latent is None:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
-            qkv = yield from self._linear(run, weights, names.QKV, out=out, norm=norm)
+            qkv = yield from self._projected(layer, run, weights, norm, out)
         else:
             qkv = yield from self._latent.queries(layer, run, weights, norm)
         gates = None
@@ -86,7 +86,30 @@ class Attention:
             activation = self._spec.gate_activation
             attended = self._ops.gate(attended, gates, activation=activation, out=memory)
         attended = run.kept(keep, attended)
+        if self._spec.value_dim:  # where queries were
+            sizes = shape.head_dim, self._spec.value_dim
+            out = columns(workspace.qkv, shape.heads * sizes[1])
+            out = None if out is None else out[: len(attended)]
+            return self._ops.resize_heads(attended, *sizes, out=out)
         return attended if self._latent is None else self._latent.values(run, weights, attended)
+
+    def _projected(
+        self,
+        layer: int,
+        run: ForwardPass,
+        weights: Weights,
+        norm: Norm | None,
+        out: Tensor | None,
+    ) -> Steps:
+        """Queries, keys, values and gates; values have as many channels as keys, with zeros."""
+        values = self._spec.value_dim
+        if not values:
+            return (yield from self._linear(run, weights, names.QKV, out=out, norm=norm))
+        shape = self._shapes[layer]
+        first = (shape.heads + shape.kv_heads) * shape.head_dim
+        own = None if out is None else out[:, : first + shape.kv_heads * values]
+        qkv = yield from self._linear(run, weights, names.QKV, out=own, norm=norm)
+        return self._ops.resize_heads(qkv, values, shape.head_dim, first=first, out=out)
 
     def _head_norms(self, layer: int, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
         """Weights of the norms of queries and of keys."""

@@ -91,6 +91,8 @@ def layer_bytes(
 
     attention = linear(tokens, spec.qkv_rows, hidden) + attention_bytes
     attention += linear(tokens, hidden, spec.o_columns) + normed + aside
+    if spec.value_dim:  # V, and all that attention is given, with zeros; and what is left of it
+        attention += tokens * (spec.attention_width + spec.kv_rows + spec.o_columns) * item
     if spec.latent is not None:  # queries and keys, and values of heads
         attention += tokens * (spec.attention_width + spec.o_columns) * item
         attention += tokens * spec.latent.query_latent * item

@@ -20,6 +20,7 @@ from . import gguf_kimi as kimi
 from . import gguf_latent as latent
 from . import gguf_linear as linear
 from . import gguf_mamba as mamba
+from . import gguf_mimo as mimo
 from . import gguf_short_conv as short_conv
 from . import gguf_step as step
 from .gguf_fields import Config, common, stacked
@@ -233,6 +234,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "afmoe": Architecture(
         "afmoe", experts.afmoe, split_gates=True, modules={"self_attn.gate_proj": "attn_gate"}
     ),
+    "mimo2": Architecture("mimo_v2_flash", mimo.mimo, base=mimo.base),
     "step35": Architecture(
         "step3p5", step.step, split_gates=True, modules=step.MODULES, base=step.base
     ),

@@ -85,6 +85,24 @@ def windows(metadata: Metadata, layers: int, period: int, default: int) -> Confi
     return {"layer_types": kinds, **({"sliding_window": window} if window else {})}
 
 
+def by_kind(metadata: Metadata, key: str) -> dict[str, int]:
+    """A number above 0 of each kind of layer that there is, of one for all or for each layer."""
+    kinds = windows(metadata, metadata.layers, 0, 0)["layer_types"]
+    full = f"{metadata.architecture}.{key}"
+    found: Any = metadata.values.get(full)
+    if not isinstance(found, np.ndarray):
+        return dict.fromkeys(kinds, int(metadata.need(key)))
+    each = found.tolist() if found.dtype.kind in "iu" else []
+    each = each[: metadata.layers] if len(each) == metadata.blocks else each
+    pairs = set(zip(kinds, each, strict=False))
+    if len(each) != len(kinds) or len(pairs) != len({*kinds}) or min(each) < 1:
+        raise FormatError(
+            f"{metadata.path}: {full} is {shown(found.tolist())}; expected for each of "
+            f"{metadata.layers} layers what others of its kind, with a window or without, have"
+        )
+    return dict(pairs)
+
+
 def two_ropes(metadata: Metadata, full: Config, theta: float = 10000.0) -> Config:
     """RoPE of layers without a window; and with one, of base `theta` where no key says so."""
     local = float(metadata.get("rope.freq_base_swa", theta))

@@ -53,6 +53,7 @@ _FIELDS: Fields = {  # after the architecture's name
     "activation_sparsity_scale": _NUMBERS,
     **dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp"), either(_FACTOR, _NUMBERS)),
     "attention.sliding_window": _SIZE,
+    "attention.value_scale": _FACTOR,
     "attention.sliding_window_pattern": either(_SIZE, _NUMBERS),
     "attention.causal": SWITCH,
     "attention.temperature_scale": _FACTOR,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from qoff.errors import FormatError
 from qoff.schema import shown
 
 from .gguf_experts import SIGMOID, mixture
-from .gguf_fields import FULL, SLIDING, Config, attention_bias, common, rms, two_ropes, windows
+from .gguf_fields import (
+    FULL,
+    SLIDING,
+    Config,
+    attention_bias,
+    by_kind,
+    common,
+    rms,
+    two_ropes,
+    windows,
+)
 from .gguf_metadata import Metadata
 from .gguf_rope import rope_parameters
 
 MODULES = {"self_attn.gate_proj": "attn_gate"}
-_HEADS = "attention.head_count"
 
 
 def base(metadata: Metadata) -> Config:
@@ -23,7 +30,7 @@ def base(metadata: Metadata) -> Config:
     head_dim = int(metadata.need("attention.key_length"))
     for key in ("attention.value_length", "rope.dimension_count", "rope.dimension_count_swa"):
         metadata.only(key, head_dim)
-    heads = _heads(metadata)
+    heads = by_kind(metadata, "attention.head_count")
     full = rope_parameters(metadata, head_dim, partial=True, dim=head_dim // 2)
     ropes = two_ropes(metadata, full, full["rope_theta"])
     return {
@@ -50,24 +57,6 @@ def step(metadata: Metadata, config: Config) -> Config:
         "swiglu_limits": _limits(metadata, "swiglu_clamp_exp"),
         "swiglu_limits_shared": _limits(metadata, "swiglu_clamp_shexp"),
     }
-
-
-def _heads(metadata: Metadata) -> dict[str, int]:
-    """Query heads of each kind of layer that there is."""
-    kinds = windows(metadata, metadata.layers, 0, 0)["layer_types"]
-    full = f"{metadata.architecture}.{_HEADS}"
-    found: Any = metadata.values.get(full)
-    if not isinstance(found, np.ndarray):
-        return dict.fromkeys(kinds, int(metadata.need(_HEADS)))
-    each = found.tolist() if found.dtype.kind in "iu" else []
-    each = each[: metadata.layers] if len(each) == metadata.blocks else each
-    pairs = set(zip(kinds, each, strict=False))
-    if len(each) != len(kinds) or len(pairs) != len({*kinds}) or min(each) < 1:
-        raise FormatError(
-            f"{metadata.path}: {full} is {shown(found.tolist())}; expected for each of "
-            f"{metadata.layers} layers what others of its kind, with a window or without, have"
-        )
-    return dict(pairs)
 
 
 def _limits(metadata: Metadata, key: str) -> list[float] | None:
