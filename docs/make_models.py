@@ -176,7 +176,8 @@ What differs from the native families:
   with the reason, which a trial without weights finds when the model is loaded. Recurrent states
   are always transformers'.
 - **`qoff.load`** pads on the left, and after the first pass every sequence gets the same number of
-  tokens. Models with recurrent states then read one token of each sequence at a time, so a prompt
+  tokens. Models that sum up blocks of tokens (DeepSeek V4) count padding among them, as in
+  transformers: give them one prompt, or use `qoff.LLM`. Models with recurrent states then read one token of each sequence at a time, so a prompt
   cannot be continued, and their cache cannot be cropped.
 - **`qoff.LLM` and `qoff batch`** pad each pass anew, so sequences come and go. Packed K and V are
   on any tier. K and V that cannot be packed, recurrent states and hidden states are on the device
@@ -197,7 +198,8 @@ are read in one pass, and nothing is packed. What a cache takes is found by a tr
 **Models that see** run without what they see with, if the language model in them has no family
 above: MiniMax M3, GLM 5 Next, Mistral Large 4, Hunyuan 4, Inkling 2, Muse Spark, Command A Vision
 and some 30 others (each class named "ForConditionalGeneration" that reads text without an image).
-Images are not read.
+Images are not read. `AutoModelForImageTextToText.from_pretrained` reads their
+checkpoints, as language models.
 
 ### Tested
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
 import qoff
 from qoff.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from tests.module_models import changed, module_checkpoint, module_reference, mo
 from tests.tolerances import DECODER_LOGITS, assert_close
 
 # A head that is tied, transposed linear layers, a class of linears of its own, experts and states.
-FAMILIES = ["bloom", "gpt2", "falcon", "jamba", "aria"]
+FAMILIES = ["bloom", "gpt2", "falcon", "jamba", "aria", "deepseek_v4"]
 
 
 def packed(model: Any) -> int:
@@ -41,6 +42,23 @@ def test_a_checkpoint_loads_streams_and_is_saved(base: Path, tmp_path: Path, fam
     again = load(tmp_path)
     assert packed(again) == matrices
     assert torch.equal(logits(again), found)
+    again.dequantize()
+    assert packed(again) == 0
+    assert_close(logits(again), found, tolerance=DECODER_LOGITS)
+
+
+def test_a_model_that_sees_is_its_language_model(base: Path, tmp_path: Path) -> None:
+    path, ids = module_checkpoint(base, "minimax_m3_vl"), torch.tensor([[5, 6, 7, 8, 9]])
+    expected = module_reference(base, "minimax_m3_vl")(ids).logits
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    assert packed(model) > 3 * len(Checkpoint.open(path).layers)
+    found = model(ids).logits
+    assert_close(found, expected, tolerance=DECODER_LOGITS)
+    streamed = AutoModelForImageTextToText.from_pretrained(path, device_map="disk")
+    assert torch.equal(streamed(ids).logits, found)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, found)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "aria"])

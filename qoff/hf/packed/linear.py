@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,3 +108,32 @@ class QoffLinear(PackedModule, nn.Linear):
 
 class QoffConv1D(QoffLinear):
     """In place of transformers' `Conv1D`, the linear layer of GPT-2 with its weight as [K, N]."""
+
+
+class QoffGroups(QoffLinear):
+    """In place of a linear layer with a matrix for each of `groups` groups of inputs.
+
+    replaced: that layer, without its weight; see `qoff.models.modules.structure.groups_of`.
+    """
+
+    replaced: nn.Linear
+
+    def __init__(
+        self, packed: QTensor, replaced: nn.Linear, groups: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(packed, cast("nn.Parameter | None", replaced.bias), dtype)
+        self.groups = groups
+        self.__dict__["replaced"] = replaced
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., groups, K]. Returns [..., groups, N / groups]."""
+        rows = self.out_features // self.groups
+        found = []
+        for group in range(self.groups):
+            part = slice(group * rows, (group + 1) * rows)
+            bias = None if self.bias is None else self.bias[part]
+            found.append(packed_linear(x[..., group, :], partial(self._rows, part), bias))
+        return torch.stack(found, -2)
+
+    def _rows(self, part: slice) -> QTensor:
+        return self.qtensor.rows(part.start, part.stop)

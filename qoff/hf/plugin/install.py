@@ -18,11 +18,11 @@ from qoff.hf.packed.derived import (
     packed_like,
 )
 from qoff.hf.packed.experts import QoffExperts
-from qoff.hf.packed.linear import QoffConv1D, QoffLinear
+from qoff.hf.packed.linear import QoffConv1D, QoffGroups, QoffLinear
 from qoff.hf.packed.module import PackedModule
 from qoff.kernels.layout.qexperts import QExperts
 from qoff.kernels.layout.qtensor import QTensor
-from qoff.models.modules.structure import is_conv1d
+from qoff.models.modules.structure import groups_of, is_conv1d
 
 from .experts_form import activation_of, experts_form
 
@@ -110,7 +110,11 @@ def _packed(module: nn.Module, packed: QTensor, name: str) -> PackedModule:
     elif isinstance(module, nn.Linear) or is_conv1d(module):
         kind = QoffConv1D if is_conv1d(module) else QoffLinear
         weight, bias = (module._parameters[key] for key in ("weight", "bias"))
-        made = kind(packed, bias, cast(nn.Parameter, weight).dtype)
+        dtype = cast(nn.Parameter, weight).dtype
+        if isinstance(module, nn.Linear) and (groups := groups_of(module)):
+            made = QoffGroups(packed, module, groups, dtype)
+        else:
+            made = kind(packed, bias, dtype)
     else:
         raise UnsupportedModelError(
             f"{name}: is a {type(module).__name__}; only linears, embeddings and routers can be "
@@ -125,7 +129,9 @@ def _dense(module: PackedModule, weight: nn.Parameter) -> nn.Module:
         return dense_like(module, weight).train(module.training)
     made: nn.Module
     with torch.device("meta"):
-        if isinstance(module, QoffConv1D):
+        if isinstance(module, QoffGroups):
+            made = module.replaced
+        elif isinstance(module, QoffConv1D):
             made = Conv1D(*weight.shape)
             weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
         else:

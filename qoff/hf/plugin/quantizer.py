@@ -96,6 +96,8 @@ class QoffHfQuantizer(HfQuantizer):
         device_map: Any = None,
         **_: Any,
     ) -> None:
+        from qoff.models.modules.text_part import keep_text, sees
+
         from . import operations
         from .streaming import Streaming
         from .wanted import quantizable
@@ -106,6 +108,8 @@ class QoffHfQuantizer(HfQuantizer):
         elif config.layout not in LAYER_BY_LAYER:
             self._converters = operations.placing(model, self._errors)
         elif checkpoint_files:
+            if sees(model.config.model_type):
+                keep_text(model)  # the checkpoint has nothing else
             folder = checkpoint_files[0].rpartition("/")[0]
             self._converters = operations.unfusing(model, folder, self._errors)
             self._open = partial(Streaming, model, folder, checkpoint_files)
