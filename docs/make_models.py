@@ -176,9 +176,10 @@ What differs from the native families:
   with the reason, which a trial without weights finds when the model is loaded. Recurrent states
   are always transformers'.
 - **`qoff.load`** pads on the left, and after the first pass every sequence gets the same number of
-  tokens. Models that sum up blocks of tokens (DeepSeek V4) count padding among them, as in
-  transformers: give them one prompt, or use `qoff.LLM`. Models with recurrent states then read one token of each sequence at a time, so a prompt
-  cannot be continued, and their cache cannot be cropped.
+  tokens. Models with recurrent states then read one token of each sequence at a time, so a prompt
+  cannot be continued, and their cache cannot be cropped. Models that sum up blocks of tokens
+  (DeepSeek V4) count padding among them, as in transformers: give them one prompt, or use
+  `qoff.LLM`.
 - **`qoff.LLM` and `qoff batch`** pad each pass anew, so sequences come and go. Packed K and V are
   on any tier. K and V that cannot be packed, recurrent states and hidden states are on the device
   as transformers computes them, with room for the plan's context. A prompt of a model with

@@ -170,6 +170,20 @@ NEWEST: dict[str, dict[str, Any]] = {  # by their `model_type`, of transformers 
         "loop_gate_rank": 8,
     },
 }
+_INDEXED: dict[str, Any] = {  # latent attention with an index of keys
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_topk": 8,
+    "index_head_dim": 32,
+    "index_n_heads": 2,
+}
 # By their `model_type`: only their own modules know what their caches hold.
 OWN_CACHES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {  # blocks of tokens that are summed up, windows, hyper-connections
@@ -210,21 +224,7 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
-    "axk2": {  # an index of keys, and latents
-        "moe_intermediate_size": 32,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "index_topk": 8,
-        "index_head_dim": 32,
-        "index_n_heads": 2,
-        "gated_norm_rank": 8,
-    },
+    "axk2": {**_INDEXED, "gated_norm_rank": 8},
     "qwen4_exp_text": {  # DeltaNet, an index of keys, hyper-connections
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -245,20 +245,6 @@ OWN_CACHES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
     },
-}
-_INDEXED: dict[str, Any] = {  # latent attention with an index of keys
-    "moe_intermediate_size": 32,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "index_topk": 8,
-    "index_head_dim": 32,
-    "index_n_heads": 2,
 }
 _SEES: dict[str, Any] = {  # with as little as there can be
     "hidden_size": 32,

@@ -140,9 +140,7 @@ class Admission:
         """As many as there are answers; the last one is the continuation, if one is given."""
         room = self._room(tokens)
         if params.prompt_logprobs is not None and self._whole_prompts:
-            raise ArgumentError(
-                "prompt_logprobs: this model has recurrent states and reads a prompt in one pass"
-            )
+            raise ArgumentError("prompt_logprobs: this model reads a prompt in one pass")
         if params.prompt_logprobs is not None:
             self._check_tokens("prompt, of which prompt_logprobs are wanted,", tokens)
         if params.stops:
@@ -199,8 +197,8 @@ class Admission:
             )
         if self._whole_prompts and len(tokens) > self._plan.prefill_tokens:
             raise ContextLengthError(
-                f"this model has recurrent states and reads a prompt in one pass: one of "
-                f"{len(tokens)} tokens needs a plan with prefill_tokens={len(tokens)} or more"
+                f"this model reads a prompt in one pass: one of {len(tokens)} tokens needs a plan "
+                f"with prefill_tokens={len(tokens)} or more"
             )
         limit = self._limits.position_limit
         self._limits.check_positions(len(tokens) + least)

@@ -135,7 +135,9 @@ def test_the_answers_do_not_depend_on_the_plan(
     assert answers(path, replace(PLAN, **changes)) == alone(path, KV if name in PACKED else None)
 
 
-@pytest.mark.parametrize("name", ["minicpm3", "falcon_h1", "vaultgemma-head64"])
+@pytest.mark.parametrize(
+    "name", ["minicpm3", "falcon_h1", "vaultgemma-head64", "deepseek_v4", "axk2"]
+)
 def test_weights_stream_within_the_budget(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     with LLM(path, PLAN, device="cpu") as llm:
@@ -180,7 +182,7 @@ def test_no_more_is_allocated_than_is_counted(base: Path, name: str) -> None:
     with Peak() as peak, LLM(path, PLAN, device="cpu") as llm:
         llm.generate(prompts(), PARAMS)
         counted = sum(llm.memory.purposes["device"].values())
-    assert peak.most <= counted <= 4 * peak.most
+    assert peak.most <= counted <= 5 * peak.most
 
 
 @pytest.mark.parametrize("name", ["bloom", "jamba-head64"])
@@ -192,7 +194,7 @@ def test_answers_of_one_prompt_go_on_from_the_same_states(base: Path, name: str)
     assert [one.token_ids for one in found] == 2 * [alone(path, KV if name in PACKED else None)[4]]
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [*RECURRENT, "axk2"])
 def test_a_prompt_that_takes_two_passes_fails_alone(base: Path, name: str) -> None:
     path = module_checkpoint(base, name)
     with LLM(path, replace(PLAN, prefill_tokens=96), device="cpu") as llm:
@@ -200,7 +202,7 @@ def test_a_prompt_that_takes_two_passes_fails_alone(base: Path, name: str) -> No
         (other,) = llm.generate(prompts()[:1], replace(PARAMS, prompt_logprobs=0))
     assert [one.finish_reason for one in found] == ["length"] * 4 + ["error"]
     assert "prefill_tokens=97 or more" in found[4].error
-    assert "prompt_logprobs: this model has recurrent states" in other.error
+    assert "prompt_logprobs: this model reads a prompt in one pass" in other.error
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,8 @@ def test_a_prompt_that_takes_two_passes_fails_alone(base: Path, name: str) -> No
     [
         ("bloom", {"activations": "host"}, ArgumentError, "activations='device', not 'host'"),
         ("bloom", {"share_prefixes": True}, ArgumentError, "leave share_prefixes out"),
+        ("axk2", {"share_prefixes": True}, ArgumentError, "leave share_prefixes out"),
+        ("axk2", {"device_memory": 1 << 18}, BudgetError, "beside the weights .*states"),
         ("jamba-head64", {"share_prefixes": True}, ArgumentError, "leave share_prefixes out"),
         ("bloom", {"device_memory": 1 << 18}, BudgetError, "beside the weights .*states"),
         ("gpt2-head64", {"device_memory": 1 << 18}, BudgetError, "beside the weights .*recent KV"),

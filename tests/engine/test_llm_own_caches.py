@@ -13,16 +13,14 @@ import pytest
 
 import qoff
 from qoff.engine import LLM
-from qoff.errors import ArgumentError, BudgetError, UnsupportedModelError
+from qoff.errors import UnsupportedModelError
 from qoff.kvcache.quant import UnpackableError
 from qoff.models.modules import probe
 from qoff.models.modules.own_caches import OwnCachesPass
 from qoff.models.modules.sequence_memory import extrapolated, tensors
-from tests.engine.test_allocations import Peak
 from tests.engine.test_llm_modules import KV, PARAMS, PLAN, alone, answers, prompts
 from tests.instruments import POISON
 from tests.module_models import MODULES, OWN_CACHES, SEEING, changed, module_checkpoint
-from tests.tiny_models import refused
 
 OF_OTHERS: dict[str, dict[str, Any]] = {
     "bart": {  # which counts padding among its positions
@@ -98,31 +96,6 @@ def test_the_answers_do_not_depend_on_the_plan(base: Path, changes: dict[str, An
     assert answers(path, replace(PLAN, **changes)) == alone(path, None)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "axk2"])
-def test_weights_stream_within_the_budget(base: Path, name: str) -> None:
-    path = module_checkpoint(base, name)
-    with LLM(path, PLAN, device="cpu") as llm:
-        rest = llm.memory.total("device")
-    plan = replace(PLAN, device_memory=rest)
-    least, everything = refused(lambda: LLM(path, plan, device="cpu"))
-    assert rest < least < everything
-    plan = replace(PLAN, device_memory=least)
-    with LLM(path, plan, device="cpu", _instrumentation=POISON) as llm:
-        assert not llm.runtime.store.all_resident
-        assert sum(llm.memory_by_tier()["device"].values()) <= least
-        found = [one.token_ids for one in llm.generate(prompts(), PARAMS)]
-    assert found == alone(path, None)
-
-
-@pytest.mark.parametrize("name", OWN_CACHES)
-def test_no_more_is_allocated_than_is_counted(base: Path, name: str) -> None:
-    path = module_checkpoint(base, name)
-    with Peak() as peak, LLM(path, PLAN, device="cpu") as llm:
-        llm.generate(prompts(), PARAMS)
-        counted = sum(llm.memory.purposes["device"].values())
-    assert peak.most <= counted <= 6 * peak.most
-
-
 def test_sequences_take_what_is_counted_for_them(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,26 +124,6 @@ def test_answers_of_one_prompt_go_on_from_the_same_cache(base: Path) -> None:
     with LLM(path, PLAN, device="cpu", _instrumentation=POISON) as llm:
         found = llm.generate(prompts()[4:], replace(PARAMS, n=2))
     assert [one.token_ids for one in found] == 2 * [alone(path, None)[4]]
-
-
-def test_a_prompt_that_takes_two_passes_fails_alone(base: Path) -> None:
-    path = module_checkpoint(base, "axk2")
-    with LLM(path, replace(PLAN, prefill_tokens=96), device="cpu") as llm:
-        found = llm.generate(prompts(), PARAMS)
-        (scored,) = llm.generate(prompts()[:1], replace(PARAMS, prompt_logprobs=0))
-    assert [one.finish_reason for one in found] == ["length"] * 4 + ["error"]
-    assert "prefill_tokens=97 or more" in found[4].error
-    assert "prompt_logprobs: this model" in scored.error
-
-
-def test_prefixes_are_not_shared(base: Path) -> None:
-    with pytest.raises(ArgumentError, match="leave share_prefixes out"):
-        LLM(module_checkpoint(base, "axk2"), replace(PLAN, share_prefixes=True), device="cpu")
-
-
-def test_a_budget_without_room_for_caches_is_refused(base: Path) -> None:
-    with pytest.raises(BudgetError, match=r"beside the weights .*states"):
-        LLM(module_checkpoint(base, "axk2"), replace(PLAN, device_memory=1 << 18), device="cpu")
 
 
 def test_a_model_that_no_trial_tells_about_is_refused(
