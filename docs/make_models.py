@@ -209,8 +209,9 @@ within the minimal budget, in tiles, and with passes that take turns at every la
 (`tests/models/test_modules.py`, `tests/hf/test_modules.py`); qoff's cache in
 `tests/models/test_modules_packed.py`, batches in `tests/engine/test_llm_modules.py`. Lara Mini,
 Apertus 1.5 and Inkling 2 Loop, which transformers has since 5.24, are compared within the minimal
-budget and in batches; so are, one sequence at a time (`tests/engine/test_llm_own_caches.py`),
-DeepSeek V4, A.X K2, Qwen 4 Exp, MiniMax M3, GLM 5 Next, Mistral Large 4, Hunyuan 4 and Inkling 2.
+budget and in batches, like Inkling 2 and Command A Vision; so are, one sequence at a time
+(`tests/engine/test_llm_own_caches.py`), DeepSeek V4, A.X K2, Qwen 4 Exp, MiniMax M3, GLM 5 Next,
+Mistral Large 4 and Hunyuan 4.
 
 """
 _REFUSED = """
