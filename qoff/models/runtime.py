@@ -158,7 +158,7 @@ class Runtime:
                     host_memory=host_memory,
                     host_staging=transfers.host_staging,
                     in_place=transfers.in_place(instrumentation),
-                    one_by_one=isinstance(self.decoder, Decoder),
+                    one_by_one=isinstance(self.decoder, Decoder) or self.decoder.one_by_one,
                     cpu_experts=cpu_experts,
                     passing_from=passing_from,
                 ),

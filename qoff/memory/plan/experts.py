@@ -22,7 +22,7 @@ from qoff.memory.arena import PAGE, round_up
 
 from .image import Image, image_of, view
 from .reads import FileRange
-from .units import Expert, expert_number, is_expert
+from .units import Expert, expert_matrix, is_expert
 
 CPU_PACKING = "rows16"  # of experts that a CPU computes beside a GPU
 _PASSING_BYTES = 64 << 20  # of experts that pass through the device together, about
@@ -41,9 +41,9 @@ class LayerExperts:
         self._entries: dict[int, dict[str, QuantEntry]] = {}
         biases = [e for name, e in file.weights.items() if is_expert(name) and _dense(e)]
         for name, entry in file.weights.items():
-            number = expert_number(name)
-            if number is not None and isinstance(entry, QuantEntry):
-                self._entries.setdefault(number, {})[name] = entry
+            found = expert_matrix(name)
+            if found is not None and isinstance(entry, QuantEntry):
+                self._entries.setdefault(found[0], {})[name] = entry
         self.count = len(self._entries)  # 0 for a layer without experts
         self.image = cache(self._image)  # by the expert's number
         if self.count:
@@ -71,9 +71,9 @@ class LayerExperts:
     def placed(self) -> Mapping[str, QuantEntry]:
         """How the `matrices` of any expert lie in its slot."""
         return {
-            name.rpartition(".")[2]: entry
+            found[1]: entry
             for name, entry in self._first.placed.items()
-            if isinstance(entry, QuantEntry)
+            if isinstance(entry, QuantEntry) and (found := expert_matrix(name)) is not None
         }
 
     @property
@@ -113,6 +113,20 @@ class LayerExperts:
         return Image(
             self.file, tuple(ranges), raw, self.nbytes, placed if wide else raw, self.nbytes
         )
+
+
+def are_uniform(checkpoint: Checkpoint) -> bool:
+    """Whether all experts of a layer have one form, in every layer that has any."""
+    for file in checkpoint.layers:
+        forms: dict[str, set[Hashable]] = {}
+        for name, entry in file.weights.items():
+            found = expert_matrix(name)
+            if found is not None:
+                known = isinstance(entry, QuantEntry)
+                forms.setdefault(found[1], set()).add(_form(entry) if known else None)
+        if any(len(some) > 1 or None in some for some in forms.values()):
+            return False
+    return True
 
 
 def layer_experts(checkpoint: Checkpoint, packing: str) -> list[LayerExperts]:

@@ -15,7 +15,7 @@ from .units import (
     Tile,
     Unit,
     WholeUnit,
-    is_expert,
+    expert_number,
     local_names,
     placed_together,
     unit_files,
@@ -58,7 +58,8 @@ class Layouts:
     @cached_property
     def has_experts(self) -> bool:
         """Whether any layer has."""
-        return any(is_expert(name) for file in self.checkpoint.layers for name in file.weights)
+        files = self.checkpoint.layers
+        return any(expert_number(name) is not None for file in files for name in file.weights)
 
     @cached_property
     def experts(self) -> list[LayerExperts]:

@@ -11,7 +11,7 @@ from qoff.kernels.layout.widening import read_bits
 from qoff.memory.arena import PAGE, round_up
 
 from .reads import FileRange
-from .units import expert_number
+from .units import expert_matrix
 
 _ALIGN = 64  # bytes, of the parts of an expert: a cache line
 
@@ -24,13 +24,15 @@ def uneven_experts(wanted: Mapping[str, WeightEntry], packing: str | None) -> di
     experts = {
         name: entry
         for name, entry in sorted(wanted.items(), key=lambda one: _place(one[0]))
-        if expert_number(name) is not None
+        if expert_matrix(name) is not None
         and isinstance(entry, QuantEntry)
         and entry.packing == packing
     }
     matrices: dict[str, list[QuantEntry]] = {}
     for name, entry in experts.items():
-        matrices.setdefault(name.rpartition(".")[2], []).append(entry)
+        found = expert_matrix(name)
+        assert found is not None
+        matrices.setdefault(found[1], []).append(entry)
     distances = {
         other.offset - one.offset
         for entries in matrices.values()
@@ -68,4 +70,4 @@ def read_one_by_one(
 
 def _place(name: str) -> tuple[int, str]:
     """By which experts are sorted, and the matrices of one."""
-    return expert_number(name) or 0, name
+    return (expert_matrix(name) or (0, ""))[0], name

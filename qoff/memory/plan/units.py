@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -63,6 +64,8 @@ EMBEDDING = "model.embed_tokens"
 LM_HEAD = "lm_head"
 PER_LAYER = "model.embed_tokens_per_layer"  # a row for each token and layer
 _EXPERTS = ".mlp.experts."  # in the names of experts' weights
+_KINDS = "(gate_up_proj|up_proj|down_proj)"
+_MATRIX = re.compile(rf"\.experts\.(?:(\d+)\.{_KINDS}|{_KINDS}\.(\d+))$")
 # Come before all others.
 _FIRST = ("embed_positions", "streams.split.", "per_layer.context", "mtp.proj")
 _WHOLE = ".self_attn.kv_b_proj"  # the end of the name of a matrix that is read whole
@@ -108,7 +111,19 @@ def row_tables(outer: WeightFile) -> tuple[str, ...]:
 
 def is_expert(name: str) -> bool:
     """Whether a weight is an expert's. Those of a layer lie together, and are never tiled."""
-    return _EXPERTS in name
+    return _EXPERTS in name or expert_matrix(name) is not None
+
+
+def expert_matrix(name: str) -> tuple[int, str] | None:
+    """The expert whose matrix a weight is, and what that is called, "gate_up_proj", "up_proj" or
+    "down_proj"; None for all others: biases are of all experts.
+
+    In checkpoints for transformers' modules the number comes last.
+    """
+    found = _MATRIX.search(name)
+    if found is None:
+        return None
+    return (int(found[1]), found[2]) if found[1] else (int(found[4]), found[3])
 
 
 def is_whole(name: str) -> bool:
@@ -117,10 +132,9 @@ def is_whole(name: str) -> bool:
 
 
 def expert_number(name: str) -> int | None:
-    """The expert whose matrix a weight is, None for all others: biases are of all experts."""
-    _, found, rest = name.partition(_EXPERTS)
-    number = rest.partition(".")[0]
-    return int(number) if found and number.isdecimal() else None
+    """The expert whose matrix a weight is, None for all others."""
+    found = expert_matrix(name)
+    return None if found is None else found[0]
 
 
 def placed_together(names: Iterable[str], one_by_one: bool = False) -> tuple[tuple[str, ...], ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from qoff.errors import FormatError, QuantizationError
 from qoff.kernels.layout.packing import BITS, GROUP_SIZES, packed_shapes
 from qoff.kernels.layout.scales import COMPACT, common
-from qoff.memory.plan import is_expert
+from qoff.memory.plan.units import expert_matrix
 from qoff.models.names import Part, Weight
 from qoff.models.row_order import ROW_BLOCK
 from qoff.models.sources import Source
@@ -258,8 +258,9 @@ def with_uniform_experts(
     """
     alike: dict[str, list[str]] = defaultdict(list)
     for name, weight in weights.items():
-        if is_expert(name) and isinstance(weight, QTensor):
-            alike[name.rpartition(".")[2]].append(name)
+        kind = expert_matrix(name)
+        if kind is not None and isinstance(weight, QTensor):
+            alike[kind[1]].append(name)
     found = dict(weights)
     for names in alike.values():
         matrices = [weight for name in names if isinstance(weight := weights[name], QTensor)]

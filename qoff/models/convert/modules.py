@@ -15,6 +15,7 @@ from qoff.models.modules.structure import Matrix, Parts
 from qoff.models.sources import ModulesSource
 from qoff.quant import QTensor, QuantConfig
 
+from .builder import with_uniform_experts
 from .loss import LossProbe
 from .module_loss import ModuleLoss
 from .solving import Moments, Unsolved, results
@@ -61,7 +62,7 @@ class ModulesJob:
             calibration.layer(unit, given)
         elif self._calibration is not None:
             self._calibration.close()
-        built = results(given, self._quant.packing)
+        built = with_uniform_experts(results(given, self._quant.packing))
         if self._loss is not None:
             own = {**floats, **{matrix.name: matrix.of(weight) for matrix, weight in matrices}}
             self._loss.unit(unit, own, built)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qoff.memory import Weights
+from qoff.memory import EXPERTS, Weights
 from qoff.memory.plan import local_names
 
 from .linear import Multiply, QuantizedExperts, QuantizedGroups, QuantizedLinear
@@ -56,7 +56,7 @@ class WeightBinder:
                 self._places.append((linear.__dict__, "bound", self._key(place.name)))
             else:
                 if id(module) not in experts:
-                    module.forward = experts[id(module)] = QuantizedExperts(module, multiply)
+                    module.forward = experts[id(module)] = QuantizedExperts(module, multiply, index)
                 attributes.append((module, attribute))
                 keys = [self._key(part.name) for part in parts]
                 self._places.append((experts[id(module)].bound, attribute, keys))
@@ -68,7 +68,8 @@ class WeightBinder:
         found: list[Any] = []
         for _, _, key in self._places:
             if isinstance(key, list):
-                found.append([weights[one] for one in key])
+                streamed = weights.get(EXPERTS)
+                found.append([weights[one] for one in key] if streamed is None else streamed)
                 continue
             value = weights[key]
             if isinstance(value, Tensor) and value.is_floating_point():

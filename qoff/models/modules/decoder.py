@@ -25,6 +25,7 @@ from qoff.kernels.ops import Ops, exact
 from qoff.kvcache import DeviceCache, KVCache, KVQuant
 from qoff.kvcache.host.mixed import host_cache
 from qoff.kvcache.quant import UnpackableError
+from qoff.memory.plan.experts import are_uniform
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.native.caches import check_top_on_gpu
 from qoff.models.native.following import check_ids
@@ -141,6 +142,7 @@ class ModuleDecoder:
         self.outer_bytes += _read_outer(checkpoint, structure, device)
         described = ModuleLayer(str(config["model_type"]), self.text_config.to_json_string())
         self.cache_shapes = (described,) * len(structure.layers)
+        self.one_by_one = are_uniform(checkpoint)  # whether experts may come so
         self._install(checkpoint, structure)
         bind_embedding(self.model.get_input_embeddings(), embed)
         if structure.layer_table is not None:

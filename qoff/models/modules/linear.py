@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory import HEAD, TiledMatrix
+from qoff.memory import EXPERTS, HEAD, ChosenExperts, TiledMatrix
+from qoff.memory.experts import ExpertWave, StreamedExperts
 from qoff.memory.plan import LM_HEAD
 
 from .current import by_tiles, current
@@ -128,17 +130,30 @@ def each_expert(
     topk_weights: [T, k]. experts: those that are asked for, chosen or not. times: of the name of a
     parameter, rows and an expert, the product with the matrix, bias included. Returns [T, H].
     """
-    first, out = first_of(module), torch.zeros_like(hidden)
+    out = torch.zeros_like(hidden)
     for e in experts:
-        token, place = torch.where(topk_ids == e)
-        inner = times(first, hidden[token], e)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        found = times("down_proj", inner, e)
-        if getattr(module, "has_post_expert_norm", False):  # transformers has it since 5.20
-            found = module.post_expert_norm(found)
-        weighted = found * topk_weights[token, place, None].to(found.dtype)
-        out.index_add_(0, token, weighted.to(out.dtype))
+        token, weighted = _expert(module, hidden, topk_ids, topk_weights, e, times)
+        out.index_add_(0, token, weighted)
     return out
+
+
+def _expert(
+    module: Any,
+    hidden: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert: int,
+    times: Callable[[str, Tensor, int], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The tokens of an expert, and what it adds to each, [tokens, H]; see `each_expert`."""
+    token, place = torch.where(topk_ids == expert)
+    inner = times(first_of(module), hidden[token], expert)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    found = times("down_proj", inner, expert)
+    if getattr(module, "has_post_expert_norm", False):  # transformers has it since 5.20
+        found = module.post_expert_norm(found)
+    weighted = found * topk_weights[token, place, None].to(found.dtype)
+    return token, weighted.to(hidden.dtype)
 
 
 def first_of(module: Any) -> str:
@@ -149,29 +164,57 @@ def first_of(module: Any) -> str:
 class QuantizedExperts:
     """The forward pass of an experts module while its matrices are bound.
 
-    bound: by the name of the weight, the matrices of all experts in their order.
+    layer: that it is of. bound: by the name of the weight, the matrices of all experts in their
+    order; or what stands for these where they come one by one.
     """
 
-    def __init__(self, module: nn.Module, multiply: Multiply) -> None:
+    def __init__(self, module: nn.Module, multiply: Multiply, layer: int) -> None:
         self.module: Any = module
-        self._multiply = multiply
-        self.bound: dict[str, list[Bound]] = {}
+        self._multiply, self._layer = multiply, layer
+        self.bound: dict[str, list[Bound] | StreamedExperts] = {}
 
     def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """hidden: [T, H]; topk_ids: int64 [T, k]; topk_weights: [T, k]. Returns [T, H].
 
-        Tiles come whatever was chosen: which units a pass asks for does not depend on its tokens.
+        Tiles come whatever was chosen.
         """
+        bound = self.bound[first_of(self.module)]
+        if isinstance(bound, StreamedExperts):
+            return self._in_waves(hidden, topk_ids, topk_weights, bound.count)
         chosen = set(topk_ids.unique().tolist())
         experts = (
-            e
-            for e, matrix in enumerate(self.bound[first_of(self.module)])
-            if e in chosen or isinstance(matrix, TiledMatrix)
+            e for e, matrix in enumerate(bound) if e in chosen or isinstance(matrix, TiledMatrix)
         )
         return each_expert(self.module, hidden, topk_ids, topk_weights, experts, self._times)
 
+    def _in_waves(
+        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, count: int
+    ) -> Tensor:
+        """With the experts that come, in whatever order, and are summed in their own."""
+        added: dict[int, tuple[Tensor, Tensor]] = {}
+        left = [n for n in topk_ids.unique().tolist() if n < count]
+        while left:
+            found = current().fetch(ChosenExperts(self._layer, tuple(left)))
+            wave = cast(ExpertWave, found[EXPERTS])
+            times = partial(self._times_of, wave)
+            for n in left:
+                if n in wave.numbers:
+                    added[n] = _expert(self.module, hidden, topk_ids, topk_weights, n, times)
+            left = [n for n in left if n not in wave.numbers]
+        out = torch.zeros_like(hidden)
+        for _, (token, weighted) in sorted(added.items()):
+            out.index_add_(0, token, weighted)
+        return out
+
+    def _times_of(self, wave: ExpertWave, name: str, x: Tensor, expert: int) -> Tensor:
+        matrices = wave.down if name == "down_proj" else wave.gate_up
+        matrix = matrices.expert(int(wave.table[expert]))
+        return self._multiply(x, matrix, self._bias(name, expert))
+
     def _times(self, name: str, x: Tensor, expert: int) -> Tensor:
-        return self._multiply(x, self.bound[name][expert], self._bias(name, expert))
+        bound = self.bound[name]
+        assert isinstance(bound, list)
+        return self._multiply(x, bound[expert], self._bias(name, expert))
 
     def _bias(self, name: str, expert: int) -> Tensor | None:
         if not self.module.has_bias:

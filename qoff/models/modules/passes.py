@@ -8,7 +8,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from qoff.memory import Unit, Weights
+from qoff.memory import ChosenExperts, Unit, Weights
 from qoff.models.native.linear import Steps
 
 
@@ -51,24 +51,36 @@ def by_turns(
 ) -> Generator[Unit, Weights, list[Any]]:
     """Passes that ask for the same units, which come once for all; returns what each does.
 
-    between: called before each unit.
+    Experts of a layer come for those that want some before any goes on. between: called before
+    each unit.
     """
     each = [one.steps() for one in passes]
-    found = list[Any]()
+    found: dict[int, Any] = {}
     try:
-        wanted = [next(one) for one in each]
-        while not found:
-            assert all(unit == wanted[0] for unit in wanted)
+        wanted = {i: next(one) for i, one in enumerate(each)}
+        while wanted:
+            waiting = [i for i, x in wanted.items() if isinstance(x, ChosenExperts)] or [*wanted]
             between()
-            weights = yield wanted[0]
-            wanted.clear()
-            for one in each:
+            weights = yield _together([wanted[i] for i in waiting])
+            for i in waiting:
                 try:
-                    wanted.append(one.send(weights))
+                    wanted[i] = each[i].send(weights)
                 except StopIteration as end:
-                    found.append(end.value)
-        assert len(found) == len(passes)
-        return found
+                    found[i] = end.value
+                    del wanted[i]
+        return [found[i] for i in range(len(passes))]
     finally:
         for one in each:
             one.close()
+
+
+def _together(units: Sequence[Unit]) -> Unit:
+    """The unit that passes ask for, or all experts of its layer that any does."""
+    first = units[0]
+    if not isinstance(first, ChosenExperts):
+        assert all(unit == first for unit in units)
+        return first
+    some = [unit for unit in units if isinstance(unit, ChosenExperts) and unit.layer == first.layer]
+    assert len(some) == len(units)
+    numbers = {number for unit in some for number in unit.numbers}
+    return ChosenExperts(first.layer, tuple(sorted(numbers)))
