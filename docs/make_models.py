@@ -167,7 +167,9 @@ What differs from the native families:
   unless the group size does not divide a matrix. Everything else is stored as floats, computed in
   float32 on a CPU, and streams with its layer: convolutions, state matrices, norms, routers that
   are not linear layers, and experts of classes outside of transformers' interface for them. Weights
-  outside of layers, embedding and head (learned positions, final norms) stay in memory.
+  outside of layers, embedding and head (learned positions, final norms) stay in memory. Experts in
+  transformers' three-dimensional form come one by one where memory is short, as those of native
+  families do; guesses and `cpu_experts` are for these alone.
 - **KV cache.** A packed cache, without padding, is used if attention goes through transformers'
   attention interface, is causal or has a sliding window, and has heads of 64, 80, 96, 128, 192, 256
   or 512 channels for keys and values alike. Layers may attend to keys and values of earlier ones.
