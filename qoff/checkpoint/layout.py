@@ -98,6 +98,11 @@ class WeightFile:
     sha256: str  # of the whole file, hexadecimal
     weights: dict[str, WeightEntry]  # in file order
 
+    @property
+    def quantized(self) -> set[str]:
+        """The names of those that are."""
+        return {name for name, entry in self.weights.items() if isinstance(entry, QuantEntry)}
+
 
 def view_weight(entry: WeightEntry, locate: Callable[[TensorEntry], Tensor]) -> QTensor | Tensor:
     """Return a weight as views of bytes that are in memory already; nothing is copied.

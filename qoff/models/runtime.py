@@ -120,12 +120,12 @@ class Runtime:
                 self.checkpoint,
                 self._scratched(ops, scratch, where, hidden, device_memory),
                 self._embed,
-                trust_remote_code,
-                kv,
                 lambda ids: self.store.gather_rows(PER_LAYER, ids),
-                where,
-                hidden,
-                device_memory,
+                trust_remote_code=trust_remote_code,
+                kv=kv,
+                device=where,
+                dtype=hidden,
+                device_memory=device_memory,
             )
             workspace = self.decoder.outer_bytes
         else:

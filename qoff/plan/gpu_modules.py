@@ -9,7 +9,7 @@ from qoff.kernels.triton.attention.select_blocks import select_bytes
 from qoff.kvcache.device.rings import Rings
 from qoff.kvcache.store.placement import DEVICE, HOST
 from qoff.kvcache.store.plan import BlockPlans
-from qoff.models.modules.decoder import ModuleDecoder
+from qoff.models.modules.outline import Outline
 
 from .gpu import all_tables_bytes, attends_on_host, attention_bytes_on_host, device_block_plans
 from .manual import Memory, Plan
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def memory_of_modules_on_gpu(
-    plan: Plan, decoder: ModuleDecoder, held: SequenceMemory, tiled: bool = False
+    plan: Plan, outline: Outline, held: SequenceMemory, tiled: bool = False
 ) -> Memory:
     """As `memory_of_modules`, where attention is qoff's and K and V are packed."""
-    shapes, dtype = [*decoder.packed_shapes.values()], decoder.dtype
+    shapes, dtype = [*outline.packed_shapes.values()], outline.dtype
     forms = plan.kv.packed_forms(shapes)
     blocks = device_block_plans(plan, shapes, forms)
     recent = plan.batches * Rings.bytes_for(shapes, plan.batch_size, plan.kv.window, dtype)
-    found = purposes(plan, decoder, held, tiled, blocks.tier_bytes(), recent)
+    found = purposes(plan, outline, held, tiled, blocks.tier_bytes(), recent)
     on_device, on_host = all_tables_bytes(plan, len(blocks.groups)), 0
     if attends_on_host(plan):
         on_device += max(joined_bytes(plan.pass_tokens, shape, dtype) for shape in shapes)
@@ -35,7 +35,7 @@ def memory_of_modules_on_gpu(
         heads = max(shape.kv_heads for shape in shapes)
         on_device += select_bytes(plan.batch_size, heads, blocks_each, top, offloaded=True)
         kinds = set(zip(shapes, forms, strict=True))
-        on_host = attention_bytes_on_host(plan, kinds, dtype, decoder.vocab_size)
+        on_host = attention_bytes_on_host(plan, kinds, dtype, outline.vocab_size)
     found[DEVICE]["working space"] += on_device
     found[HOST]["working space"] += on_host
     return Memory(BlockPlans(), found, blocks)

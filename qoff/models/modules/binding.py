@@ -29,20 +29,18 @@ class WeightBinder:
         # Where each goes, and what the store calls it; of experts, the matrices of all.
         self._places: list[tuple[dict[str, Any], str, str | list[str]]] = []
         self._dtype = multiply.dtype
-        self.float_bytes = 0  # of the layer's weights that are not quantized, as modules want them
         self._dtypes: dict[str, torch.dtype] = {}  # that modules want what is not quantized in
         linears: dict[int, QuantizedLinear] = {}  # by the module that they replace
         experts: dict[int, QuantizedExperts] = {}
         attributes: list[tuple[nn.Module, str]] = []
+        floats = {place.name for place in structure.floats(index, quantized)}
         for place in structure.layer(index):
-            module, attribute = place.module, place.attribute
-            parts = matrices_of(place)  # the file knows which groups divide their columns
-            if not parts or parts[0].name not in quantized:
+            module, attribute, parts = place.module, place.attribute, matrices_of(place)
+            if place.name in floats:
                 module = linears.get(id(module), module)
                 attributes.append((module, attribute))
                 key = self._key(place.name)
                 self._dtypes[key] = place.tensor.dtype
-                self.float_bytes += place.tensor.nbytes
                 self._places.append((module.__dict__, attribute, key))
             elif parts[0].expert is None:
                 groups = groups_of(module)

@@ -10,10 +10,10 @@ from qoff.kvcache import DeviceCache, PackedCache
 from qoff.kvcache.host.recent import PACKING, RecentWorkspace
 from qoff.models.native.scratch import Passes, attention_bytes
 
-from .decoder import ModuleDecoder
+from .outline import Outline
 
 
-def working_bytes(decoder: ModuleDecoder, sequences: int, count: int, longest: int) -> int:
+def working_bytes(outline: Outline, sequences: int, count: int, longest: int) -> int:
     """An estimate of what a pass takes, without logits.
 
     As if nothing that a layer computes were freed before its end, and all of it were float32.
@@ -21,45 +21,45 @@ def working_bytes(decoder: ModuleDecoder, sequences: int, count: int, longest: i
     masked; qoff's on a CPU the tokens of a layer that are not packed, and those that it packs.
     What is not quantized of a layer is there twice, if it is stored in another type.
     """
-    each = 4 * count * (decoder.width + 8 * decoder.text_config.hidden_size)
-    floats = decoder.float_bytes
-    if decoder.kv is None:
-        return floats + sequences * (each + 4 * count * 3 * decoder.heads * longest)
+    each = 4 * count * (outline.width + 8 * outline.text_config.hidden_size)
+    floats = outline.float_bytes
+    if outline.kv is None:
+        return floats + sequences * (each + 4 * count * 3 * outline.heads * longest)
     largest = 0
-    if not decoder.caches_on_device:
-        largest = 4 * (sequences + PACKING) * max(_unpacked(decoder, count))
-    return floats + sequences * each + largest + lent_bytes(decoder, sequences, count)
+    if not outline.caches_on_device:
+        largest = 4 * (sequences + PACKING) * max(_unpacked(outline, count))
+    return floats + sequences * each + largest + lent_bytes(outline, sequences, count)
 
 
-def lent_bytes(decoder: ModuleDecoder, sequences: int, count: int) -> int:
+def lent_bytes(outline: Outline, sequences: int, count: int) -> int:
     """What it keeps to its end of layers whose keys and values others attend to."""
-    if not decoder.lent:
+    if not outline.lent:
         return 0
-    floats = _unpacked(decoder, count)
-    return 4 * sequences * sum(floats[i] for i in decoder.lent)
+    floats = _unpacked(outline, count)
+    return 4 * sequences * sum(floats[i] for i in outline.lent)
 
 
-def _unpacked(decoder: ModuleDecoder, count: int) -> list[int]:
+def _unpacked(outline: Outline, count: int) -> list[int]:
     """Floats of each layer's tokens that are not packed, of a sequence that has `count` new."""
-    assert decoder.kv is not None
-    tokens = count + decoder.kv.window + decoder.kv.sinks + 2 * BLOCK_TOKENS
-    return [RecentWorkspace.floats_for(one, 1, tokens) for one in decoder.packed_shapes.values()]
+    assert outline.kv is not None
+    tokens = count + outline.kv.window + outline.kv.sinks + 2 * BLOCK_TOKENS
+    return [RecentWorkspace.floats_for(one, 1, tokens) for one in outline.packed_shapes.values()]
 
 
-def kept_bytes(decoder: ModuleDecoder, sequences: int, count: int, longest: int) -> int:
+def kept_bytes(outline: Outline, sequences: int, count: int, longest: int) -> int:
     """What it keeps from layer to layer: hidden states, angles, masks, biases."""
-    each = count * (6 * decoder.text_config.hidden_size + 2 * longest)
-    return 4 * sequences * (each + 2 * decoder.heads * longest)
+    each = count * (6 * outline.text_config.hidden_size + 2 * longest)
+    return 4 * sequences * (each + 2 * outline.heads * longest)
 
 
-def scratch_bytes(decoder: ModuleDecoder, sequences: int, count: int, longest: int) -> int:
+def scratch_bytes(outline: Outline, sequences: int, count: int, longest: int) -> int:
     """What qoff's ops take in it; on a CPU they share it: see `native.scratch`."""
-    if decoder.caches_on_device:
-        return _scratch_bytes_on_gpu(decoder, sequences, count, longest)
+    if outline.caches_on_device:
+        return _scratch_bytes_on_gpu(outline, sequences, count, longest)
     threads, group = pool_threads(), min(GROUP_SIZES)
-    found = [linear_bytes(threads, sequences * count, decoder.columns, group, normed=False)]
-    if decoder.kv is not None:
-        kv, shapes = decoder.kv, list(decoder.packed_shapes.values())
+    found = [linear_bytes(threads, sequences * count, outline.columns, group, normed=False)]
+    if outline.kv is not None:
+        kv, shapes = outline.kv, list(outline.packed_shapes.values())
         place = PackedCache.recent_tokens(kv.window, kv.sinks) - 1
         blocks = PackedCache.blocks_of(longest, kv.window, kv.sinks)
         passes = Passes(0, sequences, place, 0, 0, blocks, selects=kv.attention_top < 1)
@@ -68,22 +68,22 @@ def scratch_bytes(decoder: ModuleDecoder, sequences: int, count: int, longest: i
     return max(found)
 
 
-def _scratch_bytes_on_gpu(decoder: ModuleDecoder, sequences: int, count: int, longest: int) -> int:
+def _scratch_bytes_on_gpu(outline: Outline, sequences: int, count: int, longest: int) -> int:
     from qoff.kernels.triton.linear.linear import CUBLAS_BYTES, linear_bytes, scratch_bytes
     from qoff.kernels.triton.linear.scratch import piece_bytes
     from qoff.kernels.triton.ops import attention_bytes
 
-    device, dtype = decoder.device, decoder.dtype
-    tokens, piece = sequences * count, piece_bytes(device, dtype, decoder.device_memory)
+    device, dtype = outline.device, outline.dtype
+    tokens, piece = sequences * count, piece_bytes(device, dtype, outline.device_memory)
     found = [
         linear_bytes(rows, n, k, dtype, device) + scratch_bytes(rows, n, k, device, piece)
         for rows, n, k in (
-            (tokens, decoder.columns, decoder.columns),
-            (sequences, decoder.vocab_size, decoder.text_config.hidden_size),
+            (tokens, outline.columns, outline.columns),
+            (sequences, outline.vocab_size, outline.text_config.hidden_size),
         )
     ]
-    if decoder.kv is not None:
-        kv, shapes = decoder.kv, list(decoder.packed_shapes.values())
+    if outline.kv is not None:
+        kv, shapes = outline.kv, list(outline.packed_shapes.values())
         blocks = DeviceCache.blocks_of(longest, kv.window, 0)
         found += [
             attention_bytes(

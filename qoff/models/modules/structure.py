@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
@@ -142,6 +142,17 @@ class Structure:
     def layer(self, index: int) -> list[UnitWeight]:
         """What a layer holds, as its file has it."""
         return list(_places(self.layers[index], f"{self.path}.{index}."))
+
+    def floats(self, index: int, quantized: Container[str]) -> list[UnitWeight]:
+        """What of a layer is not quantized; quantized: names of matrices that are.
+
+        Which those are the file knows, as groups may not divide the columns of some.
+        """
+        return [
+            place
+            for place in self.layer(index)
+            if (parts := matrices_of(place)) == [] or parts[0].name not in quantized
+        ]
 
     def outer(self) -> list[UnitWeight]:
         """What is outside of layers and tables: norms, positions, the head's bias."""
