@@ -29,7 +29,7 @@ from qoff.hf.load import load
 from qoff.kvcache import KVQuant
 from qoff.measure.model_rates import Sequences
 from qoff.models.runtime import Runtime
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 
 GENERATE, GENERATE_8 = "qoff generate", "generate, 8-bit"
 RUNTIME, RUNTIME_8, FLOAT_KV = "qoff runtime", "runtime, 8-bit", "runtime, float32 KV"
@@ -152,7 +152,7 @@ class Contestants:
     def _limits(self, work: Work) -> dict[str, Call]:
         """What the machine could do of this work at most, where it is one thing that limits it."""
         checkpoint = self._gemma_runtimes[RUNTIME].checkpoint if work.gemma else self._demo
-        sizes = ModelSizes.of_checkpoint(checkpoint)
+        sizes = NativeSizes.of_checkpoint(checkpoint)
         if work.rate != "decode":
             if work.gemma:
                 return {}

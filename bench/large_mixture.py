@@ -15,9 +15,9 @@ from bench.experts_stream import QWEN3_MOE
 from qoff.cli.output import print_table
 from qoff.plan import Plan
 from qoff.plan.explain import explain
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from qoff.units import format_size, parse_size
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--cpu-expert-tokens", type=int, help="as of qoff.Plan, where the CPU computes experts"
     )
     given = parser.parse_args(argv)
-    sizes = ModelSizes.of(MIXTURE, QuantConfig(packing="split32"))
+    sizes = NativeSizes.of(MIXTURE, QuantConfig(packing="split32"))
     memory = [parse_size(size) for size in (given.device, given.host)]
     work = Workload(Lengths.of(given.prompt), Lengths.of(given.answer), given.requests)
     most = given.cpu_expert_tokens

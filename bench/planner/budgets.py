@@ -39,9 +39,9 @@ from qoff.errors import ArgumentError, BudgetError, QoffError
 from qoff.hf.tokenizer import load_tokenizer
 from qoff.plan import Plan
 from qoff.plan.machine import assumed_profile, beside_plan
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.saved import plan_text, read_plan
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.system_memory import return_freed
 
@@ -124,7 +124,7 @@ def _cases(folder: Path, quick: bool) -> Iterator[Case]:
 
 def _planned(path: Path, model: str, work: Work, budgets: Sequence[int]) -> Iterator[Case]:
     """What the planner chooses for budgets in MiB, where that fits."""
-    sizes = ModelSizes.of_checkpoint(Checkpoint.open(path))
+    sizes = NativeSizes.of_checkpoint(Checkpoint.open(path))
     machine = assumed_profile(torch.device("cpu"), Path(tempfile.gettempdir()))
     count = work.batch_size * work.batches
     asked = Workload(Lengths.of(work.prompt), Lengths.of(work.new), count)

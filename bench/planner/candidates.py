@@ -10,9 +10,9 @@ import torch
 from qoff.plan import Plan
 from qoff.plan.certify import Certified, Certifier
 from qoff.plan.cost import CostModel
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import MachineProfile
 from qoff.plan.search import choices_for
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
 
 PARTS = ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.0, 1.0), (1.0, 0.0))  # of the KV cache: host, disk
@@ -22,7 +22,7 @@ class Candidates:
     """Plans for a workload: each choice of the search, with the KV cache in any place."""
 
     def __init__(
-        self, sizes: ModelSizes, machine: MachineProfile, work: Workload, template: Plan
+        self, sizes: NativeSizes, machine: MachineProfile, work: Workload, template: Plan
     ) -> None:
         cost = CostModel(sizes, machine, work, template.kv, 4)
         self._certifier = Certifier(cost, template, torch.device("cpu"), torch.float32)

@@ -19,10 +19,10 @@ from scipy.optimize import brentq
 from bench.gpu_models.rows import opt
 from bench.harness import Bar, Report
 from qoff.engine.simulated import simulated
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 
@@ -246,7 +246,7 @@ def _row(
 def _ours(result: Report, name: str, prompt: int) -> None:
     """What qoff's plan reaches in virtual time, with 4-bit weights and KV cache."""
     shape, requests = SHAPES[name], 512
-    sizes = ModelSizes.of(shape.config, QuantConfig(packing="split32"))
+    sizes = NativeSizes.of(shape.config, QuantConfig(packing="split32"))
     work = Workload(Lengths.of(prompt), Lengths.of(_NEW), requests)
     policy, wanted = FLOAT16["OPT-175B"][512]
     machine = t4(disk_fitted(OPT_175B, policy, 512, wanted))

@@ -7,10 +7,10 @@ from bench.random_model import SMALL
 from qoff.engine.simulated import simulated
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.units import format_size
 
@@ -36,7 +36,7 @@ def measure(quick: bool) -> Report:
         "the chosen plan beside all of a grid, seconds of the work in virtual time",
         ("machine", "plans", "chosen", "best", "regret", "the model's first"),
     )
-    sizes = ModelSizes.of(SMALL | {"num_hidden_layers": 8})
+    sizes = NativeSizes.of(SMALL | {"num_hidden_layers": 8})
     work = Workload(Lengths.of(192), Lengths.of(32), 3 if quick else 6)
     template = Plan(context=work.context, kv=KVQuant(window=16))
     memories, disks = ((8.0,), (3e8,)) if quick else ((6.0, 6.5, 12.0), (1e8, 1e9))

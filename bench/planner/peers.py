@@ -37,8 +37,8 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.errors import BudgetError, QoffError
 from qoff.plan.machine import assumed_profile
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 from .budgets import tokenizer_bytes
@@ -166,7 +166,7 @@ def _prompts() -> torch.Tensor:
 def _qoff(budget: int, new: int) -> tuple[int, float]:
     """Bytes planned, and seconds of the batch."""
     path = fetch_checkpoint()
-    sizes = ModelSizes.of_checkpoint(Checkpoint.open(path))
+    sizes = NativeSizes.of_checkpoint(Checkpoint.open(path))
     machine = assumed_profile(torch.device("cpu"), Path(tempfile.gettempdir()))
     work = Workload(Lengths.of(_PROMPT), Lengths.of(new), _COUNT)
     plan = find_plan(sizes, machine.with_memory(device=budget, host=0), work).plan

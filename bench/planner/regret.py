@@ -27,9 +27,9 @@ from qoff.checkpoint import Checkpoint
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.simulated import simulated
 from qoff.measure.profile import measured_profile
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.saved import plan_values
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 from .candidates import Candidates
@@ -52,7 +52,7 @@ def measure(quick: bool, rivals: int = 30, turns: int = 5, more: int = 15) -> Re
     )
     path, folder = fetch_checkpoint(), Path(tempfile.gettempdir())
     work = Workload(Lengths.of(96), Lengths.of(8 if quick else 24), 8)
-    sizes = ModelSizes.of_checkpoint(Checkpoint.open(path))
+    sizes = NativeSizes.of_checkpoint(Checkpoint.open(path))
     machine = measured_profile(torch.device("cpu"), Checkpoint.open(path).path, folder)
     machine = machine.with_memory(device=_MEMORY, host=0)
     timed = partial(simulated, sizes=sizes, machine=machine, workload=work)

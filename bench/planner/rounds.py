@@ -36,9 +36,9 @@ from qoff.errors import BudgetError
 from qoff.measure.profile import measured_profile
 from qoff.plan.certify import Certified, Certifier, choices_of
 from qoff.plan.cost import CostModel
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.phase import RESOURCES, round_seconds
 from qoff.plan.profile import MachineProfile, typical
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 _ERROR, _TAU = 0.15, 0.8  # wanted
@@ -51,7 +51,7 @@ def predicted(llm: LLM, machine: MachineProfile, work: Work) -> Certified:
     plan, checkpoint = llm.plan, llm.runtime.checkpoint
     count = work.batch_size * work.batches
     workload = Workload(Lengths.of(work.prompt), Lengths.of(work.new), count)
-    sizes = ModelSizes.of_checkpoint(checkpoint)
+    sizes = NativeSizes.of_checkpoint(checkpoint)
     cost = CostModel(sizes, machine, workload, plan.kv, 4)
     certifier = Certifier(cost, plan, torch.device("cpu"), torch.float32)
     found = certifier.forecast(choices_of(plan), plan, llm.memory, llm.runtime.residency)

@@ -15,9 +15,9 @@ from bench.harness import Bar, Report
 from bench.random_model import SMALL
 from qoff.kvcache import KVQuant
 from qoff.plan import Plan
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import MachineProfile
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 from .grid import machine
@@ -41,7 +41,7 @@ class _Run:
     last_plan: Plan
 
 
-def _run(sizes: ModelSizes, plan: Plan, there: MachineProfile, work: Workload) -> _Run:
+def _run(sizes: NativeSizes, plan: Plan, there: MachineProfile, work: Workload) -> _Run:
     prompt, tokens, first = int(work.prompt.mean), int(work.answer.mean), work.requests // 4
     with SimulatedRounds(sizes, plan, there) as run:
         early = run.answer(first, prompt, tokens)
@@ -63,7 +63,7 @@ def _run(sizes: ModelSizes, plan: Plan, there: MachineProfile, work: Workload) -
 
 def measure(quick: bool) -> Report:
     """A model of which a quarter fits beside the caches of six sequences."""
-    sizes = ModelSizes.of(SMALL | {"num_hidden_layers": 8, "num_key_value_heads": 2})
+    sizes = NativeSizes.of(SMALL | {"num_hidden_layers": 8, "num_key_value_heads": 2})
     work = Workload(Lengths.of(96), Lengths.of(32), 40 if quick else 160)
     there = machine(_MEMORY, _FAST)
     template = Plan(context=work.context, kv=KVQuant(window=16))

@@ -13,9 +13,9 @@ from typing import Any
 
 from bench.harness import Report
 from bench.random_model import TINYLLAMA
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
 from qoff.train.choice import TrainingPlan, training_plan
 from qoff.train.finetune import Lora
@@ -44,7 +44,7 @@ class Paper:
     def plan(self) -> TrainingPlan:
         packed = None
         if self.lora is not None:
-            packed = ModelSizes.of(self.config, QuantConfig(packing="split32")).checkpoint
+            packed = NativeSizes.of(self.config, QuantConfig(packing="split32")).checkpoint
         job = planned(
             self.config,
             AdamW(),

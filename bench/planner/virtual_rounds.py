@@ -20,8 +20,8 @@ from qoff.memory.io.virtual import VirtualClock
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
 from qoff.plan.calls import as_used
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import MachineProfile
-from qoff.plan.sizes import ModelSizes
 
 
 class SimulatedRounds(OnMachine):
@@ -31,8 +31,8 @@ class SimulatedRounds(OnMachine):
     does.
     """
 
-    def __init__(self, sizes: ModelSizes, plan: Plan, profile: MachineProfile) -> None:
-        used = as_used(profile, sizes.spec, plan.activations)
+    def __init__(self, sizes: NativeSizes, plan: Plan, profile: MachineProfile) -> None:
+        used = as_used(profile, sizes, plan.activations)
         super().__init__(VirtualMachine(used, VirtualClock()))
         self.machine.loading = False  # opening takes its time
         self._sizes = sizes

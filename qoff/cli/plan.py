@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +23,12 @@ from .plan_train import FinetuneOptions, print_training
 
 if TYPE_CHECKING:
     from qoff.plan import Plan
+    from qoff.plan.finalists import Simulate
     from qoff.plan.forms import WeightForm
     from qoff.plan.losses import Form
     from qoff.plan.pareto import Point
     from qoff.plan.profile import MachineProfile
-    from qoff.plan.sizes import ModelSizes
+    from qoff.plan.sizes import Sizes
     from qoff.plan.workload import Workload
 
 _ASSUMED = (
@@ -158,10 +159,10 @@ def plan(
             "--acceptance plans drafted tokens, which --attention-top does not have; leave it out"
         )
 
-    def is_beside(sizes: ModelSizes) -> bool:
+    def is_beside(sizes: Sizes) -> bool:
         return on.disk is not None and not sizes.stored
 
-    def left(sizes: ModelSizes) -> MachineProfile:
+    def left(sizes: Sizes) -> MachineProfile:
         return beside_checkpoint(machine, sizes) if is_beside(sizes) else machine
 
     chosen: Form | None = None
@@ -169,11 +170,7 @@ def plan(
         chosen, sizes = _form(model, work, weights, machine, left, workload, template)
         template = replace(template, kv=chosen.kv)
     beside, machine = is_beside(sizes), left(sizes)
-    from qoff.engine.simulated import simulated  # takes seconds to import
-
-    found = explain(
-        sizes, machine, workload, template, lambda one: simulated(one, sizes, machine, workload)
-    )
+    found = explain(sizes, machine, workload, template, _virtual_time(sizes, machine, workload))
     tokenizer = tokenizer_bytes(there if there.is_dir() else there.parent)
     found = replace(found, tokenizer=tokenizer, beside=beside)
     written = list[Path]()
@@ -310,15 +307,26 @@ def _check_bits(template: Plan, on_gpu: bool) -> None:
         )
 
 
+def _virtual_time(sizes: Sizes, machine: MachineProfile, workload: Workload) -> Simulate | None:
+    """What tells the seconds of a plan's rounds in virtual time; None for transformers' modules."""
+    from qoff.plan.native_sizes import NativeSizes
+
+    if not isinstance(sizes, NativeSizes):
+        return None
+    from qoff.engine.simulated import simulated  # takes seconds to import
+
+    return partial(simulated, sizes=sizes, machine=machine, workload=workload)
+
+
 def _form(
     model: str,
     work: WorkOptions,
     weights: QuantOptions,
     machine: MachineProfile,
-    beside: Callable[[ModelSizes], MachineProfile],
+    beside: Callable[[Sizes], MachineProfile],
     workload: Workload,
     template: Plan,
-) -> tuple[Form, ModelSizes]:
+) -> tuple[Form, Sizes]:
     """The bits that a bound on the loss allows, of the fastest plan, and the model in these.
 
     beside: the machine with what disk such a checkpoint leaves.
@@ -328,11 +336,13 @@ def _form(
     converted = folder_of(model) is not None
     forms = assumed_forms(converted) if work.losses is None else measured_forms(work.losses)
     fitting = [form for form in forms if (form.weights is None) == converted]
+    if not converted and not sizes_of(model, weights, machine.on_gpu).native:
+        fitting = [x for x in fitting if x.weights is None or x.weights.target_bits is None]
     if not fitting:
         raise ArgumentError(f"{work.losses}: is a sweep of other weights than {model}'s")
 
     @cache
-    def sizes(form: WeightForm | None) -> ModelSizes:
+    def sizes(form: WeightForm | None) -> Sizes:
         if form is None:
             return sizes_of(model, weights, machine.on_gpu)
         own = replace(weights, bits=form.bits, group_size=form.group_size, solver=form.solver)
@@ -365,12 +375,11 @@ def _print_memory(
     from qoff.plan.training import Training
 
     sizes = sizes_of(model, weights, on_gpu=True)
-    spec = sizes.spec
     training = Training(
         sizes.parameters,
-        spec.num_layers,
-        spec.hidden_size,
-        spec.num_heads,
+        sizes.num_layers,
+        sizes.hidden_size,
+        sizes.heads,
         how.batch,
         how.sequence,
         how.checkpoint_every,

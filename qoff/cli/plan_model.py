@@ -12,28 +12,28 @@ from .options import QuantOptions
 
 if TYPE_CHECKING:
     from qoff.checkpoint import Checkpoint
-    from qoff.plan.sizes import ModelSizes
+    from qoff.plan.sizes import Sizes
     from qoff.quant import Format
 
 
 def sizes_of(
     model: str, weights: QuantOptions, on_gpu: bool, mixed: Mapping[str, Format] | None = None
-) -> ModelSizes:
+) -> Sizes:
     """The sizes of a checkpoint, of a directory with config.json, or of a model on the hub.
 
     mixed: other formats of some matrices, by patterns. Raises QoffError for what has none.
     """
-    from qoff.plan.sizes import ModelSizes
+    from qoff.plan.model_sizes import known_sizes, planned_sizes
     from qoff.quant import QuantConfig
     from qoff.schema import read_object
 
     there = checkpoint_of(model)
     if there is not None:
-        return ModelSizes.of_checkpoint(there)
+        return known_sizes(there)
     config = config_of(model)
     packing = "split32" if on_gpu else "rows16"
     quant = QuantConfig(**vars(weights), packing=packing, weights=mixed or {})
-    return ModelSizes.of(read_object(config), quant)
+    return planned_sizes(read_object(config), quant)
 
 
 def folder_of(model: str) -> Path | None:

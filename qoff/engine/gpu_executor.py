@@ -25,8 +25,8 @@ from qoff.plan.cost import CostModel
 from qoff.plan.gpu import check_gpu_plan, decided_on_gpu, memory_on_gpu
 from qoff.plan.gpu_scratch import scratch_sizes
 from qoff.plan.machine import known_profile
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
 
 from .executor import AnyCache, Executor
@@ -54,7 +54,7 @@ class GpuExecutor(Executor):
             plan = decided_on_gpu(plan, DecoderSpec.from_config(checkpoint.config))
         if not plan.cpu_experts or plan.cpu_expert_tokens is not None:
             return plan
-        sizes = ModelSizes.of_checkpoint(checkpoint)
+        sizes = NativeSizes.of_checkpoint(checkpoint)
         machine = self._machine(plan, checkpoint)
         cost = CostModel(sizes, machine, Workload(), plan.kv, self.dtype.itemsize)
         if cost.mixture is None:  # which `Runtime` refuses

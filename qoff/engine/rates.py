@@ -7,8 +7,8 @@ from pathlib import Path
 
 from qoff.plan.adapt import RunningPlan
 from qoff.plan.machine import known_profile
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import MachineProfile
-from qoff.plan.sizes import ModelSizes
 
 from .executor import Executor
 
@@ -22,5 +22,5 @@ def running_plan(executor: Executor, machine: MachineProfile | None = None) -> R
     if machine is None:
         folder = plan.spill_folder or Path(tempfile.gettempdir())
         machine = known_profile(executor.device, checkpoint.path, folder)
-    residency, sizes = executor.runtime.residency, ModelSizes.of_checkpoint(checkpoint)
+    residency, sizes = executor.runtime.residency, NativeSizes.of_checkpoint(checkpoint)
     return RunningPlan(sizes, plan, executor.memory, residency, machine, executor.dtype)

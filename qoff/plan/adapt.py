@@ -24,7 +24,7 @@ from .manual import Memory, Plan
 from .mixture import Array
 from .phase import RESOURCES, Choices, Phase, round_seconds
 from .profile import Link, MachineProfile
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .workload import Lengths, Workload
 
 OFF = 1.25  # times what is expected, or a part of it
@@ -83,7 +83,7 @@ class RunningPlan:
 
     def __init__(
         self,
-        sizes: ModelSizes,
+        sizes: Sizes,
         plan: Plan,
         memory: Memory,
         residency: Residency,
@@ -105,7 +105,7 @@ class RunningPlan:
 
     def seconds(self, load: Load, schedule: str) -> float:
         """Of a round."""
-        units = self.sizes.spec.num_layers + 1
+        units = self.sizes.num_layers + 1
         return self.beside * float(round_seconds(self._busy(load, schedule), units))
 
     def refit(self, rounds: Sequence[Observed], schedule: str) -> list[str]:
@@ -113,7 +113,7 @@ class RunningPlan:
         before, said = self.machine, list[str]()
         changed: dict[str, Any] = {}
         links = [("disk read", "disk_read")]
-        if not copied_by_jobs(before, self.sizes.spec):
+        if not copied_by_jobs(before, self.sizes):
             links.append(("to device", "to_device"))
         for name, field in links:
             link: Link = getattr(before, field)

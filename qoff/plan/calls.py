@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from qoff.models.spec import DecoderSpec
-
 from .phase import RESOURCES
 from .processor import Array
 from .profile import Link, MachineProfile
+from .sizes import Sizes
 
 _PASS_CALLS = 30  # of an op: what Python does for a pass on a CPU
 _UNIT_CALLS = 5  # what it does for each unit, where passes take turns: no step follows another
@@ -38,24 +37,23 @@ def pass_s(
     return found
 
 
-def copied_by_jobs(machine: MachineProfile, spec: DecoderSpec) -> bool:
+def copied_by_jobs(machine: MachineProfile, sizes: Sizes) -> bool:
     """Whether what moves in memory is copied by jobs, and the links to the device are not used."""
-    return not machine.on_gpu and spec.experts is None
+    return not machine.on_gpu and sizes.native and sizes.experts is None
 
 
-def as_used(
-    machine: MachineProfile, spec: DecoderSpec, activations: str = "device"
-) -> MachineProfile:
+def as_used(machine: MachineProfile, sizes: Sizes, activations: str = "device") -> MachineProfile:
     """The machine with links as a plan uses them: on a CPU by the jobs of its lists.
 
     All threads copy together, and compute nothing meanwhile. Python has asked for what is read, so
     that it takes no more of the CPU than its bytes do. Links are as they were measured beside a
-    GPU, and where experts come one by one: Python asks for each, and a thread copies it. So they
-    are in rounds whose hidden states wait on disk, which have no lists of all units.
+    GPU, and where experts come one by one, or modules wait for their weights: Python asks for each,
+    and a thread copies it. So they are in rounds whose hidden states wait on disk, which have no
+    lists of all units.
 
     activations: where hidden states wait.
     """
-    if activations == "disk" or not copied_by_jobs(machine, spec):
+    if activations == "disk" or not copied_by_jobs(machine, sizes):
         return machine
     cores, rate = machine.cores, machine.device.bytes_per_s
     copies = Link(rate, 0.0, cores / rate, cores * _COPY_JOBS * call_s(machine))

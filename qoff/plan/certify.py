@@ -121,9 +121,12 @@ class Certifier:
         return "split32" if self.cost.machine.on_gpu else "rows16"
 
     def kv_stays(self, c: Choices) -> bool:
-        """Whether all of the KV cache is on the device, as `check_gpu_plan` asks of one element."""
+        """Whether all of the KV cache is on the device, as `check_gpu_plan` asks of one element.
+
+        So is what nothing of is packed.
+        """
         sparse = self.cost.machine.on_gpu and self.template.kv.attention_top < 1
-        return sparse and not c.attends_on_cpu[0]
+        return not self.cost.sizes.shapes or (sparse and not c.attends_on_cpu[0])
 
     def memory_of(self, plan: Plan, tiled: bool = False) -> Memory:
         """What a plan takes beside the weights."""
@@ -131,19 +134,10 @@ class Certifier:
         key = (tiled, *fields)
         found = self.counted.get(key)
         if found is None:
-            found = self.counted[key] = self._count(plan, tiled)
+            cost, where = self.cost, (self.device, self.dtype)
+            found = cost.sizes.memory_of(plan, cost.machine, *where, tiled)
+            self.counted[key] = found
         return found
-
-    def _count(self, plan: Plan, tiled: bool) -> Memory:
-        sizes = self.cost.sizes
-        if not self.cost.machine.on_gpu:
-            cores = self.cost.machine.cores
-            return Memory.of(plan, sizes.spec, sizes.shapes, tiled, cores)
-        from .gpu import memory_on_gpu  # needs Triton
-
-        return memory_on_gpu(
-            plan, sizes.spec, sizes.shapes, self.device, self.dtype, tiled, plan.batch_size
-        )
 
     def plan_of(self, c: Choices, host: float = 0.0, disk: float = 0.0) -> Plan:
         """The plan of one element of `c`, with these parts of the KV cache off the device.
@@ -221,6 +215,7 @@ class Certifier:
                     host_staging=STAGING if machine.on_gpu else 0,
                     layouts=sizes.layouts(self.packing),
                     in_place=not machine.on_gpu,
+                    one_by_one=sizes.one_by_one,
                     cpu_experts=plan.cpu_experts,
                     passing_from=plan.passing_from,
                 )
@@ -244,7 +239,7 @@ class Certifier:
         drafted = plan.draft_tokens if work.acceptance else 0
         prefill, decode = cost.prefill(c), cost.decode(c, drafted)
         count = work.at_once
-        machine = as_used(cost.machine, cost.sizes.spec, plan.activations)
+        machine = as_used(cost.machine, cost.sizes, plan.activations)
         saved = min(1.0, _kept(residency) / max(1, weights[HOST]))
         saved *= cost.machine.to_device.bytes_per_s / cost.machine.from_device.bytes_per_s
 
@@ -290,7 +285,7 @@ class Certifier:
         streamed = {HOST: 0, DISK: 0}
         for unit, nbytes in residency.streamed.items():
             streamed[HOST if unit in residency.host else DISK] += nbytes
-        experts = self.cost.sizes.spec.experts
+        experts = self.cost.sizes.experts
         if residency.expert_slots and experts is not None:
             count = experts.count * sum(experts.layers)
             missed = 1 - residency.expert_slots / count

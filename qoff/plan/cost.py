@@ -18,18 +18,18 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import DEVICE
 from qoff.memory.plan.experts import passing_together
 
-from .calls import as_used, call_s, copied_by_jobs, on_links, pass_s
+from .calls import as_used, copied_by_jobs, on_links, pass_s
 from .kv_blocks import KVBlocks
 from .mixture import Array, Mixture, Moves
 from .on_cpu import HostExperts, OnCpu
 from .parked import Parked
 from .phase import PLACED, RESOURCES, Choices, Phase
 from .profile import MachineProfile
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .workload import Workload
 
+_COPIES = 3  # of caches that are not packed: new tokens are joined to them, and read, and written
 _READ, _WRITE, _IN, _OUT, _CPU, _GPU, _MEMORY, _HIDDEN = range(len(RESOURCES))
-_MIXER_OPS, _MLP_OPS = 3, 2  # of a layer
 
 
 class _Work(NamedTuple):
@@ -62,7 +62,7 @@ class CostModel:
     the CPU beside a GPU computes.
     """
 
-    sizes: ModelSizes
+    sizes: Sizes
     machine: MachineProfile
     workload: Workload
     kv: KVQuant
@@ -74,7 +74,7 @@ class CostModel:
     @cached_property
     def units(self) -> int:
         """What weights stream as: the layers and the head."""
-        return self.sizes.spec.num_layers + 1
+        return self.sizes.num_layers + 1
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -98,27 +98,31 @@ class CostModel:
 
     def decode(self, c: Choices, drafted: int = 0) -> Phase:
         """Rounds in which each sequence gets a token, and those of `drafted` that are accepted."""
-        work, spec, each_has = self.workload, self.sizes.spec, 1 + drafted
+        work, each_has = self.workload, 1 + drafted
         active = self.active(c)
         gained = work.tokens_of_pass(drafted)
         rounds = work.at_once * work.answer.mean / (active * gained)
         passes = np.maximum(1.0, np.minimum(c.batches, active))
         rows = np.maximum(1.0, active / passes) * each_has
         sizes, device, kv = self.sizes, self.machine.device, self.kv_blocks
-        seconds, experts, head, starts = self._passes(rows, rows, passes, c)
+        own = rows / each_has if sizes.alone else None
+        seconds, experts, head, starts = self._passes(rows, rows, passes, c, own)
         blocks = active * kv.mean * self.kv.attention_top
-        shape, past = sizes.attention, kv.mean * self.kv.attention_top * BLOCK_TOKENS
-        queries = np.asarray(each_has * shape.heads / shape.kv_heads)
+        past = kv.mean * self.kv.attention_top * BLOCK_TOKENS
+        queries = np.asarray(each_has * sizes.queries)
         recent = self.kv.window + self.kv.sinks + BLOCK_TOKENS / 2
         attending = zip(sizes.shapes, sizes.readers, strict=True)
         unpacked = sum(n * s.kv_heads * s.cached_width for s, n in attending) * recent
         unpacked_s = device.unpacked_s(queries, np.asarray(recent))
         seconds = seconds + active * unpacked * self.activation_bytes * unpacked_s
         seconds = seconds + self._states(active, active)
+        length = int(work.prompt.mean + work.answer.mean / 2)
+        copied = _COPIES * sizes.unpacked_bytes(length, self.machine.on_gpu)
+        seconds = seconds + active * copied / device.bytes_per_s
         if self.kv.attention_top < 1 and self.machine.on_gpu:
             seconds = seconds + kv.choosing_s(self.machine, active * kv.mean, passes)
         new = active * gained / BLOCK_TOKENS  # blocks of a round
-        hidden = active * each_has * spec.hidden_width * self.activation_bytes
+        hidden = active * each_has * sizes.hidden_width * self.activation_bytes
         made = np.ones_like(active)
         past_ = np.full_like(active, past)
         runs, unused = passes, np.zeros_like(active)
@@ -139,7 +143,7 @@ class CostModel:
 
     def prefill(self, c: Choices) -> Phase:
         """Rounds in which batches read pieces of prompts."""
-        work, spec = self.workload, self.sizes.spec
+        work, sizes = self.workload, self.sizes
         tokens = work.at_once * work.prompt.mean * (1 - work.shared)
         passes = np.maximum(1.0, np.minimum(c.batches, tokens / c.prefill_tokens))
         piece = np.minimum(c.prefill_tokens, tokens / passes)
@@ -148,20 +152,25 @@ class CostModel:
         device = self.machine.device
         prompts = np.maximum(1.0, piece / work.prompt.mean)
         ends = np.minimum(prompts, c.batch_size)
-        seconds, experts, head, starts = self._passes(piece, ends, passes, c)
+        alone = prompts if sizes.alone else None
+        seconds, experts, head, starts = self._passes(piece, ends, passes, c, alone)
         own = np.minimum(piece, work.prompt.mean)
-        attending = zip(self.sizes.shapes, self.sizes.readers, strict=True)
+        attending = zip(sizes.shapes, sizes.readers, strict=True)
         for shape, readers in attending:
             part = 1.0 if shape.indexes else self.kv_blocks.chosen(own / 2)
             width = readers * shape.heads * shape.cached_width / 2
             seconds = seconds + device.prompt_s(own) * width * read * own / 2 * part
         seconds = seconds + self._states(read, passes * prompts)
+        length = int(work.prompt.mean)
+        floats = sizes.unpacked_bytes(length, self.machine.on_gpu) / self.activation_bytes
+        width = floats / length / 2  # of keys, and of values, of a token in all layers
+        seconds = seconds + device.prompt_s(own) * width * read * own / 2
         # Later pieces of a prompt attend to its packed tokens; each query group reads them.
         past = np.maximum(0.0, work.prompt.mean * (1 + work.shared) - own) / 2 / BLOCK_TOKENS
         blocks = passes * np.maximum(1.0, piece / np.maximum(own, 1)) * past
-        queries = own * self.sizes.attention.heads / self.sizes.attention.kv_heads
+        queries = own * sizes.queries
         new = read * self.kv_blocks.count_of(work.prompt.mean) / work.prompt.mean
-        hidden = read * spec.hidden_width * self.activation_bytes
+        hidden = read * sizes.hidden_width * self.activation_bytes
         past = past * BLOCK_TOKENS
         done = _Work(
             rounds, passes, piece, ends, seconds, experts, head, starts, queries, past, blocks, new,
@@ -176,7 +185,7 @@ class CostModel:
         machine, on_gpu, on_cpu = self.machine, self.machine.on_gpu, self._on_cpu(c, work)
         bytes_, asked, moves, attended = self._moved(c, work, on_cpu)
         unit = self.weight_bytes / self.units
-        by_jobs = copied_by_jobs(machine, self.sizes.spec)
+        by_jobs = copied_by_jobs(machine, self.sizes)
         last = work.hidden * np.minimum(1.0, work.last_rows / work.rows)
         parked = Parked.of(c, machine, by_jobs, work.hidden, last, passes, self.units, unit)
         for way in (_IN, _OUT):
@@ -185,7 +194,7 @@ class CostModel:
         for way in (_READ, _WRITE):
             bytes_[:, way, 0] += parked.spilled
         spilled = c.activations == 2
-        listed = on_links(as_used(machine, self.sizes.spec), bytes_, asked)
+        listed = on_links(as_used(machine, self.sizes), bytes_, asked)
         busy = np.where(spilled[:, None, None], on_links(machine, bytes_, asked), listed)
         by_request = machine.disk_read.cpu_s_per_request + machine.disk_write.cpu_s_per_request
         busy[:, _CPU, 0] += np.where(spilled, parked.moves * by_request / machine.cores, 0.0)
@@ -196,8 +205,7 @@ class CostModel:
         busy[:, compute, 0] += work.seconds + attention
         if on_gpu:
             # What is not on the device is attended on the CPU, or moved and attended there.
-            shape = self.sizes.attention  # of prompts' queries, what is far comes to the device
-            alone = np.asarray(shape.heads / shape.kv_heads)
+            alone = np.asarray(self.sizes.queries)  # of prompts', what is far comes to the device
             there = kv.attention_s(machine.host, alone, past, far=True) * blocks
             attention = kv.attention_s(machine.device, queries, past, far=True) * blocks
             busy[:, _MEMORY] = bytes_.sum(1)
@@ -265,7 +273,7 @@ class CostModel:
     @cached_property
     def mixture(self) -> Mixture | None:
         """The experts, where the model has any. Raises ArgumentError for routes of others."""
-        experts, routes = self.sizes.spec.experts, self.workload.routes
+        experts, routes = self.sizes.experts, self.workload.routes
         if experts is None:
             if routes is not None:
                 raise ArgumentError("there are routes of experts, and the model has none")
@@ -274,18 +282,18 @@ class CostModel:
         return Mixture(experts, held / self.weight_bytes, routes)
 
     def _passes(
-        self, rows: Array, head_rows: Array, passes: Array, c: Choices
+        self, rows: Array, head_rows: Array, passes: Array, c: Choices, alone: Array | None = None
     ) -> tuple[Array, Array, Array, Array]:
         """Seconds of a round's passes in matrices, in calling the ops, and between them.
 
-        In the block schedule, those behind the first find what fits in the cache. Returned beside:
-        the seconds of them that experts take, and the head, and those that passes take beside ops.
+        In the block schedule, those behind the first find what fits in the cache. alone: sequences
+        of a pass, where each is computed by itself. Returned beside: the seconds of them that
+        experts take, and the head, and those that passes take beside ops.
         """
-        device, sizes, spec = self.machine.device, self.sizes, self.sizes.spec
-        layers = range(spec.num_layers)
-        mixers = sum(spec.attends(i) + spec.is_recurrent(i) for i in layers)
-        ops = _MIXER_OPS * mixers + _MLP_OPS * sum(map(spec.has_mlp, layers))
-        calls = (ops + 1) * call_s(self.machine)
+        if alone is not None:
+            rows, head_rows, passes = rows / alone, head_rows / alone, passes * alone
+        device, sizes = self.machine.device, self.sizes
+        calls = sizes.calls_s(self.machine)
         between = pass_s(self.machine, passes, self.units, c.activations == 2)
         seconds = passes * (calls + between)
         largest = max(sizes.layer_bytes)
@@ -298,7 +306,8 @@ class CostModel:
         if self.mixture is not None:
             # Those that come one by one compute for all passes of a round at once.
             streams = self.weight_bytes > self.machine.usable[DEVICE]
-            times = np.where(c.block & streams, 1.0, passes)
+            joined = c.block & (streams and sizes.native)
+            times = np.where(joined, 1.0, passes)
             asked = rows * passes, head_rows * passes
             experts = self.mixture.seconds(
                 device, sizes.expert_columns, sizes.layer_bits, asked, times, self.activation_bits
@@ -311,7 +320,7 @@ class CostModel:
                 if nbytes <= device.cache_bytes
                 else first
             )
-            again = np.where(c.block, near, first)
+            again = np.where(c.block | (alone is not None), near, first)
             last = columns * (first + (passes - 1) * again)
             seconds = seconds + last
         return seconds, experts, last, passes * between
@@ -352,7 +361,7 @@ class CostModel:
         return HostExperts(
             self.mixture,
             self.machine,
-            sizes.spec.expert_width,
+            sizes.expert_width,
             sizes.expert_columns,
             self.sizes.layer_bits,
             self.mixture.share * self.weight_bytes,
@@ -363,5 +372,5 @@ class CostModel:
 
     def _states(self, rows: Array, sequences: Array) -> Array | float:
         """Seconds of recurrent layers, of so many new tokens."""
-        device, shapes = self.machine.device, self.sizes.spec.state_shapes
+        device, shapes = self.machine.device, self.sizes.state_shapes
         return len(shapes) * device.states_s(shapes[0], rows, sequences) if shapes else 0.0

@@ -28,7 +28,7 @@ from .machine import (
     with_reserve,
 )
 from .manual import Memory, Plan
-from .sizes import ModelSizes
+from .native_sizes import NativeSizes
 from .workload import Lengths, Workload
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def default_plan(
     plain = plain or Plan()
     if not is_native(checkpoint.config):
         return plain  # of transformers' modules nothing is known without them
-    sizes = ModelSizes.of_checkpoint(checkpoint)
+    sizes = NativeSizes.of_checkpoint(checkpoint)
     spill = _spill_folder()
     usable = _usable(device, spill, share)
     try:
@@ -178,7 +178,7 @@ def plan_within_limit(
     """The plan with bounds as `host_bound` and `within_limit` have them."""
     taken = 0
     if device.type == "cpu" and plan.host_memory is None and is_native(checkpoint.config):
-        sizes = ModelSizes.of_checkpoint(checkpoint)
+        sizes = NativeSizes.of_checkpoint(checkpoint)
         with suppress(UnpackableError):  # which is refused later
             taken = Memory.of(plan, sizes.spec, sizes.shapes).total(HOST)
     host = host_bound(device, plan.device_memory, plan.host_memory, share)

@@ -17,7 +17,7 @@ from .manual import Plan
 from .profile import Link, MachineProfile
 from .saved import plan_values
 from .search import find_plan, forecast_on
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .workload import Workload
 
 _MORE = 32 << 30  # bytes of memory
@@ -32,7 +32,7 @@ class Explained:
     machine's disk is what the checkpoint leaves of it. counted: by the search that found the plan.
     """
 
-    sizes: ModelSizes
+    sizes: Sizes
     machine: MachineProfile
     workload: Workload
     found: Certified
@@ -115,7 +115,7 @@ class Explained:
                 )
             on_cpu, experts = self.found.residency.cpu_experts, "the experts"
             if on_cpu:
-                mixture = self.sizes.spec.experts
+                mixture = self.sizes.experts
                 assert mixture is not None
                 nbytes = format_size(self.found.residency.cpu_expert_bytes)
                 yield (
@@ -247,7 +247,7 @@ def share(phase: Forecast) -> float:
 
 
 def explain(
-    sizes: ModelSizes,
+    sizes: Sizes,
     machine: MachineProfile,
     workload: Workload,
     template: Plan | None = None,
@@ -259,7 +259,7 @@ def explain(
     return Explained(sizes, machine, workload, found, counted=counted)
 
 
-def beside_checkpoint(machine: MachineProfile, sizes: ModelSizes) -> MachineProfile:
+def beside_checkpoint(machine: MachineProfile, sizes: Sizes) -> MachineProfile:
     """The machine with as much disk as a checkpoint leaves that is yet to be made.
 
     Raises BudgetError where there is not enough for that alone.

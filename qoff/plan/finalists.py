@@ -31,7 +31,7 @@ def fastest_simulated(
     """
     token_s = certifier.cost.workload.token_s or np.inf
     first = finalists[0]
-    layers = certifier.cost.sizes.spec.num_layers
+    layers = certifier.cost.sizes.num_layers
     most = LAYER_PASSES if first.hits is None else LAYER_PASSES // 2
     finalists = [one for one in finalists if one.plan.batches * layers <= most]
     if first not in finalists:

@@ -10,7 +10,7 @@ from qoff.memory.plan import Unit, local_names
 from qoff.memory.plan.placement import spread_evenly
 from qoff.quant import Format
 
-from .sizes import ModelSizes
+from .sizes import Sizes
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _MANY_BITS = 8  # of the matrices that have more
@@ -44,7 +44,7 @@ class WeightForm:
             bits = f"--target-bits {self.target_bits:g}"
         return f"{bits} --group-size {self.group_size} --solver {self.solver}"
 
-    def mixed(self, sizes: ModelSizes) -> dict[str, Format]:
+    def mixed(self, sizes: Sizes) -> dict[str, Format]:
         """Matrices that have 8 bits, by patterns; sizes: of a model whose matrices all have fewer.
 
         Only the weights tell which should have how many, so it is those kinds that have the fewest

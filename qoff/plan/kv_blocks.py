@@ -20,7 +20,7 @@ from .mixture import Array
 from .oldest import Oldest
 from .processor import Processor
 from .profile import MachineProfile
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .workload import Workload
 
 
@@ -32,7 +32,7 @@ class KVBlocks:
     whether a GPU computes, on which what such layers keep is.
     """
 
-    sizes: ModelSizes
+    sizes: Sizes
     kv: KVQuant
     workload: Workload
     frees: bool
@@ -61,9 +61,11 @@ class KVBlocks:
         """
         each = [[self.records[layer] for layer in group.layers] for group in self.groups]
         if on_disk and self.frees:
-            each = [[round_up(max(records), PAGE)] * len(records) for records in each]
+            each = [[round_up(max(records, default=0), PAGE)] * len(records) for records in each]
         elif on_disk:
-            each = [[round_up(max(self.records), PAGE)] * len(records) for records in each]
+            each = [
+                [round_up(max(self.records, default=0), PAGE)] * len(records) for records in each
+            ]
         if read:
             groups = zip(each, self.groups, strict=True)
             each = [
@@ -108,7 +110,7 @@ class KVBlocks:
             for (form, of_index), count in heads.items():
                 share, asking = part, queries
                 if of_index:  # all tokens, by other heads
-                    asking = queries * of_index / self.sizes.attention.heads
+                    asking = queries * of_index / self._heads
                 else:
                     share = part * self.chosen(past * part)
                 tokens = np.maximum(BLOCK_TOKENS, past * share)
@@ -118,8 +120,8 @@ class KVBlocks:
 
     def chosen(self, tokens: Array) -> Array:
         """The part of so many tokens that attention goes to where an index chooses, else 1."""
-        index = self.sizes.spec.index
-        most = np.inf if index is None else index.top
+        top = self.sizes.index_top
+        most = np.inf if top is None else top
         found: Array = np.minimum(1.0, most / np.maximum(1.0, tokens))
         return found
 
@@ -136,6 +138,12 @@ class KVBlocks:
         calls = 2 * sum(self.sizes.readers) * call_s(machine)
         found: Array = nbytes / machine.device.bytes_per_s + passes * calls
         return found
+
+    @property
+    def _heads(self) -> int:
+        """Query heads of the layers that attend."""
+        assert self.sizes.attention is not None
+        return self.sizes.attention.heads
 
     def _read_heads(self, layer: int) -> int:
         """KV heads of a layer, times the layers that read them."""

@@ -26,7 +26,7 @@ from .forms import WeightForm, stored_bits
 from .manual import Plan
 from .profile import MachineProfile
 from .search import find_plan
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .workload import Workload
 
 # Of the text that loses most: gptq, off their grid; rtn.
@@ -163,7 +163,7 @@ def packable(forms: Sequence[Form], shapes: Sequence[HeadShape]) -> list[Form]:
     return [form for form in forms if packs(form.kv)] or list(forms)
 
 
-def storable(forms: Sequence[Form], sizes: ModelSizes) -> list[Form]:
+def storable(forms: Sequence[Form], sizes: Sizes) -> list[Form]:
     """Those whose groups divide the columns of all matrices; weights as they are have theirs."""
     entries = (entry for file in sizes.checkpoint.files for entry in file.weights.values())
     columns = {entry.shape[1] for entry in entries if isinstance(entry, QuantEntry)}
@@ -177,8 +177,8 @@ def storable(forms: Sequence[Form], sizes: ModelSizes) -> list[Form]:
 def best_form(
     forms: Sequence[Form],
     most: float,
-    sizes_of: Callable[[WeightForm | None], ModelSizes],
-    machine_of: Callable[[ModelSizes], MachineProfile],
+    sizes_of: Callable[[WeightForm | None], Sizes],
+    machine_of: Callable[[Sizes], MachineProfile],
     workload: Workload,
     template: Plan,
 ) -> Form:

@@ -10,7 +10,7 @@ from qoff.kvcache.store.placement import DEVICE, HOST
 from .manual import Plan
 from .profile import MachineProfile
 from .search import find_plan
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .workload import Workload
 
 _PARTS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0)  # of the memory there
@@ -25,7 +25,7 @@ class Point:
 
 
 def pareto_front(
-    sizes: ModelSizes, machine: MachineProfile, workload: Workload, template: Plan | None = None
+    sizes: Sizes, machine: MachineProfile, workload: Workload, template: Plan | None = None
 ) -> list[Point]:
     """The fastest plans by memory, ascending: on a CPU its own, beside a GPU that of the host.
 

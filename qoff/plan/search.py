@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from qoff.budgets import CPU
-from qoff.errors import BudgetError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import PackedCache
 from qoff.kvcache.store.placement import DEVICE, DISK, HOST
 
@@ -31,7 +31,7 @@ from .mixture import Array
 from .phase import Choices, Phase
 from .profile import MachineProfile
 from .program import Program, program
-from .sizes import ModelSizes
+from .sizes import Sizes
 from .too_small import least, smallest, too_slow, too_small
 from .workload import Workload
 
@@ -46,7 +46,7 @@ _ABOUT = (0.7, 1.2)  # times as many
 
 
 def find_plan(
-    sizes: ModelSizes,
+    sizes: Sizes,
     machine: MachineProfile,
     workload: Workload,
     template: Plan | None = None,
@@ -71,12 +71,15 @@ def find_plan(
     template = replace(template or Plan(), context=workload.context)
     if workload.acceptance:
         template = replace(template, draft_tokens=0)  # `with_drafts` chooses them
-    sizes.spec.check_positions(workload.context)
+    sizes.check_positions(workload.context)
     certifier = _certifier(sizes, machine, workload, template, dtype, counted)
     cost = certifier.cost
     on_cpu = cost.mixture is not None and cost.weight_bytes > machine.usable[DEVICE]
-    indexed = sizes.spec.index is not None
-    choices = choices_for(workload, machine.on_gpu, like, on_cpu, places, indexed)
+    on_cpu &= sizes.native
+    if not sizes.native and (workload.acceptance or template.draft_tokens):
+        raise ArgumentError("transformers' modules draft no tokens; leave out what plans them")
+    limits = Limits.of(sizes, workload, machine.on_gpu)
+    choices = choices_for(workload, machine.on_gpu, like, on_cpu, places, limits)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
     possible = _possible(certifier, choices, prefill, decode)
     bounds = lower_bounds(certifier, choices, prefill, decode)
@@ -116,7 +119,7 @@ def find_plan(
 
 
 def forecast_on(
-    machine: MachineProfile, sizes: ModelSizes, workload: Workload, one: Certified
+    machine: MachineProfile, sizes: Sizes, workload: Workload, one: Certified
 ) -> Certified:
     """A plan as it is, on a machine with other rates."""
     certifier = _certifier(sizes, machine, workload, one.plan)
@@ -124,7 +127,7 @@ def forecast_on(
 
 
 def _certifier(
-    sizes: ModelSizes,
+    sizes: Sizes,
     machine: MachineProfile,
     workload: Workload,
     template: Plan,
@@ -198,30 +201,52 @@ class _Relaxed:
     disk: float
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What of the choices a model leaves.
+
+    least_piece: tokens of a prompt that have to be read in one pass; 0: any. attends_there: a GPU
+    attends to all of its cache. parks: numbers of tiers where hidden states may wait.
+    """
+
+    least_piece: int = 0
+    attends_there: bool = False
+    parks: tuple[int, ...] = (0, 1, 2)
+
+    @classmethod
+    def of(cls, sizes: Sizes, workload: Workload, on_gpu: bool) -> Limits:
+        """Of a model; an index chooses tokens where they are attended to, on a GPU there."""
+        there = on_gpu and (sizes.index_top is not None or not sizes.shapes)
+        piece = workload.prompt.most if sizes.whole_prompts else 0
+        return cls(piece, there, (0, 1, 2) if sizes.native else (0,))
+
+
 def choices_for(
     workload: Workload,
     on_gpu: bool,
     like: Plan | None = None,
     cpu_experts: bool = False,
     places: int = 1,
-    indexed: bool = False,
+    limits: Limits | None = None,
 ) -> Choices:
     """The discrete choices for a workload: none with more places than requests, but for `places`.
 
     like, places: as for `find_plan`. cpu_experts: whether there are experts that may stay in host
-    memory. indexed: tokens are chosen by an index, on a GPU where they are attended to.
+    memory. limits: of the model.
     """
-    count = workload.at_once
+    count, limits = workload.at_once, limits or Limits()
     tokens = max(1, int(workload.prompt.mean * count))
     pieces = list(_PREFILL[: 1 + bisect_left(_PREFILL, tokens)])  # the last one may take all
-    attending: tuple[bool, ...] = (False,) if indexed and on_gpu else (True, False)
+    pieces = [n for n in pieces if n > limits.least_piece]
+    pieces = [limits.least_piece, *pieces] if limits.least_piece else pieces
+    attending: tuple[bool, ...] = (False,) if limits.attends_there else (True, False)
     if like is not None:
         pieces = [like.prefill_tokens]
         attending = (like.attends_on_cpu,) if on_gpu else attending
     computing = (False, True) if on_gpu and cpu_experts and like is None else (False,)
     rows = [
         (*row, experts)
-        for row in product(_SIZES, _BATCHES, pieces, (True, False), attending, (0, 1, 2))
+        for row in product(_SIZES, _BATCHES, pieces, (True, False), attending, limits.parks)
         if _sensible(row, max(count, places), on_gpu) and row[0] * row[1] >= places
         for experts in computing
     ]

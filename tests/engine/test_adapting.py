@@ -24,9 +24,9 @@ from qoff.kvcache import KVQuant
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.plan import Plan
 from qoff.plan.adapt import Knobs, Load, RunningPlan
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import Link
 from qoff.plan.reopen import Better
-from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
 from tests.plan.machines import MIB, SMALL, machine
 from tests.tiny_models import tiny_checkpoint
@@ -59,7 +59,7 @@ class Virtual(SimulatedRounds):
 
 def virtual(plan: Plan) -> Virtual:
     profile = replace(machine(), disk_read=Link(FAST, 1e-5, 0.0))
-    model = ModelSizes.of(SMALL | {"num_hidden_layers": 4}, QuantConfig(packing="rows16"))
+    model = NativeSizes.of(SMALL | {"num_hidden_layers": 4}, QuantConfig(packing="rows16"))
     return Virtual(model, plan, profile)
 
 

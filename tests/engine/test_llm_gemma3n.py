@@ -14,7 +14,7 @@ from qoff.memory import plan_residency
 from qoff.models import runtime
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from tests.engine.test_llm_gemma4 import PARAMS, PLAN, PROMPTS, answers
 from tests.tiny_models import QUANT, budgets, save_model, save_tokenizer
 
@@ -72,7 +72,7 @@ def test_weights_stream_within_a_budget(checkpoint: Path, expected: list[tuple[i
 
 def test_plans_count_all_streams() -> None:
     """Gemma 3n E4B, by the numbers of its config.json."""
-    sizes = ModelSizes.of({"model_type": "gemma3n_text"})
+    sizes = NativeSizes.of({"model_type": "gemma3n_text"})
     spec = sizes.spec
     assert len(sizes.shapes) == 20
     assert spec.hidden_width == 4 * 2048

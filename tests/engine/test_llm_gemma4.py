@@ -17,7 +17,7 @@ from qoff.kvcache.store.placement import KVPlacement
 from qoff.memory.plan import PER_LAYER, plan_residency
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from tests.tiny_models import QUANT, save_model, save_tokenizer
 
 LETTERS = random.Random(6)
@@ -73,7 +73,7 @@ def test_plans_count_layers_with_keys_of_their_own_and_no_table() -> None:
         "use_double_wide_mlp": True,
         "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
     }
-    sizes = ModelSizes.of(config)
+    sizes = NativeSizes.of(config)
     assert len(sizes.shapes) == 15
     assert sizes.spec.kv_layers == (*range(15), *([13] * 4 + [14]) * 4)
     table = sizes.checkpoint.outer.weights[PER_LAYER]

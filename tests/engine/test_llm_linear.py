@@ -18,7 +18,7 @@ from qoff.kernels.processor import usable_threads
 from qoff.kvcache.store.placement import KVPlacement
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.runtime import Runtime
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from tests.engine.test_llm_plans import BATCHES, PLAN, PROMPTS
 from tests.engine.test_simulated import PLAIN_PLAN, moved, real
 from tests.known_drafts import KnownDrafts, counts
@@ -110,6 +110,6 @@ def test_the_simulator_moves_what_the_engine_does(checkpoint: Path, tmp_path: Pa
     with real(checkpoint, plan) as executor:
         wanted = moved(Driver(executor))
     here = replace(machine(), cores=usable_threads())
-    with Simulation(ModelSizes.of_checkpoint(Checkpoint.open(checkpoint)), plan, here) as run:
+    with Simulation(NativeSizes.of_checkpoint(Checkpoint.open(checkpoint)), plan, here) as run:
         assert moved(run.driver) == wanted
         assert run.driver.executor.memory.purposes["device"]["states"] > 0

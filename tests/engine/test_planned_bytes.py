@@ -21,10 +21,10 @@ from qoff.memory.instrumentation import PLAIN
 from qoff.plan import Plan
 from qoff.plan.certify import Certifier, choices_of
 from qoff.plan.cost import CostModel
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.phase import RESOURCES
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from tests.plan.machines import machine
 
@@ -118,7 +118,7 @@ def test_rounds_move_the_bytes_that_the_model_says(
     prompt = PROMPT if decodes else READ
     work = Workload(Lengths.of(prompt), Lengths.of(ANSWER), plan.batch_size * plan.batches)
     cost = CostModel(
-        ModelSizes.of_checkpoint(Checkpoint.open(checkpoint)), unit_rates(), work, plan.kv, 4
+        NativeSizes.of_checkpoint(Checkpoint.open(checkpoint)), unit_rates(), work, plan.kv, 4
     )
     with ExitStack() as own:
         executor = opened(checkpoint, plan, own)

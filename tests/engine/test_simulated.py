@@ -31,9 +31,9 @@ from qoff.memory.plan import Image
 from qoff.plan import Plan
 from qoff.plan.certify import TIERS, Certifier
 from qoff.plan.cost import CostModel
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.phase import Choices
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.plan.machines import GIB, LLAMA_405B, MIB, machine, sizes
@@ -117,7 +117,7 @@ def test_bytes_are_those_of_the_engine(
     plan = bounds(checkpoint, replace(PLAIN_PLAN, spill_folder=tmp_path, **options), 100 * KIB)
     with real(checkpoint, plan) as executor:
         wanted = moved(Driver(executor))
-    sizes_of = ModelSizes.of_checkpoint(Checkpoint.open(checkpoint))
+    sizes_of = NativeSizes.of_checkpoint(Checkpoint.open(checkpoint))
     here = replace(machine(), cores=usable_threads())  # what ops share depends on these
     with Simulation(sizes_of, plan, here) as run:
         found = moved(run.driver)
@@ -173,7 +173,7 @@ def test_a_simulation_is_the_same_each_time() -> None:
 def test_machines_that_are_not_here_are_simulated() -> None:
     """Layers of 3.2 billion parameters beside a GPU: nothing of them is allocated."""
     on = machine(True, device=8 * GIB, host=300 * GIB, disk=1000 * GIB)
-    large = ModelSizes.of({**LLAMA_405B, "num_hidden_layers": 16})
+    large = NativeSizes.of({**LLAMA_405B, "num_hidden_layers": 16})
     work = Workload(requests=8)
     best = find_plan(large, on, work)
     found = simulated(best, large, on, work)
@@ -244,7 +244,7 @@ def test_tiles_beside_a_gpu_take_steps_and_copies_for_each_request_alone(
 
     monkeypatch.setattr(SimulatedReads, "_submit", submitted)
     monkeypatch.setattr(torch.Tensor, "copy_", copies)
-    large = ModelSizes.of({**LLAMA_405B, "num_hidden_layers": 2}, QuantConfig(packing="split32"))
+    large = NativeSizes.of({**LLAMA_405B, "num_hidden_layers": 2}, QuantConfig(packing="split32"))
     plan = replace(PLAIN_PLAN, kv_placement=KVPlacement(0.0, 0.0), cpu_attention="never")
     plan = replace(plan, device_memory=2 * GIB, host_memory=2 * GIB)
     on = machine(True, device=2 * GIB, host=2 * GIB, disk=1000 * GIB)
@@ -288,7 +288,7 @@ def test_attention_to_what_an_index_chooses_is_shorter(
     seconds = list[float]()
     for top in (64, 1024, 8192):
         config = {**TINY, **FAMILIES["glm-5"], "index_topk": top}
-        of = ModelSizes.of(config, QuantConfig(packing="split32" if on_gpu else "rows16"))
+        of = NativeSizes.of(config, QuantConfig(packing="split32" if on_gpu else "rows16"))
         with Simulation(of, plan, machine(on_gpu, device=GIB, host=GIB)) as run:
             run.driver.begin(5, 2000, 4000)
             run.driver.decode()

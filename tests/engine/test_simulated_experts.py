@@ -25,8 +25,8 @@ from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Memory
 from qoff.plan.mixture import slots_of_some
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.plan import machines
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_engine(
     mixture: Path, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ExpertCache, "_guesses", lambda cache, _: cache.now.guesses[:0])
-    sizes = ModelSizes.of_checkpoint(Checkpoint.open(mixture))
+    sizes = NativeSizes.of_checkpoint(Checkpoint.open(mixture))
     plan = replace(PLAIN_PLAN, spill_folder=tmp_path, **options)
     beside = Memory.of(plan, sizes.spec, sizes.shapes, tiled=True).total("device")
     least, _ = budgets(mixture)  # with one slot for an expert
@@ -110,7 +110,7 @@ def test_virtual_time_hits_as_often_as_the_model_says(on_gpu: bool, requests: in
 
 def test_plans_of_many_experts_are_compared_in_virtual_time() -> None:
     config = {**MIXTURE, "num_experts": 256, "num_experts_per_tok": 8}
-    sizes = ModelSizes.of(config, QuantConfig(packing="split32"))
+    sizes = NativeSizes.of(config, QuantConfig(packing="split32"))
     on = machine(True, device=sizes.nbytes // 3 + 132 * MIB, host=sizes.nbytes // 3)
     work = Workload(Lengths.of(64), Lengths.of(16), 16)
     best = find_plan(sizes, on, work, simulate=lambda one: simulated(one, sizes, on, work))

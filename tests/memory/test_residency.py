@@ -14,7 +14,7 @@ from qoff.errors import BudgetError
 from qoff.memory import WeightStore, plan_residency, residency_of
 from qoff.memory.arena import PAGE
 from qoff.memory.plan import HEAD, Layouts, layouts, streamed_images, tiles, unit_weights
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from qoff.quant import QuantConfig
 from tests.memory.checkpoints import all_names, units_of, write_checkpoint
 from tests.plan.machines import SMALL
@@ -121,7 +121,7 @@ def test_layers_that_lie_alike_are_laid_out_once(monkeypatch: pytest.MonkeyPatch
     for layers in (24, 96):
         laid_out.reset_mock()
         config = SMALL | {"num_hidden_layers": layers, "intermediate_size": 8192}
-        checkpoint = ModelSizes.of(config, QuantConfig(packing="split32")).checkpoint
+        checkpoint = NativeSizes.of(config, QuantConfig(packing="split32")).checkpoint
         shared = Layouts(checkpoint, "rows16")
         for budget in (3 << 20, 4 << 20, 3 << 20):
             plan = plan_residency(checkpoint, budget, host_memory=8 << 20, layouts=shared)
@@ -136,7 +136,7 @@ def mixture_of_experts(packing: str = "rows16") -> Checkpoint:
     mixture = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2}
     mixture |= {"moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1}
     config = {**SMALL, **mixture, "mlp_only_layers": []}
-    return ModelSizes.of(config, QuantConfig(packing=packing)).checkpoint
+    return NativeSizes.of(config, QuantConfig(packing=packing)).checkpoint
 
 
 def test_experts_for_the_cpu_are_spread_over_the_layers() -> None:

@@ -26,7 +26,7 @@ from qoff.kernels.layout.ragged import Ragged
 from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
 from qoff.models.forward_pass import ForwardPass
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from qoff.quant import QuantConfig, quantize
 from tests.quant.packed_matrices import (
     Matrix,
@@ -180,7 +180,7 @@ def test_a_model_that_sees_may_say_it_of_its_text_alone(tmp_path: Path) -> None:
             weight, same = weight.codes, same.codes
         assert torch.equal(same, weight)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="quantized already"):
-        ModelSizes.of(json.loads(whole))
+        NativeSizes.of(json.loads(whole))
 
 
 @pytest.mark.parametrize("kind", REQUANTIZED)

@@ -13,7 +13,7 @@ from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.reference import ops as reference_ops
 from qoff.models.convert.convert import convert
 from qoff.models.spec import DecoderSpec
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from tests.gguf_models import GGUFModel
 from tests.models.test_decoder import LENGTHS, compare, forward
 from tests.tiny_families import FAMILIES, TINY
@@ -72,7 +72,7 @@ def test_layers_have_states_and_keys_and_count_for_both() -> None:
     assert spec.cached_layers == (1, 3, 5)
     assert spec.state_places == (True, False) * 3
     assert len(spec.state_shapes) == 3
-    both, attention = ModelSizes.of(config), ModelSizes.of(alone)
+    both, attention = NativeSizes.of(config), NativeSizes.of(alone)
     assert spec.state_shape is not None
     mamba = spec.state_shape.projections[0] + spec.state_shape.values
     assert both.layer_columns == attention.layer_columns + 3 * mamba * spec.hidden_size

@@ -22,7 +22,7 @@ from qoff.models.convert.convert import convert
 from qoff.models.runtime import Runtime
 from qoff.models.spec import DecoderSpec
 from qoff.plan import Memory
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from tests.engine.test_allocations import PLAN, of_checkpoint
 from tests.engine.test_scratch import asked
 from tests.models.cpu_experts import HOOKS, Model, logits_of, opened
@@ -115,7 +115,7 @@ def test_the_cpu_computes_them_beside_a_gpu(
 def test_plans_count_the_memory_that_passes_take(checkpoint: Path) -> None:
     bytes_, taken = of_checkpoint(checkpoint, PLAN)
     assert taken <= bytes_ <= 2 * taken
-    sizes = ModelSizes.of_checkpoint(Checkpoint.open(checkpoint))
+    sizes = NativeSizes.of_checkpoint(Checkpoint.open(checkpoint))
     beside = Memory.of(PLAN, sizes.spec, sizes.shapes, tiled=True).total("device")
     memory = beside + budgets(checkpoint)[0] + 3 * sizes.expert_bytes  # of 16 experts
     bytes_, taken = of_checkpoint(checkpoint, replace(PLAN, device_memory=memory))
@@ -124,7 +124,7 @@ def test_plans_count_the_memory_that_passes_take(checkpoint: Path) -> None:
 
 def test_plans_count_the_products_of_what_there_is(source: Path, checkpoint: Path) -> None:
     opened_one = Checkpoint.open(checkpoint)
-    sizes = ModelSizes.of_checkpoint(opened_one)
+    sizes = NativeSizes.of_checkpoint(opened_one)
     entries = [e for file in opened_one.layers for e in file.weights.values()]
     matrices = [e for e in entries if isinstance(e, QuantEntry)]
     columns = {e.name: e.shape[0] * e.shape[1] for e in matrices}
@@ -133,7 +133,7 @@ def test_plans_count_the_products_of_what_there_is(source: Path, checkpoint: Pat
     assert sizes.expert_columns * count == experts
     routers = 3 * count * sizes.spec.hidden_size
     assert sizes.layer_columns == sum(columns.values()) - experts - routers
-    planned = ModelSizes.of(json.loads((source / "config.json").read_text()), QUANT)
+    planned = NativeSizes.of(json.loads((source / "config.json").read_text()), QUANT)
     assert planned.expert_bytes == sizes.expert_bytes
 
 

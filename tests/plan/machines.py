@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.quant import QuantConfig
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -56,15 +56,15 @@ MIXTURE: dict[str, Any] = SMALL | {
 
 
 @cache
-def mixture(on_gpu: bool = False) -> ModelSizes:
+def mixture(on_gpu: bool = False) -> NativeSizes:
     """Of a small mixture of experts."""
-    return ModelSizes.of(MIXTURE, QuantConfig(packing="split32" if on_gpu else "rows16"))
+    return NativeSizes.of(MIXTURE, QuantConfig(packing="split32" if on_gpu else "rows16"))
 
 
 @cache
-def sizes(on_gpu: bool = False) -> ModelSizes:
+def sizes(on_gpu: bool = False) -> NativeSizes:
     """Of the small model."""
-    return ModelSizes.of(SMALL, QuantConfig(packing="split32" if on_gpu else "rows16"))
+    return NativeSizes.of(SMALL, QuantConfig(packing="split32" if on_gpu else "rows16"))
 
 
 def machine(on_gpu: bool = False, **memory: int) -> MachineProfile:

@@ -13,9 +13,9 @@ from qoff.plan.certify import choices_of
 from qoff.plan.cost import CostModel
 from qoff.plan.manual import Plan
 from qoff.plan.mixture import Array
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.phase import PLACED, RESOURCES
 from qoff.plan.profile import Link, MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 
 from .machines import machine, mixture, sizes
@@ -24,7 +24,7 @@ WORK = Workload(Lengths.of(512), Lengths.of(64), 4)
 MOVED = Plan(batch_size=2, batches=2, context=576, cpu_attention="never")
 
 
-def busy(of: ModelSizes, on: MachineProfile, part: str, plan: Plan = MOVED) -> dict[str, float]:
+def busy(of: NativeSizes, on: MachineProfile, part: str, plan: Plan = MOVED) -> dict[str, float]:
     """Seconds more of each resource in a round of decoding, with all of a part elsewhere."""
     cost = CostModel(of, on, WORK, KVQuant(), 4)
     each: Array = cost.decode(choices_of(plan)).each[0, :, PLACED.index(part)]
@@ -59,7 +59,7 @@ def test_what_is_read_for_a_cpu_takes_no_copy_and_no_python() -> None:
 
 @pytest.mark.parametrize(("of", "on_gpu"), [(sizes, True), (mixture, False)])
 def test_links_are_as_measured_where_python_asks_or_a_gpu_computes(
-    of: Callable[[bool], ModelSizes], on_gpu: bool
+    of: Callable[[bool], NativeSizes], on_gpu: bool
 ) -> None:
     on = machine(on_gpu)
-    assert as_used(on, of(on_gpu).spec) == on
+    assert as_used(on, of(on_gpu)) == on

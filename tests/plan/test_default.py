@@ -19,7 +19,7 @@ from qoff.plan import explain as explaining
 from qoff.plan.explain import explain
 from qoff.plan.machine import beside_plan
 from qoff.plan.manual import Memory
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.tiny_models import tiny_checkpoint, tiny_model
@@ -79,7 +79,7 @@ def test_a_plan_is_chosen_again_while_a_limit_leaves_less(
     left = iter([less, *[{**less, tier: 4 * MIB}] * 2])
     searched = list[int]()
 
-    def search(sizes: ModelSizes, on: Any, *others: Any) -> Any:
+    def search(sizes: NativeSizes, on: Any, *others: Any) -> Any:
         searched.append(on.usable[tier])
         return explain(sizes, on, *others)
 
@@ -118,7 +118,7 @@ def test_no_bound_is_above_what_a_limit_leaves(
     assert len(caplog.records) == 3
     kv_on_host = Plan(device_memory="1GiB", kv_placement=qoff.KVPlacement(0, 1))
     found = default.plan_within_limit(kv_on_host, checkpoint, CPU)
-    sizes = ModelSizes.of_checkpoint(checkpoint)
+    sizes = NativeSizes.of_checkpoint(checkpoint)
     on_host = Memory.of(kv_on_host, sizes.spec, sizes.shapes).total("host")
     assert on_host > 0
     assert found == replace(kv_on_host, device_memory=most - on_host)

@@ -11,7 +11,7 @@ from qoff.errors import FormatError
 from qoff.kvcache import KVQuant
 from qoff.plan.forms import WeightForm, stored_bits
 from qoff.plan.losses import Form, assumed_forms, measured_forms, mixtures
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from qoff.quant import QuantConfig
 
 from .machines import MIXTURE, SMALL
@@ -46,9 +46,9 @@ def test_a_folder_without_a_sweep_is_refused_by_what_is_missing(tmp_path: Path) 
 @pytest.mark.parametrize("bits", [4.55, 5.2, 6.0, 8.4])
 def test_a_mixture_takes_as_many_bits_as_it_says(bits: float, model: dict[str, Any]) -> None:
     form = WeightForm(4, 32, "gptq", bits)
-    few = ModelSizes.of(model, QuantConfig())
-    mixed = ModelSizes.of(model, QuantConfig(weights=form.mixed(few)))
-    many = ModelSizes.of(model, QuantConfig(bits=8))
+    few = NativeSizes.of(model, QuantConfig())
+    mixed = NativeSizes.of(model, QuantConfig(weights=form.mixed(few)))
+    many = NativeSizes.of(model, QuantConfig(bits=8))
     part = (sum(mixed.layer_bytes) - sum(few.layer_bytes)) / sum(many.layer_bytes) * 8.5 / 4
     largest = 3 / len(few.layer_bytes)  # of a layer
     assert part == pytest.approx((bits - 4.5) / 4, abs=0.4 * largest)
@@ -82,7 +82,7 @@ def test_a_mixture_is_of_groups_that_were_measured_in_8_bits() -> None:
 
 
 def test_experts_of_a_layer_are_alike_in_a_mixture() -> None:
-    found = WeightForm(4, 32, "gptq", 6.0).mixed(ModelSizes.of(MIXTURE, QuantConfig()))
+    found = WeightForm(4, 32, "gptq", 6.0).mixed(NativeSizes.of(MIXTURE, QuantConfig()))
     of_experts = [pattern for pattern in found if ".experts." in pattern]
     assert of_experts
     assert all(".experts.*." in pattern for pattern in of_experts)

@@ -13,16 +13,16 @@ from qoff.plan import Plan
 from qoff.plan.certify import Certified, Certifier, choices_of
 from qoff.plan.cost import CostModel
 from qoff.plan.explain import Explained
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.plan.machines import GIB, machine
 from tests.plan.test_search import LARGE_MIXTURE
 
-MODEL = ModelSizes.of(LARGE_MIXTURE, QuantConfig(packing="split32"))
+MODEL = NativeSizes.of(LARGE_MIXTURE, QuantConfig(packing="split32"))
 NEVER = 1 << 14  # tokens of a pass that bring experts
 
 
@@ -69,7 +69,7 @@ def test_a_faster_link_and_a_slower_cpu_bring_experts_for_fewer_tokens() -> None
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
 def test_repacking_reads_and_writes_what_is_allocated(bits: int) -> None:
-    sizes = ModelSizes.of(LARGE_MIXTURE, QuantConfig(bits=bits, packing="split32"))
+    sizes = NativeSizes.of(LARGE_MIXTURE, QuantConfig(bits=bits, packing="split32"))
     here = CostModel(sizes, on(), Workload(), Plan().kv, 2)
     layouts, moved = sizes.layouts("split32"), 0
     for layer in (*layouts.experts, *layouts.on_cpu.experts):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +24,13 @@ from qoff.plan.cost import CostModel
 from qoff.plan.explain import Explained
 from qoff.plan.gpu import decided_on_gpu
 from qoff.plan.machine import assumed_profile
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.pareto import pareto_front
 from qoff.plan.phase import Choices, round_seconds
 from qoff.plan.processor import Processor
 from qoff.plan.profile import Link, MachineProfile
 from qoff.plan.program import Program, program
 from qoff.plan.search import choices_for, find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.tiny_families import FAMILIES, TINY
@@ -47,7 +48,7 @@ LARGE_MIXTURE = MIXTURE | {
 WORK = Workload(Lengths.of(256), Lengths.of(64), 24)
 
 
-def everything(of: ModelSizes, on: MachineProfile, work: Workload) -> list[Certified]:
+def everything(of: NativeSizes, on: MachineProfile, work: Workload) -> list[Certified]:
     """All choices, with the KV cache in steps of a quarter on each tier."""
     dtype = torch.float16 if on.on_gpu else torch.float32
     template = Plan(context=work.context)
@@ -74,7 +75,7 @@ def everything(of: ModelSizes, on: MachineProfile, work: Workload) -> list[Certi
     ids=["streams", "nearly fits", "GPU", "mixture"],
 )
 def test_no_plan_that_was_tried_is_better(
-    of: Callable[[bool], ModelSizes], on_gpu: bool, device: int
+    of: Callable[[bool], NativeSizes], on_gpu: bool, device: int
 ) -> None:
     on, model = machine(on_gpu, device=device), of(on_gpu)
     best = find_plan(model, on, WORK)
@@ -90,7 +91,7 @@ def test_experts_in_host_memory_are_computed_there_where_that_is_faster(
     rate: float, requests: int
 ) -> None:
     """And virtual time agrees about how long it takes."""
-    model = ModelSizes.of(LARGE_MIXTURE, QuantConfig(packing="split32"))
+    model = NativeSizes.of(LARGE_MIXTURE, QuantConfig(packing="split32"))
     on = replace(
         machine(True, device=model.nbytes // 3, host=2 * model.nbytes, disk=1000 * GIB),
         host=Processor.of(rate, 50 * rate, 1e-6),
@@ -132,7 +133,7 @@ def test_experts_in_host_memory_are_computed_there_where_that_is_faster(
 
 def test_fewer_sequences_are_found_where_blocks_of_more_do_not_fit() -> None:
     """Their LPs say that a little of the KV cache on disk is enough; a block of each is not."""
-    model = ModelSizes.of(GEMMA_27B, QuantConfig(packing="split32"))
+    model = NativeSizes.of(GEMMA_27B, QuantConfig(packing="split32"))
     on = replace(
         assumed_profile(torch.device("cpu"), Path()),
         on_gpu=True,
@@ -216,7 +217,7 @@ def test_integer_programs_of_all_choices_are_not_better(on_gpu: bool, device: in
 
 def test_where_an_index_chooses_blocks_come_to_the_gpu() -> None:
     config = {**TINY, **FAMILIES["deepseek-v3.2"]}
-    of = ModelSizes.of(config, QuantConfig(packing="split32"))
+    of = NativeSizes.of(config, QuantConfig(packing="split32"))
     template = Plan(context=WORK.context, kv=KVQuant(window=16))
     plan = find_plan(of, machine(True, device=150 * MIB, host=GIB), WORK, template).plan
     assert plan.cpu_attention == "never"
@@ -286,13 +287,13 @@ def test_searches_that_share_what_they_counted_find_the_same(
     """On machines with other rates, or more host memory beside a GPU, and count less."""
     on = machine(on_gpu, device=(140 if on_gpu else 6) * MIB)
     disk = replace(on.disk_read, bytes_per_s=2 * on.disk_read.bytes_per_s)
-    calls, count = list[Plan](), Certifier._count
+    calls, count = list[Plan](), NativeSizes.memory_of
 
-    def counting(self: Certifier, plan: Plan, tiled: bool) -> Memory:
+    def counting(self: NativeSizes, plan: Plan, *where: Any) -> Memory:
         calls.append(plan)
-        return count(self, plan, tiled)
+        return count(self, plan, *where)
 
-    monkeypatch.setattr(Certifier, "_count", counting)
+    monkeypatch.setattr(NativeSizes, "memory_of", counting)
     counted: Counted = {}
     more = {"host": 64 * MIB} if on_gpu else {}
     for other in (on, on, replace(on, disk_read=disk), on.with_memory(**more)):
@@ -321,7 +322,7 @@ def test_a_bound_on_latency_makes_batches_smaller() -> None:
 
 
 def test_a_model_far_larger_than_the_machine_is_offloaded() -> None:
-    large = ModelSizes.of(LLAMA_405B)
+    large = NativeSizes.of(LLAMA_405B)
     on = machine(True, device=24 * GIB, host=64 * GIB, disk=1000 * GIB)
     assert find_plan(large, on, Workload()).offloads
 
@@ -336,7 +337,7 @@ def test_what_is_too_small_is_one_line_with_the_bytes_that_are_enough(on_gpu: bo
 def test_a_context_that_the_model_does_not_have_is_refused() -> None:
     config = {**LLAMA_405B, "model_type": "opt", "ffn_dim": 96, "hidden_size": 256}
     config |= {"num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": 128}
-    opt = ModelSizes.of(config, QuantConfig(group_size=32))
+    opt = NativeSizes.of(config, QuantConfig(group_size=32))
     with pytest.raises(ArgumentError, match="up to 128 tokens"):
         find_plan(opt, machine(), WORK)
 
@@ -402,7 +403,7 @@ def test_more_memory_on_the_front_is_faster() -> None:
 @pytest.mark.parametrize(("of", "most", "layers"), [(mixture, 20, 10), (sizes, 12, 12)])
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_too_many_layers_of_passes_are_not_simulated(
-    of: Callable[[], ModelSizes],
+    of: Callable[[], NativeSizes],
     most: int,
     layers: int,
     fewer: int,

@@ -19,7 +19,8 @@ from qoff.models.layer_weights import layer_weights
 from qoff.models.names import layer_prefix
 from qoff.plan import Plan
 from qoff.plan.kv_blocks import KVBlocks
-from qoff.plan.sizes import ModelSizes, planned_file
+from qoff.plan.native_sizes import NativeSizes, planned
+from qoff.plan.planned_files import planned_file
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 from tests.plan.machines import SMALL, machine
@@ -34,12 +35,12 @@ def test_every_byte_is_known_from_the_config(
     base = tmp_path_factory.getbasetemp()
     path = tiny_model(base, family)
     config = json.loads((path / "config.json").read_text())
-    sizes = ModelSizes.of(config, replace(QUANT, packing="rows16"))
+    sizes = NativeSizes.of(config, replace(QUANT, packing="rows16"))
     real = Checkpoint.open(tiny_checkpoint(base, family))
     assert [_described(file) for file in sizes.checkpoint.files] == [
         _described(file) for file in real.files
     ]
-    assert sizes.nbytes == ModelSizes.of_checkpoint(real).nbytes
+    assert sizes.nbytes == NativeSizes.of_checkpoint(real).nbytes
 
 
 def _described(file: WeightFile) -> object:
@@ -48,11 +49,11 @@ def _described(file: WeightFile) -> object:
 
 def test_layers_alike_are_made_once_and_named_apart() -> None:
     """Each file is that of a model whose layers are all made, with headers of its own length."""
-    sizes = ModelSizes.of(SMALL)
+    sizes = NativeSizes.of(SMALL)
     names, spec = tensor_names("llama"), sizes.spec
     for i, file in enumerate(sizes.checkpoint.layers):
-        weights = layer_weights(spec, i, names)
-        assert file == planned_file(file.path, layer_prefix(i), weights, QuantConfig())
+        weights = planned(layer_prefix(i), layer_weights(spec, i, names), QuantConfig())
+        assert file == planned_file(file.path, weights, QuantConfig())
         assert file.path.name == layer_file(i)
 
 
@@ -62,14 +63,14 @@ def test_layers_alike_are_made_once_and_named_apart() -> None:
 def test_a_head_is_tied_as_the_language_model_has_it(seeing: str, tied: bool) -> None:
     """Published configs of models that see do not always say so."""
     text = {k: v for k, v in SMALL.items() if k not in ("model_type", "tie_word_embeddings")}
-    weights = ModelSizes.of({"model_type": seeing, "text_config": text}).checkpoint.outer.weights
+    weights = NativeSizes.of({"model_type": seeing, "text_config": text}).checkpoint.outer.weights
     assert (LM_HEAD not in weights) == tied
 
 
 def test_placement_takes_it_as_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     config = json.loads((tiny_model(base, "llama") / "config.json").read_text())
-    sizes = ModelSizes.of(config, replace(QUANT, packing="rows16"))
+    sizes = NativeSizes.of(config, replace(QUANT, packing="rows16"))
     real = Checkpoint.open(tiny_checkpoint(base, "llama"))
     budget = sizes.nbytes * 3 // 4
     assert plan_residency(sizes.checkpoint, budget) == plan_residency(real, budget)
@@ -87,7 +88,7 @@ def test_the_formula_of_a_large_model() -> None:
         "max_position_embeddings": 2048,
         "word_embed_proj_dim": 12288,
     }
-    sizes = ModelSizes.of(config)
+    sizes = NativeSizes.of(config)
     assert sizes.layer_columns == 12 * 96 * 12288**2
     assert sizes.parameters == pytest.approx(175e9, rel=0.01)
     assert sum(sizes.layer_bytes) == pytest.approx(4.5 / 8 * sizes.layer_columns, rel=1e-3)
@@ -102,7 +103,7 @@ def test_the_formula_of_a_large_model() -> None:
     ],
 )
 def test_a_token_is_multiplied_by_all_matrices_once(family: str, change: dict[str, Any]) -> None:
-    sizes = ModelSizes.of({**TINY, **FAMILIES[family], **change})
+    sizes = NativeSizes.of({**TINY, **FAMILIES[family], **change})
     layers = range(sizes.spec.num_layers)
     weights = [weight for i in layers for weight in layer_weights(sizes.spec, i)]
     assert sizes.layer_columns == sum(x.rows * x.columns for x in weights if x.columns is not None)
@@ -114,13 +115,13 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"model_type": "mamba"}, "transformers' modules"),
+        ({"model_type": "llama", "hidden_size": 0}, "hidden_size"),
         ({"model_type": "llama", "quantization_config": GPTQ}, "convert"),
     ],
 )
 def test_what_a_config_cannot_tell_is_refused(config: dict[str, object], what: str) -> None:
     with pytest.raises(UnsupportedModelError, match=what) as refusal:
-        ModelSizes.of(config)
+        NativeSizes.of(config)
     assert "\n" not in str(refusal.value)
 
 
@@ -133,14 +134,14 @@ def test_logits_of_every_row_of_every_pass_are_counted() -> None:
 
 def test_an_index_bounds_what_is_attended() -> None:
     config = {**TINY, **FAMILIES["deepseek-v3.2"], "index_topk": 2048}
-    sizes, dense = ModelSizes.of(config), ModelSizes.of({**TINY, **FAMILIES["deepseek-v3"]})
+    sizes, dense = NativeSizes.of(config), NativeSizes.of({**TINY, **FAMILIES["deepseek-v3"]})
     layers = sizes.spec.num_layers
     assert [shape.indexes for shape in sizes.shapes] == [True, False] * layers
     assert sizes.readers == (1,) * (2 * layers)
     assert sizes.attention == sizes.shapes[1] == dense.shapes[0]
     assert sizes.spec.position_limit is None
 
-    def seconds(of: ModelSizes, tokens: int) -> float:
+    def seconds(of: NativeSizes, tokens: int) -> float:
         """Of attention of a token to so many packed ones, in the model of costs."""
         blocks = KVBlocks(of, KVQuant(), Workload(Lengths.of(tokens)), True, False)
         found = blocks.attention_s(machine().device, np.ones(1), np.array([float(tokens)]))

@@ -9,8 +9,8 @@ import pytest
 from qoff.engine.simulated import Simulation, simulated
 from qoff.plan import Plan
 from qoff.plan.explain import explain
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.search import find_plan
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
 
@@ -21,7 +21,7 @@ WORK = Workload(Lengths.of(3000), Lengths.of(64), 24)
 SHARES = Plan(share_prefixes=True)  # keeps all blocks
 
 
-def windowed(on_gpu: bool) -> ModelSizes:
+def windowed(on_gpu: bool) -> NativeSizes:
     """Five of six layers have a window."""
     kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(LAYERS)]
     config = {
@@ -32,7 +32,7 @@ def windowed(on_gpu: bool) -> ModelSizes:
         "sliding_window": WINDOW,
         "layer_types": kinds,
     }
-    return ModelSizes.of(config, QuantConfig(packing="split32" if on_gpu else "rows16"))
+    return NativeSizes.of(config, QuantConfig(packing="split32" if on_gpu else "rows16"))
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -15,7 +15,7 @@ from torch import Tensor
 from qoff.checkpoint import Checkpoint
 from qoff.errors import FormatError, QuantizationError, UnsupportedModelError
 from qoff.models.convert.convert import convert
-from qoff.plan.sizes import ModelSizes
+from qoff.plan.native_sizes import NativeSizes
 from qoff.quant import QuantConfig, Scheme, TensorInfo, read_scheme
 from tests.module_models import module_source
 from tests.quant.packed_matrices import Tensors, joined, pieces
@@ -179,14 +179,14 @@ def edit(folder: Path, **changes: Any) -> None:
 def test_a_model_becomes_what_its_values_become(family: str, tmp_path: Path) -> None:
     """With scales of ragged blocks, experts and latent attention."""
     floats = save(tmp_path / "model", family)
-    sizes = ModelSizes.of(json.loads((tmp_path / "model" / "config.json").read_text()), EIGHT)
+    sizes = NativeSizes.of(json.loads((tmp_path / "model" / "config.json").read_text()), EIGHT)
     found = Checkpoint.open(convert(tmp_path / "model", tmp_path / "out", quant=EIGHT))
     save_file(floats, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     edit(tmp_path / "model", quantization_config=None)
     wanted = Checkpoint.open(convert(tmp_path / "model", tmp_path / "wanted", quant=EIGHT))
     for ours, theirs in zip(found.files, wanted.files, strict=True):
         assert ours.path.read_bytes() == theirs.path.read_bytes()
-    assert sizes.nbytes == ModelSizes.of_checkpoint(found).nbytes
+    assert sizes.nbytes == NativeSizes.of_checkpoint(found).nbytes
 
 
 def stored_in_4_bits(n: int, k: int) -> tuple[Tensor, ...]:

@@ -20,8 +20,8 @@ from qoff.models.forward_pass import ForwardPass
 from qoff.plan import Plan
 from qoff.plan.calls import as_used
 from qoff.plan.certify import Certified
+from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.profile import MachineProfile
-from qoff.plan.sizes import ModelSizes
 from qoff.plan.workload import Workload
 from qoff.process import uncollected
 
@@ -104,14 +104,14 @@ class Simulation(OnMachine):
 
     def __init__(
         self,
-        sizes: ModelSizes,
+        sizes: NativeSizes,
         plan: Plan,
         profile: MachineProfile,
         router: Router | None = None,
     ) -> None:
         largest = max(file.nbytes for file in sizes.checkpoint.layers)
         chunk = max(1 << 20, round_up(largest // _CHUNKS, PAGE))
-        used = as_used(profile, sizes.spec, plan.activations)
+        used = as_used(profile, sizes, plan.activations)
         super().__init__(VirtualMachine(used, VirtualClock(), chunk))
         try:
             self.executor = open_simulated(sizes.checkpoint, plan, self.machine, self._own, router)
@@ -138,7 +138,7 @@ class Simulation(OnMachine):
 
 
 def simulated(
-    found: Certified, sizes: ModelSizes, machine: MachineProfile, workload: Workload
+    found: Certified, sizes: NativeSizes, machine: MachineProfile, workload: Workload
 ) -> Certified:
     """The same plan with the seconds of its rounds in virtual time."""
     places = found.plan.batch_size * found.plan.batches

@@ -8,15 +8,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qoff.errors import ConversionError, QuantizationError
-from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
+from qoff.errors import ConversionError
+from qoff.memory.plan import EMBEDDING, LM_HEAD
 from qoff.models.modules.configs import build, position_limit, read_config
 from qoff.models.modules.probe import check_text
-from qoff.models.modules.structure import Matrix, Structure, UnitWeight, matrices_of
+from qoff.models.modules.stored_layout import StoredLayout
+from qoff.models.modules.structure import Matrix, Structure
 from qoff.models.modules.text_part import sees
 from qoff.models.sources import GGUFModulesSource, ModulesSource
 from qoff.quant import Format, QTensor, QuantConfig, quantize_as
-from qoff.quant.matrix import ROUTER_BITS
 
 from .expert_tensors import ExpertTensors
 from .layerwise import check_ids
@@ -30,9 +30,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 class UnconvertedModules:
     """A source in units, of layers and the last one of what is outside of them, and their formats.
 
-    Linear layers and experts of decoder layers, embedding and head are matrices, where the group
-    divides their columns; all else stays as it is. config: of the model. weights: how many it has.
-    group_size: of matrices of layers without a chosen format, by default that of quant. Raises as
+    config: of the model. weights: how many it has. group_size: see `StoredLayout`. Raises as
     `convert` does.
     """
 
@@ -45,28 +43,28 @@ class UnconvertedModules:
         group_size: int | None = None,
     ) -> None:
         self._source, self.quant = source, quant
-        self._group = group_size or quant.group_size
+        self._group = group_size
         self.config = dict(config)
         self._trust = trust_remote_code
         self._open()
-        if self._structure.head is None and self._tensors.has_other_head():
+        if self._layout.structure.head is None and self._tensors.has_other_head():
             self.config["tie_word_embeddings"] = False  # as transformers decides, too
             self._open()
-        self.units = len(self._structure.layers) + 1
+        self.units = self._layout.units
         if not isinstance(source, GGUFModulesSource):
             tell_of_unused(source, self.units - 1, self._tensors.layers())
         names = [matrix.name for unit in range(self.units) for matrix in self.matrices(unit)]
         check_patterns(source.path, names, quant.weights)
-        self.weights = sum(x.numel() for x in self._structure.model.parameters())
+        self.weights = sum(x.numel() for x in self._layout.structure.model.parameters())
 
     def read(
         self, unit: int
     ) -> tuple[dict[str, Tensor], list[tuple[Matrix, Tensor | ExpertTensors]]]:
         """What stays as it is, and matrices with the weights that they are in."""
-        places = self._places(unit)
+        places = self._layout.places(unit)
         experts: dict[str, ExpertTensors] = {}
         for place in places:
-            matrix = next(iter(self._matrices(place)), None)
+            matrix = next(iter(self._layout.matrices(place)), None)
             if matrix is not None and matrix.expert is not None:
                 one_by_one = self._tensors.experts(place)
                 experts |= {} if one_by_one is None else {place.name: one_by_one}
@@ -76,10 +74,10 @@ class UnconvertedModules:
         loaded = {**self._tensors.load(of, together, [*experts]), **experts}
         floats, matrices = {}, []
         for place in places:
-            found = self._matrices(place)
+            found = self._layout.matrices(place)
             matrices += [(matrix, loaded[place.name]) for matrix in found]
             if not found:
-                name = self._structure.stored_as(place)
+                name = self._layout.structure.stored_as(place)
                 floats[name] = _as_narrow_as_exact(cast(Tensor, loaded[place.name]))
         return floats, matrices
 
@@ -90,7 +88,9 @@ class UnconvertedModules:
 
     def matrices(self, unit: int) -> list[Matrix]:
         """What is quantized of a unit."""
-        return [matrix for place in self._places(unit) for matrix in self._matrices(place)]
+        return [
+            matrix for place in self._layout.places(unit) for matrix in self._layout.matrices(place)
+        ]
 
     def quantized(self, matrix: Matrix, values: Tensor) -> QTensor:
         """Values of a matrix, or of some rows of it, [N, K], as they are stored."""
@@ -103,7 +103,7 @@ class UnconvertedModules:
 
         written: embeddings are as they are stored. Raises ArgumentError for what are no tokens.
         """
-        structure = self._structure
+        structure = self._layout.structure
         quantized = [{m.name for m in self.matrices(unit)} for unit in range(self.units - 1)]
         tables = [table for table in structure.tables if table is not structure.head]
         outer = self._tensors.load(None, [*structure.outer(), *tables])
@@ -113,7 +113,7 @@ class UnconvertedModules:
         rows = []
         for table in tables:
             found = outer.pop(table.name)[used]
-            for matrix in self._matrices(table) if written else ():
+            for matrix in self._layout.matrices(table) if written else ():
                 found = self.quantized(matrix, found).dequantize()
             rows.append(found)
         of_ids = [lambda x, of=of: of[torch.searchsorted(used, x)] for of in rows]
@@ -122,24 +122,25 @@ class UnconvertedModules:
     @property
     def head(self) -> str:
         """What the matrix of the head is called in the last unit."""
-        return EMBEDDING if self._structure.head is None else LM_HEAD
+        return EMBEDDING if self._layout.structure.head is None else LM_HEAD
 
     @property
     def vocabulary(self) -> int:
-        return int(self._structure.outputs.weight.shape[0])
+        return int(self._layout.structure.outputs.weight.shape[0])
 
     @property
     def positions(self) -> int | None:
         """Tokens that a text may have."""
-        return position_limit(self._structure.model.config.get_text_config(decoder=True))
+        return position_limit(self._layout.structure.model.config.get_text_config(decoder=True))
 
     def weights_of(self, unit: int) -> int:
         """Numbers in a unit."""
-        return sum(place.tensor.numel() for place in self._places(unit))
+        return sum(place.tensor.numel() for place in self._layout.places(unit))
 
     def _open(self) -> None:
-        self._structure = self._described()
-        self._tensors = ModuleTensors(self._source, self._structure)
+        structure = self._described()
+        self._layout = StoredLayout(structure, self.quant, self._group)
+        self._tensors = ModuleTensors(self._source, structure)
 
     def _described(self) -> Structure:
         """The model without weights."""
@@ -150,40 +151,8 @@ class UnconvertedModules:
             check_text(model)
         return Structure.of(model)
 
-    def _places(self, unit: int) -> list[UnitWeight]:
-        structure = self._structure
-        if unit + 1 < self.units:
-            return structure.layer(unit)
-        return [*structure.outer(), *structure.tables]
-
-    def _matrices(self, place: UnitWeight) -> list[Matrix]:
-        """The matrices that a weight is stored as; none: it stays as it is."""
-        structure = self._structure
-        if place in structure.tables:
-            rows, columns = place.tensor.shape
-            found = [Matrix(structure.stored_as(place), (rows, columns))]
-        elif structure.unit_of(place.name) is None:
-            return []
-        else:
-            found = matrices_of(place)
-        unfit = [x for x in found if x.shape[1] % self.form(x).group_size]
-        if not unfit:
-            return found
-        for matrix in found:
-            if self.quant.chosen(matrix.name):
-                raise QuantizationError(
-                    f"{matrix.name}: {self.form(unfit[0])} do not divide the {matrix.shape[1]} "
-                    "columns of this matrix, or of one that is stored with it"
-                )
-        return []
-
     def form(self, matrix: Matrix) -> Format:
-        quant = self.quant
-        if chosen := quant.chosen(matrix.name):
-            return chosen
-        if matrix.name in (EMBEDDING, LM_HEAD, PER_LAYER):
-            return Format(quant.head_bits, quant.group_size)
-        return Format(ROUTER_BITS if matrix.routes else quant.bits, self._group)
+        return self._layout.form(matrix)
 
 
 def _as_narrow_as_exact(value: Tensor) -> Tensor:
