@@ -126,7 +126,7 @@ class LLM(Watched):
             if _grammars:
                 grammars.warm()
         if chosen:  # of what is free beside the tokenizer
-            plan = default_plan(checkpoint, where, hidden, _share, _plain)
+            plan = default_plan(checkpoint, where, hidden, _share, _plain, trust_remote_code)
         elif _bind and plan.device_memory is None:
             device_bytes, host_bytes = default_bounds(checkpoint, where, _share)
             plan = replace(plan, device_memory=device_bytes, host_memory=host_bytes)

@@ -134,9 +134,9 @@ class Certifier:
         key = (tiled, *fields)
         found = self.counted.get(key)
         if found is None:
-            cost, where = self.cost, (self.device, self.dtype)
-            found = cost.sizes.memory_of(plan, cost.machine, *where, tiled)
-            self.counted[key] = found
+            on = self.cost.machine
+            how = on.on_gpu, self.device, self.dtype, tiled, on.cores
+            found = self.counted[key] = self.cost.sizes.memory_of(plan, *how)
         return found
 
     def plan_of(self, c: Choices, host: float = 0.0, disk: float = 0.0) -> Plan:

@@ -28,6 +28,7 @@ from .machine import (
     with_reserve,
 )
 from .manual import Memory, Plan
+from .model_sizes import known_sizes
 from .native_sizes import NativeSizes
 from .workload import Lengths, Workload
 
@@ -43,6 +44,7 @@ def default_plan(
     dtype: torch.dtype,
     share: float = 1.0,
     plain: Plan | None = None,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """`plain` where it fits the memory that is free; else the planner's, and a line says why.
 
@@ -51,21 +53,13 @@ def default_plan(
     BudgetError, in a line, where nothing fits.
     """
     plain = plain or Plan()
-    if not is_native(checkpoint.config):
-        return plain  # of transformers' modules nothing is known without them
-    sizes = NativeSizes.of_checkpoint(checkpoint)
     spill = _spill_folder()
     usable = _usable(device, spill, share)
+    if not is_native(checkpoint.config) and _about(checkpoint, device) <= usable[DEVICE]:
+        return plain  # modules are built once more to be counted
+    sizes = known_sizes(checkpoint, trust_remote_code)
     try:
-        if device.type == "cuda":
-            from .gpu import memory_on_gpu  # needs Triton
-
-            recorded = plain.batch_size
-            memory = memory_on_gpu(
-                plain, sizes.spec, sizes.shapes, device, dtype, recorded=recorded
-            )
-        else:
-            memory = Memory.of(plain, sizes.spec, sizes.shapes)
+        memory = sizes.memory_of(plain, device.type == "cuda", device, dtype)
     except UnpackableError:
         return plain  # which is refused later
     wanted = sizes.nbytes + _widened(checkpoint, device) + memory.total(DEVICE)
@@ -75,7 +69,7 @@ def default_plan(
 
     folder = spill or checkpoint.path
     machine = kept_profile(device, checkpoint.path, folder) or assumed_profile(device, folder)
-    limit = min(plain.context, sizes.spec.position_limit or plain.context)
+    limit = min(plain.context, sizes.position_limit or plain.context)
     answer = max(1, limit // 8)
     work = Workload(Lengths.of(limit - answer), Lengths.of(answer))
     for _ in range(_SEARCHES):
@@ -106,8 +100,7 @@ def default_bounds(
     is to fit, too.
     """
     usable = _usable(device, None, share)
-    weights = sum(file.nbytes for file in checkpoint.files) + _widened(checkpoint, device)
-    wanted = weights + max(_BESIDE, int(weights * _SHARE)) + cache
+    wanted = _about(checkpoint, device) + cache
     if wanted <= usable[DEVICE]:
         return within_limit(device, None, None, share=share)
     logger.warning(
@@ -184,6 +177,12 @@ def plan_within_limit(
     host = host_bound(device, plan.device_memory, plan.host_memory, share)
     device_bytes, host_bytes = within_limit(device, plan.device_memory, host, taken, share)
     return replace(plan, device_memory=device_bytes, host_memory=host_bytes)
+
+
+def _about(checkpoint: Checkpoint, device: torch.device) -> int:
+    """Bytes that weights take on a device, and what a sequence does beside them, about."""
+    weights = sum(file.nbytes for file in checkpoint.files) + _widened(checkpoint, device)
+    return weights + max(_BESIDE, int(weights * _SHARE))
 
 
 def _widened(checkpoint: Checkpoint, device: torch.device) -> int:

@@ -159,6 +159,10 @@ class ModuleSizes(Sizes):
         return ()
 
     @property
+    def position_limit(self) -> int | None:
+        return self._outline.position_limit
+
+    @property
     def index_top(self) -> int | None:
         return None
 
@@ -176,17 +180,18 @@ class ModuleSizes(Sizes):
     def memory_of(
         self,
         plan: Plan,
-        machine: MachineProfile,
+        on_gpu: bool,
         device: torch.device,
         dtype: torch.dtype,
         tiled: bool = False,
+        cores: int | None = None,
     ) -> Memory:
-        outline, held = self._of(machine.on_gpu, dtype, device)
+        outline, held = self._of(on_gpu, dtype, device)
         if outline.kv is None:
             return memory_of_modules(plan, outline, held, tiled)
         outline = copy(outline)
         outline.kv, outline.device_memory = plan.kv, None
-        if not machine.on_gpu:
+        if not on_gpu:
             return memory_of_modules(plan, outline, held, tiled)
         from .gpu_modules import memory_of_modules_on_gpu  # needs Triton
 

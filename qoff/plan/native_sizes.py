@@ -106,6 +106,10 @@ class NativeSizes(Sizes):
         return self.spec.state_shapes
 
     @property
+    def position_limit(self) -> int | None:
+        return self.spec.position_limit
+
+    @property
     def index_top(self) -> int | None:
         return None if self.spec.index is None else self.spec.index.top
 
@@ -124,13 +128,14 @@ class NativeSizes(Sizes):
     def memory_of(
         self,
         plan: Plan,
-        machine: MachineProfile,
+        on_gpu: bool,
         device: torch.device,
         dtype: torch.dtype,
         tiled: bool = False,
+        cores: int | None = None,
     ) -> Memory:
-        if not machine.on_gpu:
-            return Memory.of(plan, self.spec, self.shapes, tiled, machine.cores)
+        if not on_gpu:
+            return Memory.of(plan, self.spec, self.shapes, tiled, cores)
         from .gpu import memory_on_gpu  # needs Triton
 
         return memory_on_gpu(plan, self.spec, self.shapes, device, dtype, tiled, plan.batch_size)

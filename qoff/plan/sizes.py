@@ -112,6 +112,11 @@ class Sizes(ABC):
 
     @property
     @abstractmethod
+    def position_limit(self) -> int | None:
+        """Tokens that a sequence may have; None: as many as there is memory for."""
+
+    @property
+    @abstractmethod
     def index_top(self) -> int | None:
         """Tokens that an index chooses for attention; None: there is no index."""
 
@@ -131,12 +136,17 @@ class Sizes(ABC):
     def memory_of(
         self,
         plan: Plan,
-        machine: MachineProfile,
+        on_gpu: bool,
         device: torch.device,
         dtype: torch.dtype,
         tiled: bool = False,
+        cores: int | None = None,
     ) -> Memory:
-        """What a plan takes beside the weights, on `device` with hidden states of `dtype`."""
+        """What a plan takes beside the weights, with hidden states of `dtype`.
+
+        on_gpu: whether for a GPU, which `device` is where there is one. cores: of a CPU; None: of
+        this one.
+        """
 
     @property
     def attention(self) -> HeadShape | None:

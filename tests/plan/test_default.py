@@ -22,6 +22,7 @@ from qoff.plan.manual import Memory
 from qoff.plan.native_sizes import NativeSizes
 from qoff.plan.workload import Lengths, Workload
 from qoff.quant import QuantConfig
+from tests.module_models import module_checkpoint
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
 from .machines import GIB, MIB, machine, sizes
@@ -49,12 +50,15 @@ def test_what_fits_is_as_before(
     assert default.default_bounds(checkpoint, CPU) == (None, None)
 
 
+@pytest.mark.parametrize("modules", [False, True])
 def test_what_does_not_fit_is_planned_and_runs(
     free: dict[str, int],
     tmp_path_factory: pytest.TempPathFactory,
     caplog: pytest.LogCaptureFixture,
+    modules: bool,
 ) -> None:
-    path = tiny_checkpoint(tmp_path_factory.getbasetemp(), "llama-head64")
+    base = tmp_path_factory.getbasetemp()
+    path = module_checkpoint(base, "bloom") if modules else tiny_checkpoint(base, "llama-head64")
     free["device"] = 5 * MIB
     with caplog.at_level(logging.WARNING), qoff.LLM(path) as llm:
         assert llm.plan.device_memory is not None

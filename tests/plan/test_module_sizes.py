@@ -56,7 +56,7 @@ def test_every_byte_is_known_from_the_config(base: Path, name: str) -> None:
     plan = Plan(batch_size=2, batches=2, context=64, prefill_tokens=32)
     with LLM(path, plan=plan) as llm:
         counted = llm.memory
-    found = planned.memory_of(plan, machine(), CPU, torch.float32)
+    found = planned.memory_of(plan, False, CPU, torch.float32)
     assert isinstance(found, Memory)
     assert found.purposes == counted.purposes
 
