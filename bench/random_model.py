@@ -10,14 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from qoff.checkpoint import CheckpointWriter
+from qoff.checkpoint import CheckpointWriter, QuantEntry, WeightFile
 from qoff.kernels.layout.packing import packed_shapes
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.memory.plan import EMBEDDING
 from qoff.models import names
 from qoff.models.families.mtp import mtp_config
 from qoff.models.layer_weights import layer_weights, outer_weights
+from qoff.models.modules.configs import LAYOUT
 from qoff.models.spec import DecoderSpec
+from qoff.plan.module_sizes import ModuleSizes
 from qoff.quant import QuantConfig
 from qoff.quant.matrix import ROUTER_BITS
 
@@ -140,3 +142,28 @@ def write_random_checkpoint(
                 },
             }
         )
+
+
+def write_random_modules(path: Path, config: Mapping[str, Any], seed: int = 0) -> None:
+    """Write a checkpoint for transformers' modules of a Hugging Face config, with 4-bit layers.
+
+    What is not quantized is all ones, and numbers that are no floats are 0.
+    """
+    quant = QuantConfig(group_size=GROUP, packing="rows16", solver="rtn")
+    sizes = ModuleSizes.of(config, quant)
+
+    def draw(file: WeightFile, layer: int) -> dict[str, QTensor | Tensor]:
+        generator = torch.Generator().manual_seed(seed + layer)
+        return {
+            name: random_matrix(entry.shape, entry.bits, generator)
+            if isinstance(entry, QuantEntry)
+            else torch.full(entry.shape, int(entry.dtype.is_floating_point), dtype=entry.dtype)
+            for name, entry in file.weights.items()
+        }
+
+    with CheckpointWriter(path) as writer:
+        for layer, file in enumerate(sizes.checkpoint.layers):
+            writer.write_layer(layer, draw(file, layer))
+        writer.write_outer(draw(sizes.checkpoint.outer, sizes.num_layers))
+        how = {"bits": 4, "group_size": GROUP, "solver": "rtn", "packing": quant.packing}
+        writer.finish({**config, "quantization_config": {"layout": LAYOUT, **how}})

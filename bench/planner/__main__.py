@@ -6,7 +6,7 @@ beside all of a grid, in virtual time. budgets: bytes at the peak, and a cgroup 
 takes more. tokenizers: what made-up ones keep. flexgen: its published figures by its own model, and
 qoff on its machine. peers: what accelerate and llama.cpp plan for the same budgets. training: `qoff
 plan --train` of large models. running: a job whose disk slows down in the middle, with and without
-a change of the plan.
+a change of the plan. modules: forecasts for transformers' modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.harness import Report, out_folder
 _OWN = {"turns", "rivals", "plans"}
 MEASURES = (
     *("links", "rounds", "regret", "grid", "budgets", "flexgen", "peers", "training"),
-    *("tokenizers", "running"),
+    *("tokenizers", "running", "modules"),
 )
 
 

@@ -34,7 +34,7 @@ from .planned_files import PlannedWeight, check_floats, planned_file, planned_la
 from .profile import MachineProfile
 from .sizes import Sizes
 
-_MODULE_CALLS = 1.0  # of an op: what a module takes beside its matrix
+_OP_CALLS = 0.55  # of a call of ours: what one of torch's ops takes; `bench.planner --only modules`
 _NO_TENSORS = 1 << 30  # a limit of counts in a config that no file bounds
 _CHOOSES = ("top_k", "num_experts_per_tok")  # attributes of modules that choose experts
 
@@ -170,8 +170,7 @@ class ModuleSizes(Sizes):
         self._outline.check_positions(tokens)
 
     def calls_s(self, machine: MachineProfile) -> float:
-        modules = sum(1 for _ in self._outline.structure.layers.modules())
-        return _MODULE_CALLS * modules * machine.device.call_s
+        return _OP_CALLS * self._pass_ops * machine.device.call_s
 
     def unpacked_bytes(self, tokens: int, on_gpu: bool) -> int:
         dtype = torch.float16 if on_gpu else DTYPE
@@ -196,6 +195,10 @@ class ModuleSizes(Sizes):
         from .gpu_modules import memory_of_modules_on_gpu  # needs Triton
 
         return memory_of_modules_on_gpu(plan, outline, held, tiled)
+
+    @cached_property
+    def _pass_ops(self) -> int:
+        return self._outline.pass_ops()
 
     @property
     def _outline(self) -> Outline:

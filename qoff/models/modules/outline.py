@@ -190,6 +190,11 @@ class Outline:
         trial = cache(partial(probe.bytes_of_cache, model, call, self._empty_states))
         return SequenceMemory(own=partial(extrapolated, trial), reason=reason)
 
+    def pass_ops(self) -> int:
+        """How many of torch's ops a pass takes beside what experts compute."""
+        model = self._built(packed=False)
+        return probe.count_ops(model, partial(self._call, model), self._empty_states)
+
     def _empty_states(self) -> Any:
         """transformers' cache of one sequence."""
         return ModuleCache(self.text_config, 1).states

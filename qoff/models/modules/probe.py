@@ -15,6 +15,7 @@ import torch
 import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qoff.errors import UnsupportedModelError
 from qoff.kernels.layout.heads import HeadShape
@@ -103,6 +104,33 @@ def bytes_of_cache(
     empty: makes a cache; the other arguments are those of `head_shapes`. Raises
     UnsupportedModelError where a trial does not tell.
     """
+    return cache_bytes(_read(model, call, empty, tokens))
+
+
+def count_ops(model: Any, call: Callable[..., object], empty: Callable[[], Any]) -> int:
+    """How many of torch's ops a pass of one token takes, but for those of experts.
+
+    Arguments, and what is raised: as for `bytes_of_cache`.
+    """
+    with _Counting() as counting:
+        _read(model, call, empty, 1)
+    return counting.count
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def _read(model: Any, call: Callable[..., object], empty: Callable[[], Any], tokens: int) -> Any:
+    """The cache of one sequence when so many tokens were read."""
     # The code of some models puts the mask on the meta device, where another looks into it.
     for mask in (torch.ones(1, tokens, dtype=torch.int64), None):
         states = empty()
@@ -111,7 +139,7 @@ def bytes_of_cache(
         except Exception as error:  # the code of any model
             failed = error
         else:
-            return cache_bytes(states)
+            return states
     raise UnsupportedModelError(
         f"qoff.LLM does not know what {type(model).__name__} remembers: {_reason(failed)}; "
         "use qoff.load, which leaves that to transformers"
