@@ -202,6 +202,8 @@ class Explained:
             if any(phase.busy["disk read"] for phase in (self.found.prefill, self.found.decode)):
                 faster = replace(machine, disk_read=_twice(machine.disk_read))
                 yield "a disk twice as fast", faster, plan
+        if not self.sizes.shapes:
+            return
         bits = 4 if plan.kv.k_bits == 8 else 8
         other = replace(plan.kv, k_bits=bits, v_bits=bits, layers={})
         yield f"{bits}-bit KV cache", machine, replace(plan, kv=other)

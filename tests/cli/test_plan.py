@@ -14,6 +14,7 @@ from qoff.checkpoint.layout import OUTER_FILE
 from qoff.plan.saved import read_plan, read_weights
 from qoff.units import parse_size
 from tests.cli.commands import fail, run, succeed
+from tests.module_models import module_checkpoint, module_source
 from tests.plan.machines import MIB, MIXTURE, SMALL, machine
 from tests.tiny_models import save_model, tiny_checkpoint
 
@@ -171,6 +172,33 @@ def test_a_model_without_weights_on_a_gpu_that_is_not_here(config: Path) -> None
     assert "no offloading is needed" in found.stdout
     assert "what lives where" in found.stdout
     assert "faster, by the model alone" in found.stdout  # than the plan, at most
+
+
+@pytest.mark.parametrize("name", ["stablelm", "deepseek_v4"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_model_of_transformers_modules_is_planned_saved_and_run(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str, on_gpu: bool
+) -> None:
+    """On a GPU with packed K and V, or without."""
+    base, out, here = tmp_path_factory.getbasetemp(), tmp_path / "plan.json", tmp_path / "here.json"
+    here.write_text(machine(device=64 * MIB).text())
+    where = ("--gpu", "1GiB") if on_gpu else ("--machine", here)
+    source = module_source(base, name)
+    lengths = ("--prompt", "16-24", "--tokens", "8", "--requests", "2", "--save", out)
+    found = run("plan", source, *where, *lengths, "--max-kl", 0.5)
+    assert found.exit_code == 0, found.output
+    assert "what lives where" in found.stdout
+    memory = run("plan", source, "--memory", "--json")
+    assert json.loads(memory.stdout)["parameters"] > 50_000
+    if on_gpu:
+        return
+    planned = run("plan", module_checkpoint(base, name), *where, *lengths, "--json")
+    assert planned.exit_code == 0, planned.output
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n")
+    model = module_checkpoint(base, name)
+    done = run("batch", model, prompts, "--plan", out, "--max-tokens", 2, "--raw")
+    assert done.exit_code == 0, done.output
 
 
 def test_a_disk_has_room_for_the_checkpoint_and_what_the_plan_spills(
