@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,9 +103,10 @@ class DraftModel(Drafter):
 class MtpDrafter(Drafter):
     """The model's own layer for multi-token prediction.
 
-    Its weights have the part of the plan's memory that they are of all weights, and where that is
-    too little for them they stream, as the model's do. Raises ArgumentError for a checkpoint
-    without such a layer, and what `Executor` does.
+    Of the plan's memory it has what it needs at least, and of what is left beside the model's least
+    the part that its weights are of all; where that is too little for them they stream, as the
+    model's do. Raises ArgumentError for a checkpoint without such a layer, and what `Executor`
+    does. more: options of the model's executor alone.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class MtpDrafter(Drafter):
         plan: Plan,
         own: ExitStack,
         kind: Callable[..., Executor],
+        more: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         layer = mtp_checkpoint(checkpoint)
@@ -125,14 +128,19 @@ class MtpDrafter(Drafter):
             sum(file.nbytes for file in each.files) for each in (layer, checkpoint)
         )
         self._part = own_bytes / (own_bytes + others)
+        hidden_size = DecoderSpec.from_config(layer.config).hidden_size
+        self._row_bytes = hidden_size * options["dtype"].itemsize
         small = self._small(plan)
         if plan.device_memory is not None:
             least = _least(kind, layer, small, **options)
-            part = self._part * max(0, plan.device_memory - least)
-            small = replace(small, device_memory=least + int(part))
+            taken = least + self._hidden_bytes(plan)
+            taken += _least(kind, checkpoint, plan, **options, **more)
+            part = int(self._part * max(0, plan.device_memory - taken))
+            small = replace(small, device_memory=least + part)
         self.executor = kind(layer, small, own, **options)
         residency = self.executor.runtime.residency
         self._weights, self.host_nbytes = residency.device_weight_bytes, residency.host_bytes
+        self._in_parts = residency.in_parts
         self.nbytes = self.bytes_for(plan)
 
     def _small(self, plan: Plan) -> Plan:
@@ -145,13 +153,14 @@ class MtpDrafter(Drafter):
         )
 
     def bytes_for(self, plan: Plan) -> int:
-        tokens = plan.tokens_of_passes
-        memory = self.executor.memory_of(self._small(plan), tiled=True)
-        # Hidden states that passes leave, those that wait, and those that the layer is given.
+        memory = self.executor.memory_of(self._small(plan), tiled=self._in_parts)
+        return self._weights + memory.total(DEVICE) + self._hidden_bytes(plan)
+
+    def _hidden_bytes(self, plan: Plan) -> int:
+        """Hidden states that passes leave, those that wait, and those that the layer is given."""
         waiting = plan.batches * plan.batch_size * (MOST_WAITING + 1 + plan.draft_tokens)
-        width = self.executor.runtime.spec.hidden_size * self.executor.dtype.itemsize
-        hidden = (sum(tokens) + waiting + self.executor.plan.pass_tokens) * width
-        return self._weights + memory.total(DEVICE) + hidden
+        tokens = sum(plan.tokens_of_passes) + waiting + self._small(plan).pass_tokens
+        return tokens * self._row_bytes
 
     def new_batch(self, vocab_size: int) -> MtpBatch:
         return MtpBatch(self.executor)

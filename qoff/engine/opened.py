@@ -132,15 +132,13 @@ class Source:
             "packing": self.packing,
             "instrumentation": hooks,
         }
-        more, drafts = dict(self.more), None
+        more, drafts = {"adapters": self.adapters, **self.more}, None
         try:
             if plan.draft_model is not None:
-                drafts = self._drafts(plan, **how)
+                drafts = self._drafts(plan, more, **how)
                 more["draft_bytes"] = drafts.nbytes
                 more["draft_host_bytes"] = drafts.host_nbytes
-            executor = self.kind(
-                self.checkpoint, plan, self._own, adapters=self.adapters, **how, **more
-            )
+            executor = self.kind(self.checkpoint, plan, self._own, **how, **more)
             runtime = executor.runtime
             schedule = Schedule(
                 runtime.decoder, runtime.store, plan.schedule, hooks, runtime.scratch
@@ -158,14 +156,14 @@ class Source:
         """Give back what is open; may be repeated."""
         self._own.close()
 
-    def _drafts(self, plan: Plan, **how: Any) -> Drafter:
+    def _drafts(self, plan: Plan, more: Mapping[str, Any], **how: Any) -> Drafter:
         if is_modules(self.checkpoint):
             raise ArgumentError(
                 "draft_model needs an architecture that qoff computes itself; leave it out"
             )
         assert plan.draft_model is not None
         if plan.draft_model == MTP:
-            return MtpDrafter(self.checkpoint, plan, self._own, self.kind, **how)
+            return MtpDrafter(self.checkpoint, plan, self._own, self.kind, more, **how)
         if self._draft is None:
             where, on_cpu = self.draft_cache, self.kind is CpuExecutor
             self._draft = find_checkpoint(

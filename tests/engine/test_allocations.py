@@ -22,11 +22,13 @@ from qoff.kvcache import KVPlacement, KVQuant
 from qoff.memory.instrumentation import Instrumentation
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
+from tests.mtp_models import save_with_mtp
 from tests.tiny_models import QUANT, save_model
 from tests.triton_module import triton_module
 
 KV = KVQuant(8, 8, window=0)
 PLAN = Plan(batch_size=2, batches=2, context=240, prefill_tokens=210, kv=KV)
+PARTS = ("recent KV", "hidden states", "working space", "states")
 LENGTHS = (150, 20, 70)
 SHORT = (80, 10, 66)  # where each token costs the interpreter much
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -105,8 +107,12 @@ def of_checkpoint(
     with peak, LLM(path, plan, _instrumentation=tested) as llm:
         assert len(list(llm.generate(prompts, params))) == len(prompts)
         purposes, scratch = llm.memory.purposes["device"], len(pool._workspace)
-    parts = ("recent KV", "hidden states", "working space")
-    counted = sum(purposes[part] for part in parts) + purposes.get("states", 0)
+        counted = sum(purposes.get(part, 0) for part in PARTS)
+        drafts = llm._rounds.current.opened.drafts
+        if drafts is not None:
+            own = drafts.executor
+            counted += drafts.nbytes - own.memory.purposes["device"]["KV blocks"]
+            counted -= own.runtime.residency.device_weight_bytes
     return counted, peak.most + scratch
 
 
@@ -127,6 +133,17 @@ def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) 
         sizes |= {"intermediate_size": [256] * 4, "num_hidden_layers": 4}
         sizes |= {"vocab_size_per_layer_input": 512}
     counted, taken = counted_and_taken(tmp_path, PLAN, family, sizes)
+    assert taken <= counted <= 2 * taken
+
+
+@pytest.mark.parametrize("family", ["glm4-moe", "qwen3-next-head64"])
+def test_drafts_of_a_model_for_itself_are_counted(family: str, tmp_path: Path) -> None:
+    """What its layer for multi-token prediction takes, too, and is given."""
+    save_with_mtp(tmp_path / "model", family, sure=True, hidden_size=128, intermediate_size=256)
+    convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)
+    plan = replace(PLAN, draft_model="mtp", draft_tokens=7)
+    params = replace(PARAMS, temperature=0, max_tokens=20)
+    counted, taken = of_checkpoint(tmp_path / "checkpoint", plan, params=params)
     assert taken <= counted <= 2 * taken
 
 

@@ -11,7 +11,7 @@ import torch
 from qoff.engine import LLM, SamplingParams
 from qoff.engine.mtp_drafts import MtpBatch
 from qoff.engine.request import Sequence
-from qoff.errors import ArgumentError
+from qoff.errors import ArgumentError, BudgetError
 from qoff.kvcache import KVQuant
 from qoff.models.convert.convert import convert
 from qoff.plan import Plan
@@ -106,6 +106,23 @@ def test_a_layer_has_its_part_of_the_memory(mixture: Path) -> None:
         assert counted == drafts.nbytes == drafts.bytes_for(llm.plan) < whole
         assert residency.device_bytes < counted
         assert sum(one.accepted for one in llm.rounds) > 20
+
+
+def test_the_least_memory_is_known(mixture: Path) -> None:
+    """Both stream in what an error says that they need, and not in less."""
+    plan = replace(DRAFTS, batch_size=2, prefill_tokens=16, context=160, adapt=False)
+    with pytest.raises(BudgetError) as failed:
+        LLM(mixture, replace(plan, device_memory=0), device="cpu")
+    least = failed.value.least
+    assert least is not None
+    with pytest.raises(BudgetError, match=f"{least:,}"):
+        LLM(mixture, replace(plan, device_memory=least - 1), device="cpu")
+    with LLM(mixture, replace(plan, device_memory=least), device="cpu") as llm:
+        assert sum(llm.memory_by_tier()["device"].values()) <= least
+        drafts = llm._rounds.current.opened.drafts
+        assert drafts is not None
+        assert drafts.executor.runtime.residency.streamed
+        assert llm.runtime.residency.streamed
 
 
 def test_prompts_that_begin_alike_are_drafted_for(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, modeling_utils, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils, pipeline
 from transformers.integrations import accelerate
 from transformers.quantizers import auto
 
@@ -33,6 +33,7 @@ from qoff.hf.plugin.install import packed_modules
 from qoff.hf.plugin.register import register_with_transformers
 from qoff.kernels.layout.qtensor import QTensor
 from tests.hf.plugin_models import CONFIG, IDS, load, logits
+from tests.mtp_models import tiny_with_mtp
 from tests.tiny_families import FAMILIES, KINDS_OF_EXPERTS
 from tests.tiny_models import reference_model, tiny_checkpoint, tiny_model
 from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, RELATIVE_RMS, assert_close
@@ -76,6 +77,15 @@ def test_a_checkpoint_loads_as_the_model_of_its_family(base: Path, family: str) 
     assert matrices == []  # no matrix but codes
     for name, module in packed_modules(model).items():  # the same codes, with the same values
         assert torch.equal(module.dequantize(), reference.get_submodule(name).weight)
+
+
+def test_a_layer_for_multi_token_prediction_is_no_surprise(base: Path) -> None:
+    """transformers has no module for it."""
+    path = tiny_with_mtp(base, "glm4-moe")
+    assert Checkpoint.open(path).mtp is not None
+    model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(found.values())
+    assert_close(logits(model), logits(reference_model(path)), tolerance=DECODER_LOGITS)
 
 
 @pytest.mark.parametrize("packing", ["rows16", "split32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -97,6 +98,7 @@ class QoffHfQuantizer(HfQuantizer):
         **_: Any,
     ) -> None:
         from qoff.models.modules.text_part import keep_text, sees
+        from qoff.models.names import MTP_PREFIX
 
         from . import operations
         from .streaming import Streaming
@@ -112,6 +114,12 @@ class QoffHfQuantizer(HfQuantizer):
                 keep_text(model)  # the checkpoint has nothing else
             folder = checkpoint_files[0].rpartition("/")[0]
             self._converters = operations.unfusing(model, folder, self._errors)
+            # A layer for multi-token prediction: transformers has no module for it.
+            unused = {
+                *(model._keys_to_ignore_on_load_unexpected or ()),
+                f"^{re.escape(MTP_PREFIX)}",
+            }
+            model._keys_to_ignore_on_load_unexpected = unused
             self._open = partial(Streaming, model, folder, checkpoint_files)
             if self._device_map:
                 streaming = self._open(torch.device(device_map[""]))
