@@ -67,6 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 64,
                      "vocab_size_per_layer_input": 512, "laurel_rank": 64},
     "gpt_neox": _UNGATED,
+    "apertus": _UNGATED,
     "starcoder2": _UNGATED,
     "mixtral": _EXPERTS,
     "gpt_oss": _EXPERTS | {"max_position_embeddings": 131072},  # as its RoPE says

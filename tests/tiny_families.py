@@ -571,6 +571,11 @@ FAMILIES |= {
 }
 FAMILIES |= {
     "arcee": {"model_type": "arcee", "num_key_value_heads": 2},
+    "apertus": {
+        "model_type": "apertus",
+        "num_key_value_heads": 2,
+        "rope_parameters": LLAMA3_ROPE,
+    },
     "jais2": {"model_type": "jais2", "num_key_value_heads": 2},
 }
 _GEMMA4 = {

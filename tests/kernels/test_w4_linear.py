@@ -101,8 +101,9 @@ def test_limits_of_gate_and_up(limit: float, activation: str) -> None:
         Ending("gelu", score=torch.randn(5, 1)),
         Ending("relu", scale=-3.0),
         Ending("relu2"),
+        Ending("xielu", xielu=XIELU),
     ],
-    ids=["soft cap", "score", "scale", "square"],
+    ids=["soft cap", "score", "scale", "square", "xielu"],
 )
 def test_scale_score_and_soft_cap_come_before_the_residual(n: int, end: Ending) -> None:
     weight, x, residual = random_weight(n, 64), torch.randn(5, 64), torch.randn(5, n)
