@@ -534,10 +534,10 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
         turned = int(full * rope["full_attention"]["partial_rotary_factor"]) // 2
         factors = [1.0] * turned + [1e30] * (full // 2 - turned)
         return {"rope_freqs.weight": np.array(factors, np.float32)}
-    dim = config.get("head_dim")
+    size = dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] == "step3p5":
         rope = rope["full_attention"]
-        dim = int(config["head_dim"] * rope["partial_rotary_factor"])
+        dim = int(size * rope["partial_rotary_factor"])
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"], np.float32)
@@ -551,6 +551,6 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
     # Llama 4's factors are the same: there is a step.
     smooth = np.clip((original / wavelengths - low) / max(high - low, 1e-9), 0, 1)
     divisors = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    whole = np.ones(config["head_dim"] // 2, np.float32)
+    whole = np.ones(size // 2, np.float32)
     whole[: len(divisors)] = divisors
     return {"rope_freqs.weight": whole}

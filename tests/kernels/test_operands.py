@@ -20,8 +20,8 @@ from qoff.kernels.triton.attention.merge import merge
 from qoff.kernels.triton.attention.prefill import prefill_attention
 from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
-from qoff.kernels.triton.elementwise.xielu import xielu
 from qoff.kernels.triton.elementwise.rope import rope
+from qoff.kernels.triton.elementwise.xielu import xielu
 from qoff.kernels.triton.launch.gpu import Gpu
 from tests.kernels.attention_operands import ints, random_cache
 

@@ -33,9 +33,9 @@ def numbers(metadata: Metadata) -> dict[str, Tensor]:
         value = metadata.values.get(key)
         each = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
         if len(each) != layers or not all(map(is_number, each)):
-            is_what = "missing" if value is None else shown(each)
+            there = "missing" if value is None else shown(each)
             raise FormatError(
-                f"{metadata.path}: {key} is {is_what}; expected a number for each of {layers} layers"
+                f"{metadata.path}: {key} is {there}; expected a number for each of {layers} layers"
             )
         for layer, number in enumerate(each):
             found[f"blk.{layer}.xielu.{name}"] = torch.tensor(number).float().view(shape)
