@@ -48,6 +48,7 @@ CONVOLUTIONS = {
 # attention.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-biased": (DEEP, True),
+    "apertus": (DEEP, True),  # each layer's activation has numbers of its own
     "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
     "laguna": (
         DEEP

@@ -252,6 +252,7 @@ def test_layers_that_do_not_fit_are_refused(
         ("mimo-v2", {"swa_rope_theta": 2e4}, "swa_rope_theta is 20000.0; supported: 1000.0"),
         ("mimo-v2", {"n_shared_experts": 1}, "n_shared_experts is 1; supported: 0"),
         ("step-3.5", {"swiglu_limits": [1.0]}, "swiglu_limits is '1 entries'"),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act is 'xielu'; supported: silu, "),
     ],
 )
 def test_numbers_of_other_families_are_refused(
