@@ -20,6 +20,7 @@ from .names import (
     CORRECTION_OF_STREAMS,
     DENSE_NORM,
     GAINS,
+    HEAD_BIAS,
     JOINED,
     KV_NORM,
     LATENT_IN,
@@ -76,6 +77,9 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
         found.append(Weight(NORM, (norm,)))
         if spec.norm == "layer" and spec.norm_bias:
             found.append(Weight("model.norm.bias", (Part(f"{names.norm}.bias", width),)))
+    if spec.head_bias:
+        bias = Part(names.head.removesuffix("weight") + "bias", spec.vocab_size)
+        found.append(Weight(HEAD_BIAS, (bias,)))
     sources = {EMBEDDING: names.embedding, LM_HEAD: names.head}
     if spec.tie_word_embeddings:
         del sources[LM_HEAD]

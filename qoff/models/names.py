@@ -104,6 +104,7 @@ BEFORE = MappingProxyType(  # norms of what goes into a part of a layer
     {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 )
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
+HEAD_BIAS = f"{LM_HEAD}.bias"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
 Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 INDEX_KEYS, INDEX_Q = "self_attn.indexer.keys", "self_attn.indexer.wq_b"
