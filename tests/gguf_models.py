@@ -67,6 +67,7 @@ ARCHITECTURES = {  # by model_type
     "nemotron_h": ARCH.NEMOTRON_H,
     "lfm2": ARCH.LFM2,
     "lfm2_moe": ARCH.LFM2MOE,
+    "phimoe": ARCH.PHIMOE,
     "olmoe": ARCH.OLMOE,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), ARCH.GRANITE_MOE),
     "afmoe": ARCH.AFMOE,
@@ -272,6 +273,9 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if rope:
         found["rope.freq_base"] = float(rope["rope_theta"])
         found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * size)
+    if model_type == "phimoe":
+        found["rope.scaling.attn_factor"] = rope["short_mscale"]
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope.get("rope_type") in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
     if rope.get("rope_type") != "llama3":

@@ -19,10 +19,11 @@ class Routing:
     of the softmax of those that were not chosen before it and are close: less than it by at most
     2 * `jitter` times their size, or its own if that is larger. Where there are groups of
     neighbouring experts, only those of the `top_groups` are chosen from: whose `group_best` best
-    shares have the largest sums, 2 (arXiv 2412.19437) or 1 (arXiv 2405.04434). A correction of each expert is added to its share when
-    groups and experts are chosen, and not to its weight. normalized: weights are divided by their
-    sum. scale: they are multiplied by it in the end, and by gains of each expert, if there are
-    any. Raises OpError for groups that there are not.
+    shares have the largest sums, 2 (arXiv 2412.19437) or 1 (arXiv 2405.04434). A
+    correction of each expert is added to its share when groups and experts are chosen, and not to
+    its weight. normalized: weights are divided by their sum. scale: they are multiplied by it in
+    the end, and by gains of each expert, if there are any. Raises OpError for groups that there are
+    not.
     """
 
     top_k: int

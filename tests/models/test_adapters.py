@@ -39,6 +39,7 @@ FAMILIES += ["laguna-per-element", "mimo-v2", "apertus", "phimoe"]
 TARGETS = {
     "nemotron-h-latent": r".*(q_proj|o_proj|up_proj|down_proj|latent_proj)",
     "kimi-linear": r".*(\.[qkvo]_proj|[fg]_b_proj|(gate|up|down)_proj|kv_a_proj_with_mqa)",
+    "phimoe": r".*[qkvo]_proj",  # routers are linear layers there
     "falcon-h1": r".*([qkvo]_proj|gate_proj|up_proj|down_proj|in_proj)",
 }
 LORA = "base_model.model.model."

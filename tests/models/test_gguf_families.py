@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "phimoe": {"router_jitter_noise": 0.01},
     "step-3.5": {"query_pre_attn_scalar": 32},
     "mimo-v2": {  # a file has the number of channels that rotate, not their part
         "rope_parameters": {

@@ -235,6 +235,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "falcon-h1": Architecture("falcon_h1", mamba.falcon_h1, modules=mamba.MODULES),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": replace(_NEMOTRON_H, fields=mamba.nemotron_moe),
+    "phimoe": Architecture("phimoe", experts.phimoe),
     "olmoe": Architecture("olmoe", experts.olmoe),
     "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
     "afmoe": Architecture(
