@@ -53,9 +53,10 @@ Granite have them, whichever form their family is published in.
 ### SparseMixer
 
 PhiMoE weighs each of its two experts by a softmax of the scores close to that expert's, within
-`router_jitter_noise`, as transformers does. llama.cpp has a softmax of all there, divided by the
-sum of both. GGUF files do not say which they mean; they are computed as transformers' models are,
-with a noise of 0.01. Adapters of the routers are refused.
+`router_jitter_noise`, as transformers does. llama.cpp has a softmax of all scores there, divided by
+the sum of both, and RMSNorm in place of LayerNorm. GGUF files do not say which they mean; they are
+computed as transformers' models are, with a noise of 0.01, and the factor that a file has for RoPE.
+Adapters of the routers are refused.
 
 ### Latent attention
 

@@ -86,6 +86,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "gpt-neox": (WIDE, True),  # attention and MLP side by side
     "opt": (WIDE, True),  # learned positions
     "qwen3-moe": (DEEP, False),
+    "phimoe": (DEEP | {"rope_scaling": None, "sliding_window": 100}, False),  # a bias of the head
     "qwen3-next-head64": (
         CONVOLUTIONS
         | {
