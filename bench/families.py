@@ -67,8 +67,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 64,
                      "vocab_size_per_layer_input": 512, "laurel_rank": 64},
     "gpt_neox": _UNGATED,
+    "apertus": _UNGATED,
     "starcoder2": _UNGATED,
-    "mixtral": _EXPERTS,
+    **dict.fromkeys(("mixtral", "phimoe"), _EXPERTS),
     "gpt_oss": _EXPERTS | {"max_position_embeddings": 131072},  # as its RoPE says
     "llama4_text": _EXPERTS | {"num_experts_per_tok": 1, "intermediate_size_mlp": 2304},
     "qwen2_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384,

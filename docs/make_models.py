@@ -50,6 +50,14 @@ FP8 weights, in which DeepSeek V3, R1, Kimi K2 and MiniMax M2 are published, are
 ([formats.md](formats.md)). Experts may be one tensor each or one tensor per layer, as gpt-oss and
 Granite have them, whichever form their family is published in.
 
+### SparseMixer
+
+PhiMoE weighs each of its two experts by a softmax of the scores close to that expert's, within
+`router_jitter_noise`, as transformers does. llama.cpp has a softmax of all scores there, divided by
+the sum of both, and RMSNorm in place of LayerNorm. GGUF files do not say which they mean; they are
+computed as transformers' models are, with a noise of 0.01, and the factor that a file has for RoPE.
+Adapters of the routers are refused.
+
 ### Latent attention
 
 The KV cache keeps the latent of each token, from which keys and values of all heads come, and the
@@ -315,6 +323,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "attention with a gate of each head": spec.head_gates,
         "numbers of query heads by layer": spec.layer_heads is not None,
         "compressed queries": spec.latent is not None and spec.latent.query_latent,
+        "a bias of the head": spec.head_bias,
         "biases": spec.qkv_bias or spec.mlp_bias,
         "parallel attention and MLP": spec.parallel,
         "scaled embeddings": spec.embedding_scale != 1,
@@ -325,6 +334,7 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "an MLP beside experts": spec.experts is not None and spec.experts.beside,
         "limited gates": spec.limits is not None,
         "soft-capped router scores": spec.experts is not None and spec.experts.score_cap,
+        "a SparseMixer as router": spec.experts is not None and spec.experts.shares == "mixer",
         "a correction in the router": spec.experts is not None and spec.experts.correction,
         "expert groups": spec.experts is not None and spec.experts.groups > 1,
         "experts in a narrower space": spec.latent_width,

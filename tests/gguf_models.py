@@ -50,6 +50,7 @@ ARCHITECTURES = {  # by model_type
     "exaone4": ARCH.EXAONE4,
     "seed_oss": ARCH.SEED_OSS,
     "arcee": ARCH.ARCEE,
+    "apertus": ARCH.APERTUS,
     "ernie4_5": ARCH.ERNIE4_5,
     "jais2": ARCH.JAIS2,
     "starcoder2": ARCH.STARCODER2,
@@ -66,6 +67,7 @@ ARCHITECTURES = {  # by model_type
     "nemotron_h": ARCH.NEMOTRON_H,
     "lfm2": ARCH.LFM2,
     "lfm2_moe": ARCH.LFM2MOE,
+    "phimoe": ARCH.PHIMOE,
     "olmoe": ARCH.OLMOE,
     **dict.fromkeys(("granitemoe", "granitemoeshared"), ARCH.GRANITE_MOE),
     "afmoe": ARCH.AFMOE,
@@ -166,7 +168,7 @@ class GGUFModel:
     """What a GGUF file has. kinds: the type of tensors by a part of their names, else F32."""
 
     architecture: str
-    metadata: dict[str, Any]  # after the architecture's name
+    metadata: dict[str, Any]  # after the architecture's name, but for those of xIELU
     tensors: dict[str, Array]
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     tokenizer: dict[str, Any] = field(default_factory=lambda: dict(TOKENIZER))
@@ -192,7 +194,10 @@ class GGUFModel:
         names, plain = (  # layers without experts have Llama's names
             gguf.get_tensor_name_map(x, metadata["block_count"]) for x in (kind, ARCH.LLAMA)
         )
-        for name, values in _renamed(config, load_file(directory / "model.safetensors")):
+        tensors = load_file(directory / "model.safetensors")
+        if config["model_type"] == "apertus":
+            metadata |= _xielu(config, tensors)
+        for name, values in _renamed(config, tensors):
             mapped = names.get_name(name, _SUFFIXES) or plain.get_name(name, _SUFFIXES)
             mapped = name if name.startswith("blk.") else mapped
             assert mapped is not None, name
@@ -218,7 +223,8 @@ class GGUFModel:
         """Write the file; per_file: the most tensors in one of its parts, 0 for one file."""
         writer = GGUFWriter(path, self.architecture, split_max_tensors=per_file)
         for key, value in self.metadata.items():
-            _add(writer, f"{self.architecture}.{key}", value)
+            whole = key.startswith("xielu.")
+            _add(writer, key if whole else f"{self.architecture}.{key}", value)
         self._write_tokenizer(writer)
         for name, values in self.tensors.items():
             kind = self.kind(name)
@@ -267,6 +273,9 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if rope:
         found["rope.freq_base"] = float(rope["rope_theta"])
         found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * size)
+    if model_type == "phimoe":
+        found["rope.scaling.attn_factor"] = rope["short_mscale"]
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope.get("rope_type") in ("linear", "yarn"):
         found["rope.scaling.type"] = rope["rope_type"]
     if rope.get("rope_type") != "llama3":
@@ -412,12 +421,23 @@ def _latent(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
+def _xielu(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> dict[str, Any]:
+    """Of each layer what its activation has learned, before the softplus."""
+    layers = range(config["num_hidden_layers"])
+    return {
+        f"xielu.{x}": [tensors[f"model.layers.{i}.mlp.act_fn.{x}"].item() for i in layers]
+        for x in ("alpha_p", "alpha_n", "beta", "eps")
+    }
+
+
 def _renamed(
     config: Mapping[str, Any], tensors: Mapping[str, Array]
 ) -> Iterator[tuple[str, Array]]:
     """Tensors as llama.cpp's converter changes them, under names that are in its map."""
     model_type, stacks = config["model_type"], dict[str, dict[int, Array]]()
     for name, values in tensors.items():
+        if ".act_fn." in name:  # metadata
+            continue
         if model_type == "falcon_h1":
             values = gguf_mamba.multiplied(config, name, values)
         one = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
@@ -518,10 +538,10 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
         turned = int(full * rope["full_attention"]["partial_rotary_factor"]) // 2
         factors = [1.0] * turned + [1e30] * (full // 2 - turned)
         return {"rope_freqs.weight": np.array(factors, np.float32)}
-    dim = config.get("head_dim")
+    size = dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] == "step3p5":
         rope = rope["full_attention"]
-        dim = int(config["head_dim"] * rope["partial_rotary_factor"])
+        dim = int(size * rope["partial_rotary_factor"])
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"], np.float32)
@@ -535,6 +555,6 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Array]:
     # Llama 4's factors are the same: there is a step.
     smooth = np.clip((original / wavelengths - low) / max(high - low, 1e-9), 0, 1)
     divisors = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    whole = np.ones(config["head_dim"] // 2, np.float32)
+    whole = np.ones(size // 2, np.float32)
     whole[: len(divisors)] = divisors
     return {"rope_freqs.weight": whole}

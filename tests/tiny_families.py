@@ -571,6 +571,28 @@ FAMILIES |= {
 }
 FAMILIES |= {
     "arcee": {"model_type": "arcee", "num_key_value_heads": 2},
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+        "sliding_window": 9,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + i / 8 for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.3,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "apertus": {
+        "model_type": "apertus",
+        "num_key_value_heads": 2,
+        "rope_parameters": LLAMA3_ROPE,
+    },
     "jais2": {"model_type": "jais2", "num_key_value_heads": 2},
 }
 _GEMMA4 = {

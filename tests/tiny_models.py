@@ -227,7 +227,7 @@ def stored_tensors(
                 if part.expert is not None:
                     experts.setdefault(part.source, {})[part.expert] = rows
                     continue
-                yield part.source, rows.view(part.stored) if part.stored else rows
+                yield part.source, rows if part.stored is None else rows.view(part.stored)
     for source, found in experts.items():
         yield source, torch.stack([found[e] for e in range(len(found))])
 

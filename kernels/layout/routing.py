@@ -15,21 +15,25 @@ class Routing:
     """The `top_k` experts whose shares are the largest compute for a token, weighted by these.
 
     shares: a score becomes its part of the softmax of all ("all"), or of the chosen ones ("topk"),
-    or its sigmoid ("sigmoid"). Where there are groups of neighbouring experts, only those of the
-    `top_groups` are chosen from: whose `group_best` best shares have the largest sums, 2 (arXiv
-    2412.19437) or 1 (arXiv 2405.04434). A correction of each expert is added to its share when
-    groups and experts are chosen, and not to its weight. normalized: weights are divided by their
-    sum. scale: they are multiplied by it in the end, and by gains of each expert, if there are
-    any. Raises OpError for groups that there are not.
+    or its sigmoid ("sigmoid"); or ("mixer", SparseMixer, arXiv 2409.12136) the part of a chosen one
+    of the softmax of those that were not chosen before it and are close: less than it by at most
+    2 * `jitter` times their size, or its own if that is larger. Where there are groups of
+    neighbouring experts, only those of the `top_groups` are chosen from: whose `group_best` best
+    shares have the largest sums, 2 (arXiv 2412.19437) or 1 (arXiv 2405.04434). A
+    correction of each expert is added to its share when groups and experts are chosen, and not to
+    its weight. normalized: weights are divided by their sum. scale: they are multiplied by it in
+    the end, and by gains of each expert, if there are any. Raises OpError for groups that there are
+    not.
     """
 
     top_k: int
-    shares: Literal["all", "topk", "sigmoid"] = "all"
+    shares: Literal["all", "topk", "sigmoid", "mixer"] = "all"
     normalized: bool = False
     groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
     group_best: int = 2
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.groups < 1 or not 1 <= self.top_groups <= self.groups:

@@ -53,11 +53,24 @@ def route(
     weights = shares.gather(1, ids)
     if routing.shares == "topk":
         weights = weights.softmax(-1)
+    elif routing.shares == "mixer":
+        weights = _mixed(shares, ids, routing.jitter)
     if routing.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + NEVER_ZERO)
     if gains is not None:
         weights = weights * gains.float()[ids]
     return ids, weights * routing.scale if routing.scale != 1 else weights
+
+
+def _mixed(scores: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """The weights of experts of each token [M, top_k], best first, by SparseMixer."""
+    left, weights = scores, []
+    for chosen in ids.split(1, dim=1):
+        best = scores.gather(1, chosen)
+        far = best - scores > 2 * jitter * torch.maximum(scores.abs(), best)
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, chosen))
+        left = left.scatter(1, chosen, -torch.inf)
+    return torch.cat(weights, dim=1)
 
 
 def experts(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qoff.kernels.layout.ending import Ending, Norm
+from qoff.kernels.layout.ending import XIELU, Ending, Norm, Xielu
 
 from .elementwise import rms_norm, wide
 
@@ -35,6 +35,13 @@ def activated(name: str, z: Tensor) -> Tensor:
     return F.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
+def xielu(z: Tensor, by: Xielu) -> Tensor:
+    """xIELU, see `Xielu`."""
+    low = z.clamp(max=0)  # so that gradients of what is not taken are finite
+    negative = by.alpha_n * (torch.expm1(low.clamp(max=by.eps)) - low)
+    return torch.where(z > 0, by.alpha_p * z * z, negative) + by.beta * z
+
+
 def gate_and_up(z: Tensor) -> tuple[Tensor, Tensor]:
     """Views [M, I / 16, 16] of z [M, 2I], whose columns alternate 16 of gate, 16 of up."""
     gate, up = z.view(len(z), -1, 2, TURN).unbind(2)
@@ -53,6 +60,9 @@ def ended(z: Tensor, end: Ending, residual: Tensor | None = None) -> Tensor:
     if end.gated:
         gate, up = gate_and_up(z)
         z = times(activated(end.activation, gate), up, end.limit)
+    elif end.activation == XIELU:
+        assert end.xielu is not None
+        z = xielu(z, end.xielu)
     elif end.activation:
         z = activated(end.activation, z)
     if end.post_norm is not None:

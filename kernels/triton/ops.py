@@ -14,7 +14,7 @@ from torch import Tensor
 from qoff.errors import OpError
 from qoff.kernels.layout.delta import DeltaShape, DeltaWeights
 from qoff.kernels.layout.device_cache import DeviceLayerCache
-from qoff.kernels.layout.ending import PLAIN, Ending, Norm
+from qoff.kernels.layout.ending import PLAIN, XIELU, Ending, Norm
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.index import IndexShape
 from qoff.kernels.layout.kv_format import KVFormat
@@ -35,6 +35,7 @@ from qoff.kernels.reference.streams import correct, matched, predict, sparse_gat
 from .attention.offloaded import joined_bytes
 from .attention.op import attend_to_heads, heads_bytes
 from .elementwise.rms_norm import rms_norm
+from .elementwise.xielu import xielu
 from .indexed import choose as indexed
 from .latent.op import attend_to_latents, latents_bytes
 from .latent.products import absorb, expand
@@ -142,7 +143,11 @@ def norm(
 
 
 def _ended(z: Tensor, end: Ending, residual: Tensor | None) -> Tensor:
-    """`reference.linear.ended`, with norms by the kernel that does them."""
+    """`reference.linear.ended`, with norms and xIELU by the kernels that do them."""
+    if end.activation == XIELU:
+        assert end.xielu is not None
+        z = xielu(z, end.xielu)
+        end = end._replace(activation="", xielu=None)
     if end.post_norm is not None:
         z = _normalized(ended(z, end.by_element), end.post_norm)
         end = end._replace(activation="", gated=False, post_norm=None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from qoff.kernels.layout import ending
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
 
 from .attention_weights import AttentionWeights, with_bias
@@ -19,6 +20,7 @@ from .names import (
     CORRECTION_OF_STREAMS,
     DENSE_NORM,
     GAINS,
+    HEAD_BIAS,
     JOINED,
     KV_NORM,
     LATENT_IN,
@@ -46,10 +48,11 @@ from .names import (
     STREAM_NORM,
     STREAM_ROUTER,
     STREAM_SCALE,
+    XIELU,
     Part,
     Weight,
 )
-from .row_order import ROW_BLOCK, Order, from_halves, from_pairs, in_order, in_turn
+from .row_order import ROW_BLOCK, Order, after, from_halves, from_pairs, in_order, in_turn
 from .spec import DecoderSpec
 from .spec_parts import ExpertsSpec, PerLayerSpec, StreamsSpec
 
@@ -74,6 +77,9 @@ def outer_weights(spec: DecoderSpec, names: TensorNames | None = None) -> tuple[
         found.append(Weight(NORM, (norm,)))
         if spec.norm == "layer" and spec.norm_bias:
             found.append(Weight("model.norm.bias", (Part(f"{names.norm}.bias", width),)))
+    if spec.head_bias:
+        bias = Part(names.head.removesuffix("weight") + "bias", spec.vocab_size)
+        found.append(Weight(HEAD_BIAS, (bias,)))
     sources = {EMBEDDING: names.embedding, LM_HEAD: names.head}
     if spec.tie_word_embeddings:
         del sources[LM_HEAD]
@@ -110,6 +116,8 @@ class _Layer(AttentionWeights):
         else:
             has_mlp = spec.has_mlp(self._layer)
             rest = list(self._mlp("mlp", self._inner, spec.mlp_bias)) if has_mlp else []
+            if has_mlp and spec.activation == ending.XIELU:
+                rest.append(self._xielu())
             if spec.per_layer is not None:
                 rest += self._per_layer(spec.per_layer)
             if spec.streams is not None and self._layer == spec.num_layers - 1:
@@ -151,6 +159,17 @@ class _Layer(AttentionWeights):
     def _mlp(self, module: str, inner: int, bias: bool = False) -> Iterator[Weight]:
         """An MLP."""
         yield from self._around(module, self._spec.hidden_size, inner, self._spec.gated, bias)
+
+    def _xielu(self) -> Weight:
+        """What the activation has learned, and its two constants, which are stored as such."""
+        stored = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        return Weight(
+            XIELU,
+            tuple(
+                Part(self._source(XIELU, name), 1, after(i), stored=shape)
+                for i, (name, shape) in enumerate(stored.items())
+            ),
+        )
 
     def _around(
         self, module: str, hidden: int, inner: int, gated: bool, bias: bool = False

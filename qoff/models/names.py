@@ -7,6 +7,7 @@
                          turn, gate 0..15, up 0..15, gate 16..31, up 16..31, ..., so that
                          silu(gate) * up of 16 outputs needs two neighbouring blocks of rows
     mlp.up_proj          in place of these, where an MLP has no gate
+    mlp.act_fn           of an MLP whose activation is xIELU: alpha_p, alpha_n, beta and eps
     mlp.experts.<e>.*    the same two matrices of an expert; each expert's are neighbours
     mlp.latent_in, mlp.latent_out   the matrices around experts of a narrower space
     everything else      one tensor each
@@ -103,6 +104,7 @@ BEFORE = MappingProxyType(  # norms of what goes into a part of a layer
     {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 )
 NORM, QKV = "model.norm.weight", "self_attn.qkv_proj"
+HEAD_BIAS = f"{LM_HEAD}.bias"
 Q_B, KV_B = "self_attn.q_b_proj", "self_attn.kv_b_proj"  # of latent attention
 Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 INDEX_KEYS, INDEX_Q = "self_attn.indexer.keys", "self_attn.indexer.wq_b"
@@ -126,6 +128,7 @@ ROUTED_NORM, ROUTING_NORM = "mlp.routed_norm", "mlp.routing_norm"  # of experts 
 DENSE_NORM, MIXTURE_NORM = "mlp.dense_norm", "mlp.mixture_norm"
 LATENT_IN, LATENT_OUT = "mlp.latent_in", "mlp.latent_out"  # before and behind experts
 LAYER_SCALE = "layer_scale"
+XIELU = "mlp.act_fn"
 CONTEXT, CONTEXT_NORM = "per_layer.context", "per_layer.context_norm"  # of layer 0
 LAYER_GATE, LAYER_PROJECTION = "per_layer.gate", "per_layer.projection"
 LAYER_NORM = "per_layer.post_norm"
@@ -205,7 +208,7 @@ class Weight:
         """
         one = self.parts[part]
         if self.columns is None:
-            return one.stored or (one.rows,)
+            return (one.rows,) if one.stored is None else one.stored
         rows, columns = one.rows // one.rows_each, self.columns * one.rows_each
         return (columns, rows) if one.transposed else (rows, columns)
 

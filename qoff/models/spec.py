@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import Any, Literal, Self
 
 from qoff.errors import ContextLengthError
-from qoff.kernels.layout.ending import ACTIVATIONS
+from qoff.kernels.layout.ending import ACTIVATIONS, XIELU
 from qoff.kernels.layout.heads import QueryScale
 from qoff.kernels.layout.states import StateShape
 
@@ -88,6 +88,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     tie_word_embeddings: bool = False
+    head_bias: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None  # head_dim is of queries then, and there is one KV head
     index: IndexSpec | None = None  # of layers with latent attention whose queries are compressed
@@ -127,8 +128,10 @@ class DecoderSpec:
             if rope is not None and rope.dim > dim:
                 raise unsupported("partial_rotary_factor", rope.dim, f"up to {dim}")
         self._check_values()
-        if self.activation not in ACTIVATIONS:
-            raise unsupported("hidden_act", self.activation, ", ".join(ACTIVATIONS))
+        numbered = not (self.gated or self.experts or self.per_layer)  # what xIELU has may be
+        activations = (*ACTIVATIONS, XIELU) if numbered else ACTIVATIONS
+        if self.activation not in activations:
+            raise unsupported("hidden_act", self.activation, ", ".join(activations))
         for key, per_layer in (
             ("no_rope_layers", self.rope_layers),
             ("layer_types", self.sliding_window),

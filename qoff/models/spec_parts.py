@@ -91,7 +91,8 @@ class ExpertsSpec:
     top_k: int  # experts of a token
     intermediate_size: int
     layers: tuple[bool, ...]  # per layer: whether it has experts; otherwise it has an MLP
-    shares: Literal["all", "topk", "sigmoid"] = "all"
+    shares: Literal["all", "topk", "sigmoid", "mixer"] = "all"
+    jitter: float = 0.0  # of SparseMixer
     normalized: bool = True
     groups: int = 1
     top_groups: int = 1
@@ -173,7 +174,7 @@ class ExpertsSpec:
     def routing(self) -> Routing:
         """How the router's scores choose experts."""
         groups = (self.groups, self.top_groups, self.scale, self.group_best)
-        return Routing(self.top_k, self.shares, self.normalized, *groups)
+        return Routing(self.top_k, self.shares, self.normalized, *groups, jitter=self.jitter)
 
     @property
     def judged(self) -> bool:

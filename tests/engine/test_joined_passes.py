@@ -48,6 +48,7 @@ CONVOLUTIONS = {
 # attention.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-biased": (DEEP, True),
+    "apertus": (DEEP, True),  # each layer's activation has numbers of its own
     "gemma3": (DEEP | {"sliding_window": 100, "layer_types": TURNS}, True),
     "laguna": (
         DEEP
@@ -85,6 +86,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "gpt-neox": (WIDE, True),  # attention and MLP side by side
     "opt": (WIDE, True),  # learned positions
     "qwen3-moe": (DEEP, False),
+    "phimoe": (DEEP | {"rope_scaling": None, "sliding_window": 100}, False),  # a bias of the head
     "qwen3-next-head64": (
         CONVOLUTIONS
         | {

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from qoff.errors import OpError
 from qoff.kernels.cpu.jit.pool import Pool
@@ -328,6 +329,8 @@ ROUTINGS = [
     Routing(3, "topk"),
     Routing(3, "sigmoid", normalized=True, scale=2.5),
     Routing(3, "sigmoid"),
+    Routing(3, "mixer", jitter=0.3),
+    Routing(3, "mixer", normalized=True, scale=2.0, jitter=0.01),
     Routing(3, normalized=True, groups=6, top_groups=2),
     Routing(3, groups=6, top_groups=2, scale=2.0, group_best=1),
     Routing(3, "sigmoid", normalized=True, groups=6, top_groups=3, scale=0.5),
@@ -353,6 +356,17 @@ def test_experts_are_chosen_from_the_groups_with_the_two_best_of_their_own() -> 
         ids, weights = op(scores, routing, torch.zeros(9))
         assert ids.tolist() == [[4, 3]]
         assert_close(weights, scores[:, [4, 3]].sigmoid(), tolerance=1e-6)
+
+
+def test_sparse_mixer_is_that_of_transformers() -> None:
+    scores = torch.randn(50, 8)
+    scores[:5] = -scores[:5].abs()
+    for jitter in (0.01, 0.3):
+        weights, ids = sparsemixer(scores, jitter, training=False)
+        for op in (route, reference_ops.route):
+            found = op(scores, Routing(2, "mixer", jitter=jitter))
+            assert torch.equal(found[0], ids)
+            assert_close(found[1], weights, tolerance=1e-6)
 
 
 def test_a_correction_chooses_and_does_not_weigh() -> None:

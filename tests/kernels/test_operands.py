@@ -11,6 +11,7 @@ import torch
 
 from qoff.errors import OpError
 from qoff.kernels.layout.device_cache import DeviceLayerCache
+from qoff.kernels.layout.ending import Xielu
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.kv_format import KVFormat
 from qoff.kernels.triton.attention.append import kv_append
@@ -20,6 +21,7 @@ from qoff.kernels.triton.attention.prefill import prefill_attention
 from qoff.kernels.triton.elementwise.gated_silu import gated_silu
 from qoff.kernels.triton.elementwise.rms_norm import rms_norm
 from qoff.kernels.triton.elementwise.rope import rope
+from qoff.kernels.triton.elementwise.xielu import xielu
 from qoff.kernels.triton.launch.gpu import Gpu
 from tests.kernels.attention_operands import ints, random_cache
 
@@ -43,6 +45,7 @@ def samples() -> dict[Callable[..., Any], dict[str, Any]]:
     return {
         rms_norm: {"x": half(3, 40), "weight": half(40), "eps": 1e-5},
         gated_silu: {"z": half(3, 64)},
+        xielu: {"z": half(3, 40), "by": Xielu(1.0, 1.0, 0.5, -1e-6)},
         rope: turn,
         merge: {"outs": half(3, 2, 4, 64), "lses": torch.randn(3, 2, 4)},
         kv_append: {**fresh, "cache": some_cache()},
@@ -58,6 +61,7 @@ REFUSED = [
     (rms_norm, "weight", lambda x: x[:8], r"weight is .* \[40\], not float16 \[8\]"),
     (rms_norm, "weight", lambda x: x.to("meta"), "weight is on meta, other operands on cpu"),
     (gated_silu, "z", lambda x: x[:, :48].contiguous(), "not 48 columns"),
+    (xielu, "z", lambda x: x.T.contiguous().T, "z must be contiguous"),
     (rope, "x", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "x must have contiguous"),
     (rope, "x", lambda x: x[..., :32].contiguous(), "up to the head size 32, not 64"),
     (rope, "positions", lambda x: x.float(), r"positions is int32 or int64 \[3\], not float32"),

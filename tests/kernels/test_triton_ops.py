@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qoff.errors import OpError
-from qoff.kernels.layout.ending import GATED_SILU, PLAIN, Ending, Norm
+from qoff.kernels.layout.ending import GATED_SILU, PLAIN, Ending, Norm, Xielu
 from qoff.kernels.reference import ops as reference_ops
 from tests.kernels.packed import quantized
 from tests.tolerances import RELATIVE_RMS, assert_close
@@ -20,7 +20,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("end", [PLAIN, GATED_SILU], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "end",
+    [PLAIN, GATED_SILU, Ending("xielu", xielu=Xielu(1.3, 0.8, 0.5, -1e-6))],
+    ids=["plain", "gated", "xielu"],
+)
 @pytest.mark.parametrize("tokens", [1, 20, 70])  # gemv, skinny, through the scratch
 def test_norm_bias_gate_and_residual(tokens: int, end: Ending, dtype: torch.dtype) -> None:
     weight = quantized(64, 96, 4, 32)

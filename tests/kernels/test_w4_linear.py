@@ -6,19 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.activations import XIELUActivation
 
 from qoff.errors import OpError
 from qoff.kernels.cpu import ops as cpu
 from qoff.kernels.cpu.jit.pool import Pool
 from qoff.kernels.cpu.linear.linear import w4_linear
-from qoff.kernels.layout.ending import ACTIVATIONS, GATED_SILU, Ending, Norm
+from qoff.kernels.layout.ending import ACTIVATIONS, GATED_SILU, Ending, Norm, Xielu
 from qoff.kernels.reference import ops as reference_ops
-from qoff.kernels.reference.linear import activated
+from qoff.kernels.reference.linear import activated, xielu
 from tests.kernels.operands import random_weight
 from tests.tolerances import INT16_ACTIVATIONS, RELATIVE_RMS, assert_close, relative_rms
+
+XIELU = Xielu(1.3, 0.8, 0.5, -1e-6)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,38 @@ def test_limits_of_gate_and_up(limit: float, activation: str) -> None:
     assert_close(reference_ops.w4_linear(x, weight, end=end), wanted)
 
 
+@pytest.mark.parametrize("learned", [(0.3, -1.2), (2.5, 25.0)])
+def test_xielu_is_that_of_transformers(learned: tuple[float, float]) -> None:
+    """Also next to 0, where the exponential less one is nearly the number itself."""
+    module = XIELUActivation(dtype=torch.float64)
+    module.alpha_p.data.fill_(learned[0])
+    module.alpha_n.data.fill_(learned[1])
+    by = Xielu(
+        F.softplus(module.alpha_p).item(),
+        (module.beta + F.softplus(module.alpha_n)).item(),
+        float(module.beta),
+        float(module.eps),
+    )
+    x = torch.cat([torch.logspace(-9, 2, 64).double() * sign for sign in (-1, 1)])[:, None]
+    x = torch.cat([x, torch.zeros(1, 1).double()]).requires_grad_()
+    wanted = module(x)
+    found = xielu(x, by)
+    assert_close(found, wanted)
+    slopes = [torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted)]
+    assert_close(*slopes)
+
+
+def test_xielu_next_to_0_and_far_from_it() -> None:
+    """Each number by itself, of the products that the kernel has."""
+    weight, x = random_weight(48, 64), torch.randn(64, 64) * torch.logspace(-9, 2, 64)[:, None]
+    products = w4_linear(x, weight)
+    by = XIELU._replace(alpha_n=0.4)  # which has no other zero, where terms would cancel
+    found = w4_linear(x, weight, end=Ending("xielu", xielu=by))
+    torch.testing.assert_close(found.double(), xielu(products.double(), by), rtol=1e-5, atol=0.0)
+    x[3] = float("nan")
+    assert w4_linear(x, weight, end=Ending("xielu", xielu=by))[3].isnan().all()
+
+
 @pytest.mark.parametrize("n", [96, 100])
 @pytest.mark.parametrize(
     "end",
@@ -101,8 +137,9 @@ def test_limits_of_gate_and_up(limit: float, activation: str) -> None:
         Ending("gelu", score=torch.randn(5, 1)),
         Ending("relu", scale=-3.0),
         Ending("relu2"),
+        Ending("xielu", xielu=XIELU),
     ],
-    ids=["soft cap", "score", "scale", "square"],
+    ids=["soft cap", "score", "scale", "square", "xielu"],
 )
 def test_scale_score_and_soft_cap_come_before_the_residual(n: int, end: Ending) -> None:
     weight, x, residual = random_weight(n, 64), torch.randn(5, 64), torch.randn(5, n)
@@ -236,6 +273,8 @@ def test_no_tokens() -> None:
         ({"end": Ending(post_norm=_norm(48), sum_norm=_norm(48))}, "not two"),
         ({"end": Ending(sum_norm=_norm(40))}, "norm must be"),
         ({"end": Ending(sum_scale=2.0)}, "scaled behind a norm only"),
+        ({"end": Ending("xielu")}, "numbers of its own"),
+        ({"end": Ending("relu2", xielu=XIELU)}, "others have no numbers"),
         ({"end": Ending("silu", limit=2.0)}, "a limit is of gate and up"),
         ({"activation_bits": 4}, "8 or 16"),
         ({"weight": random_weight(48, 64, packing="split32")}, "rows16"),

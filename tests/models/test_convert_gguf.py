@@ -282,7 +282,11 @@ def _arch(model: Model) -> None:
         (_unknown, UnsupportedModelError, r"blk.0.ffn_down.extra is not one that"),
         (_pre, UnsupportedModelError, r"tokenizer.ggml.pre is 'chameleon'; supported: default"),
         (_unigram, UnsupportedModelError, r"tokenizer.ggml.model is 't5'; supported: 'gpt2'"),
-        (_arch, UnsupportedModelError, r"general.architecture is 'mpt'; supported: afmoe, arcee, "),
+        (
+            _arch,
+            UnsupportedModelError,
+            r"general.architecture is 'mpt'; supported: afmoe, apertus, ",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(

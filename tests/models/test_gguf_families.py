@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "phimoe": {"router_jitter_noise": 0.01},
     "step-3.5": {"query_pre_attn_scalar": 32},
     "mimo-v2": {  # a file has the number of channels that rotate, not their part
         "rope_parameters": {
@@ -530,3 +531,20 @@ def test_which_layers_of_glm_5_have_an_index(tmp_path: Path) -> None:
         spec = DecoderSpec.from_config(source.config())
         assert spec.index is not None
         assert list(spec.index.layers) == wanted
+
+
+def test_numbers_of_xielu(base: Path, tmp_path: Path) -> None:
+    """One of each layer, or, as llama.cpp reads it, one for all; others are refused."""
+    model = GGUFModel.of(tiny_model(base, "apertus"))
+    once = {key: x[0] for key, x in model.metadata.items() if key.startswith("xielu.")}
+    apart = {key: [x, x] for key, x in once.items()}
+    for changed, name in ((once, "once"), (apart, "apart")):
+        model.metadata |= changed
+        model.write(tmp_path / f"{name}.gguf")
+    assert_same(tmp_path / "once.gguf", tmp_path / "apart.gguf")
+    model.metadata["xielu.beta"] = [0.5]
+    with pytest.raises(FormatError, match=r"xielu.beta is .*expected a number for each of 2 la"):
+        open_source(model.write(tmp_path / "m.gguf"))
+    del model.metadata["xielu.beta"]
+    with pytest.raises(FormatError, match=r"xielu.beta is missing"):
+        open_source(model.write(tmp_path / "m.gguf"))

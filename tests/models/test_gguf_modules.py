@@ -139,5 +139,5 @@ def test_an_architecture_that_nobody_reads_is_named(tmp_path: Path) -> None:
     path = written("stablelm", tmp_path / "m.gguf")
     content = path.read_bytes().replace(b"stablelm", b"stablexx")
     path.write_bytes(content)
-    with pytest.raises(UnsupportedModelError, match=r"is 'stablexx'; supported: afmoe, arcee, "):
+    with pytest.raises(UnsupportedModelError, match=r"is 'stablexx'; supported: afmoe, apertus, "):
         open_source(path)

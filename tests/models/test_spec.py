@@ -252,6 +252,19 @@ def test_layers_that_do_not_fit_are_refused(
         ("mimo-v2", {"swa_rope_theta": 2e4}, "swa_rope_theta is 20000.0; supported: 1000.0"),
         ("mimo-v2", {"n_shared_experts": 1}, "n_shared_experts is 1; supported: 0"),
         ("step-3.5", {"swiglu_limits": [1.0]}, "swiglu_limits is '1 entries'"),
+        ("phimoe", {"router_jitter_noise": -0.1}, "router_jitter_noise is -0.1; supported: 0 or"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; supported: 2 in this"),
+        (
+            "phimoe",
+            {"rope_scaling": {**FAMILIES["phimoe"]["rope_scaling"], "short_mscale": 0}},
+            "short_mscale is 0; supported: a number above 0",
+        ),
+        (
+            "phimoe",
+            {"rope_scaling": {**LLAMA3_ROPE, "short_mscale": 1.0, "long_mscale": 1.0}},
+            "rope_type is 'llama3'; supported: default, longrope",
+        ),
+        ("llama", {"hidden_act": "xielu"}, "hidden_act is 'xielu'; supported: silu, "),
     ],
 )
 def test_numbers_of_other_families_are_refused(

@@ -45,6 +45,13 @@ CHANGES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "qwen3-tied": {"num_attention_heads": 2},  # norms of heads
+    "phimoe": {  # a SparseMixer, and biases everywhere
+        "num_attention_heads": 2,
+        "num_local_experts": 4,
+        "sliding_window": 40,
+        "rope_scaling": None,
+    },
+    "apertus": {"num_attention_heads": 2},  # an activation with numbers of its own
     "mistral-window": {"sliding_window": 40},
     "smollm3": {"num_hidden_layers": 2},  # one layer does not rotate
     "ministral3": {"num_attention_heads": 2},  # queries are scaled by position

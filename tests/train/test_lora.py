@@ -51,7 +51,7 @@ def batches(step: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids[i : i + 1], "labels": ids[i : i + 1]} for i in range(2)]
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "apertus"])
 def test_losses_are_those_of_peft_on_dequantized_weights(
     family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

@@ -170,6 +170,12 @@ def maximum(b, x, y):
     return emit_maximum(b, x, y)
 
 
+@vector_intrinsic(f32x16, f32x16, f32x16, f32x16)
+def where_positive(b, x, y, z):
+    """y where x > 0, otherwise z."""
+    return b.select(b.fcmp_ordered(">", x, const_f32(0.0)), y, z)
+
+
 @vector_intrinsic(f32x16, f32x16)
 def absolute(b, x):
     return emit_absolute(b, x)

@@ -7,13 +7,14 @@ import numpy as np
 from qoff.kernels.cpu.jit import simd
 from qoff.kernels.cpu.jit.compiled import inlined
 from qoff.kernels.layout.ending import ACTIVATIONS
+from qoff.kernels.layout.ending import XIELU as XIELU_NAME
 from qoff.kernels.layout.qexperts import ACTIVATIONS as GATES
 
 # By name, from 1 on; 0 is none.
-NUMBERS = {name: i + 1 for i, name in enumerate(dict.fromkeys((*ACTIVATIONS, *GATES)))}
+NUMBERS = {name: i + 1 for i, name in enumerate(dict.fromkeys((*ACTIVATIONS, *GATES, XIELU_NAME)))}
 _SILU, _GELU, _RELU = NUMBERS["silu"], NUMBERS["gelu"], NUMBERS["relu"]
 _RELU2 = NUMBERS["relu2"]
-CLAMPED_SWIGLU = NUMBERS["clamped_swiglu"]
+CLAMPED_SWIGLU, XIELU = NUMBERS["clamped_swiglu"], NUMBERS[XIELU_NAME]
 
 
 @inlined
@@ -44,7 +45,7 @@ def _gelu(x):
 
 @inlined
 def activated(kind, x):
-    """An activation of 16 numbers, `kind` one of NUMBERS but the last; NaN stays NaN."""
+    """An activation of 16 numbers, `kind` one of NUMBERS but the last two; NaN stays NaN."""
     if kind == _SILU:
         one = simd.splat_f32(np.float32(1.0))
         negative = simd.mul(x, simd.splat_f32(np.float32(-1.0)))
@@ -67,8 +68,36 @@ def _below(limit, x):
 
 
 @inlined
+def _less_one(x):
+    """exp(x) - 1 of numbers up to 0, with a relative error below 1e-6; NaN stays NaN.
+
+    That of 2x is p (p + 2), p that of x. Taylor's polynomial gives that of x / 32.
+    """
+    x = simd.maximum(simd.splat_f32(np.float32(-20.0)), x)  # beyond, it is -1
+    x = simd.mul(x, simd.splat_f32(np.float32(1 / 32)))
+    one, two = simd.splat_f32(np.float32(1.0)), simd.splat_f32(np.float32(2.0))
+    poly = simd.splat_f32(np.float32(1.0))
+    for divisor in (7.0, 6.0, 5.0, 4.0, 3.0, 2.0):
+        poly = simd.mul_add(simd.mul(poly, simd.splat_f32(np.float32(1.0 / divisor))), x, one)
+    value = simd.mul(poly, x)
+    for _ in range(5):
+        value = simd.mul(value, simd.add(value, two))
+    return value
+
+
+@inlined
+def xielu(alpha_p, alpha_n, beta, eps, x):
+    """xIELU of 16 numbers, see `layout.ending.Xielu`; NaN stays NaN."""
+    low = _below(np.float32(0.0), x)
+    minus = simd.mul(low, simd.splat_f32(np.float32(-1.0)))
+    negative = simd.mul(simd.splat_f32(alpha_n), simd.add(_less_one(_below(eps, low)), minus))
+    square = simd.mul(simd.splat_f32(alpha_p), simd.mul(x, x))
+    return simd.mul_add(simd.splat_f32(beta), x, simd.where_positive(x, square, negative))
+
+
+@inlined
 def gated(kind, limit, gate, up):
-    """The gated activation of 16 outputs, `kind` one of NUMBERS; NaN stays NaN.
+    """The gated activation of 16 outputs, `kind` one of NUMBERS but the last; NaN stays NaN.
 
     limit: see `Ending`; 0 for none.
     """

@@ -12,12 +12,23 @@ from qoff.kernels.cpu.jit.compiled import inlined, inner, job
 from qoff.kernels.cpu.jit.pool_threads import finish, take, wait
 from qoff.kernels.cpu.operands import int64s, offsets
 
-from .activation import activated, gated, sigmoid
+from .activation import XIELU, activated, gated, sigmoid, xielu
 from .multiply import is_panel, multiply, while_cached
 from .norm_job import LONG, NormArguments, RowsArguments, norm_all, normalize
 from .quantize import quantize_groups
 from .scales import ROW_BLOCK_BYTES
 from .scratch import PANEL_TOKENS, TILE_BYTES
+
+
+class XieluArguments(ctypes.Structure):
+    """The numbers of xIELU."""
+
+    _fields_ = (
+        ("alpha_p", ctypes.c_float),
+        ("alpha_n", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    )
 
 
 class LinearArguments(ctypes.Structure):
@@ -33,16 +44,20 @@ class LinearArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("xielu", XieluArguments),
         ("norm", NormArguments),
         ("rows", RowsArguments),  # what follows when whole rows are there, with row_norms
     )  # fmt: skip
-    OF_LAYER = ("codes", "scale_min", "width", "group", "bits", "bias", "norm", "rows.norm")
+    OF_LAYER = (
+        "codes", "scale_min", "width", "group", "bits", "bias", "xielu", "norm", "rows.norm",
+    )  # fmt: skip
 
 
 (X, X_STRIDE, M, K, N, CODES, SCALE_MIN, WIDTH, GROUP, BITS, BIAS, BIAS_STRIDE, RESIDUAL,
  RESIDUAL_STRIDE, ACTIVATION, GATED, SCORE, MORE, OUT, OUT_STRIDE, HIGH, LOW, SCALES, NORMED,
- SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, LIMIT, NORM,
+ SCRATCH, PLANES, ROW_NORMS, SCALE, SOFT_CAP, LIMIT, NUMBERS, NORM,
  ROWS) = offsets(LinearArguments)  # fmt: skip
+ALPHA_P, ALPHA_N, BETA, EPS = offsets(XieluArguments)
 
 
 @inner
@@ -111,7 +126,13 @@ def with_bias(address, bias, row, n):
 def _more(args, token, value):
     """What else follows a product than a gate: activation, score, scale and soft cap."""
     kind, score = simd.peek_i64(args + ACTIVATION), simd.peek_i64(args + SCORE)
-    if kind != 0:
+    if kind == XIELU:
+        by = args + NUMBERS
+        value = xielu(
+            simd.peek_f32(by + ALPHA_P), simd.peek_f32(by + ALPHA_N),
+            simd.peek_f32(by + BETA), simd.peek_f32(by + EPS), value,
+        )  # fmt: skip
+    elif kind != 0:
         value = activated(kind, value)
     if score != 0:
         share = simd.splat_f32(simd.peek_f32(score + 4 * token))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qoff.kernels.cpu.jit.pool import Pool, default_pool
 from qoff.kernels.cpu.operands import address, check_dense, check_rows, fail
-from qoff.kernels.layout.ending import ACTIVATIONS, PLAIN, Ending, Norm
+from qoff.kernels.layout.ending import ACTIVATIONS, PLAIN, XIELU, Ending, Norm
 from qoff.kernels.layout.qtensor import QTensor
 
 from .activation import NUMBERS
@@ -121,11 +121,16 @@ def _set_end(
     if end is PLAIN:
         return out, residual
     if end.activation:
-        if end.activation not in ACTIVATIONS:
-            fail(_OP, f"unknown activation {end.activation!r}; known are {', '.join(ACTIVATIONS)}")
+        known = (*ACTIVATIONS, XIELU)
+        if end.activation not in known:
+            fail(_OP, f"unknown activation {end.activation!r}; known are {', '.join(known)}")
         a.activation = NUMBERS[end.activation]
+    if (end.activation == XIELU) != (end.xielu is not None) or (end.xielu and end.gated):
+        fail(_OP, "xielu has numbers of its own and no gate, and others have no numbers")
+    if end.xielu is not None:
+        a.xielu = tuple(end.xielu)
     of_tiles = end.by_element
-    special = of_tiles._replace(activation="", gated=False, limit=0.0) != PLAIN
+    special = of_tiles._replace(activation="", gated=False, limit=0.0, xielu=None) != PLAIN
     late = end.score is not None or end.soft_cap
     if (special and end.gated) or (end.post_norm and late):
         fail(_OP, "scale, score and soft cap do not follow a gate, nor the last two a norm")

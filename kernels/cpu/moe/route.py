@@ -17,8 +17,8 @@ from qoff.kernels.layout.routing import NEVER_ZERO, Routing
 
 from .scratch import route_bytes
 
-_OF_ALL, _OF_CHOSEN, _SIGMOID = range(3)
-_SHARES = {"all": _OF_ALL, "topk": _OF_CHOSEN, "sigmoid": _SIGMOID}
+_OF_ALL, _OF_CHOSEN, _SIGMOID, _MIXER = range(4)
+_SHARES = {"all": _OF_ALL, "topk": _OF_CHOSEN, "sigmoid": _SIGMOID, "mixer": _MIXER}
 
 
 class RouteArguments(ctypes.Structure):
@@ -33,12 +33,14 @@ class RouteArguments(ctypes.Structure):
         *int64s("kind", "normalized", "groups", "top_groups", "correction", "scratch"),
         *int64s("group_best", "gains"),
         ("scale", ctypes.c_float),
+        ("jitter", ctypes.c_float),
     )
 
 
 (
     SCORES, STRIDE, M, EXPERTS, TOP_K, IDS, WEIGHTS,
     KIND, NORMALIZED, GROUPS, TOP_GROUPS, CORRECTION, SCRATCH, GROUP_BEST, GAINS, SCALE,
+    JITTER,
 ) = offsets(RouteArguments)  # fmt: skip
 
 
@@ -129,6 +131,32 @@ def _divisor(args, scores, total, largest, judged):
 
 
 @inner
+def _mix(args, scores, ids, weights, total):
+    """Write the weights of the chosen, best first, by SparseMixer; what they are divided by.
+
+    total: 0, or NaN if any score is.
+    """
+    twice = np.float32(2.0) * simd.peek_f32(args + JITTER)
+    sum_of_weights = total
+    for t in range(simd.peek_i64(args + TOP_K)):
+        best = simd.peek_f32(scores + 4 * simd.peek_i64(ids + 8 * t))
+        close = total
+        for e in range(simd.peek_i64(args + EXPERTS)):
+            score = simd.peek_f32(scores + 4 * e)
+            left = best - score <= twice * max(abs(score), best)
+            for before in range(t):
+                left = left and simd.peek_i64(ids + 8 * before) != e
+            if left:
+                close += np.exp(score - best)
+        weight = np.float32(1.0) / close  # which has that of the expert itself, 1
+        sum_of_weights += weight
+        simd.poke_f32(weights + 4 * t, weight)
+    if simd.peek_i64(args + NORMALIZED) != 0:
+        return sum_of_weights + np.float32(NEVER_ZERO)
+    return total + np.float32(1.0)
+
+
+@inner
 def _route_token(args, token, scratch):
     experts, top_k = simd.peek_i64(args + EXPERTS), simd.peek_i64(args + TOP_K)
     scores = simd.peek_i64(args + SCORES) + token * simd.peek_i64(args + STRIDE)
@@ -158,7 +186,10 @@ def _route_token(args, token, scratch):
         total += weight
         simd.poke_i64(ids + 8 * t, number)
         simd.poke_f32(weights + 4 * t, weight)
-    total = _divisor(args, scores, total, largest, judged)
+    if simd.peek_i64(args + KIND) == _MIXER:
+        total = _mix(args, scores, ids, weights, np.float32(0.0) * total)
+    else:
+        total = _divisor(args, scores, total, largest, judged)
     scale, gains = simd.peek_f32(args + SCALE), simd.peek_i64(args + GAINS)
     for t in range(top_k):
         weight = simd.peek_f32(weights + 4 * t) / total
@@ -210,6 +241,7 @@ def route(
             ids.data_ptr(), weights.data_ptr(), _SHARES[routing.shares], routing.normalized,
             routing.groups, routing.top_groups, address(correction),
             scratch, routing.group_best, address(gains), routing.scale,
+            routing.jitter,
         )  # fmt: skip
         pool.run(route_job.address, arguments)
     return ids, weights

@@ -148,7 +148,10 @@ class Layerwise:
             assert by is not None
             rows = normalized(rows, by)
         head = outer[EMBEDDING if spec.tie_word_embeddings else LM_HEAD]
-        return ended(rows @ head.T, logits_ending(spec))
+        products = rows @ head.T
+        if spec.head_bias:
+            products = products + outer[names.HEAD_BIAS]
+        return ended(products, logits_ending(spec))
 
     @property
     def logit_rows(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qoff.memory.plan import EMBEDDING, LM_HEAD, PER_LAYER
-from qoff.models.names import Weight
+from qoff.models.names import HEAD_BIAS, Weight
 from qoff.models.spec import DecoderSpec
 from qoff.quant import QTensor
 from qoff.quant.rows import reordered
@@ -142,20 +142,24 @@ class LossProbe:
         name = EMBEDDING if self._run.spec.tie_word_embeddings else LM_HEAD
         head = next(w for w in self._units[-1][1] if w.name == name)
         divergence = Divergence(len(self._own))
-        for own, written in self._heads(head, built[name]):
+        bias = vectors.get(HEAD_BIAS)
+        for rows, own, written in self._heads(head, built[name]):
+            some = vectors if bias is None else {**vectors, HEAD_BIAS: bias[rows]}
             divergence.add(
-                self._run.logits({**vectors, name: own}, self._own),
-                self._run.logits({**vectors, name: written}, self._written),
+                self._run.logits({**some, name: own}, self._own),
+                self._run.logits({**some, name: written}, self._written),
             )
         self.done(divergence.result())
 
-    def _heads(self, head: Weight, built: QTensor | Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of the head, the source's and those written, some at a time."""
+    def _heads(
+        self, head: Weight, built: QTensor | Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Numbers of some rows of the head at a time, the source's rows and those written."""
         written = built.to_packing("split32") if isinstance(built, QTensor) else built
         for rows, piece in self._builder.pieces(head):
             for at, own in zip(rows.split(_ROWS), piece.split(_ROWS), strict=True):
                 chosen = reordered(written, at) if isinstance(written, QTensor) else written[at]
-                yield own, chosen.dequantize() if isinstance(chosen, QTensor) else chosen
+                yield at, own, chosen.dequantize() if isinstance(chosen, QTensor) else chosen
 
 
 def _products(weight: Weight, spec: DecoderSpec) -> int:

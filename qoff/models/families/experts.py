@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from qoff.kernels.layout.heads import QueryScale
-from qoff.models.spec_parts import ExpertsSpec, unsupported
+from qoff.models.spec_parts import ExpertsSpec, RopeSpec, unsupported
+from qoff.schema import is_number
 
 from .family import (
     Family,
@@ -30,6 +31,38 @@ _FIRST_EXPERTS = 64  # layers, among which one has experts if any has
 def _mixtral(config: Any) -> Fields:
     """Mistral with experts in every layer."""
     return {"sliding_window": one_window(config), "experts": mixture(config)}
+
+
+def _phimoe(config: Any) -> Fields:
+    """Mixtral with LayerNorm, biases and a SparseMixer, which always chooses two."""
+    jitter, count = config.router_jitter_noise, config.num_experts_per_tok
+    if not is_number(jitter) or not jitter >= 0:
+        raise unsupported("router_jitter_noise", jitter, "0 or a number above it")
+    if count != 2:
+        raise unsupported("num_experts_per_tok", count, "2 in this family")
+    experts = mixture(config, shares="mixer", normalized=False, jitter=float(jitter))
+    return {
+        **_mixtral(config),
+        **biases(config.attention_bias),
+        "experts": experts,
+        "norm": "layer",
+        "head_bias": bool(config.lm_head_bias),
+        "rope": _with_mscale(config),
+    }
+
+
+def _with_mscale(config: Any) -> RopeSpec:
+    """RoPE whose cosines and sines are multiplied by a number of the config, up to its length."""
+    rope = dict(config.rope_parameters)
+    kind = rope["rope_type"]
+    if kind not in ("default", "longrope"):
+        raise unsupported("rope_parameters.rope_type", kind, "default, longrope")
+    scale, _ = rope.pop("short_mscale", None), rope.pop("long_mscale", None)
+    if kind == "longrope":
+        if not is_number(scale) or not scale > 0:
+            raise unsupported("rope_parameters.short_mscale", scale, "a number above 0")
+        rope["attention_factor"] = float(scale)
+    return rope_of(config, rope, head_dim_of(config))
 
 
 def _qwen3_moe(config: Any) -> Fields:
@@ -207,15 +240,17 @@ GRANITE_SHARED = replace(
         "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
     },
 )
+_MIXTRAL_NAMES = TensorNames(
+    modules={"mlp.router": "block_sparse_moe.gate", "mlp": "block_sparse_moe"},
+    leaves={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+)
 FAMILIES = {
     "mixtral": Family(
         "Mixtral 8x7B, 8x22B",
         _mixtral,
-        TensorNames(
-            modules={"mlp.router": "block_sparse_moe.gate", "mlp": "block_sparse_moe"},
-            leaves={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-        ),
+        _MIXTRAL_NAMES,
     ),
+    "phimoe": Family("Phi-3.5 MoE, Phi mini MoE, Phi tiny MoE", _phimoe, _MIXTRAL_NAMES),
     "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, _QWEN_NAMES),
     "qwen3_moe": Family("Qwen 3 MoE 30B-A3B, 235B-A22B", _qwen3_moe, _QWEN_NAMES),
     "olmoe": Family("OLMoE 1B-7B", _olmoe, _QWEN_NAMES),

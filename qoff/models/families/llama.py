@@ -128,6 +128,11 @@ def _arcee(config: Any) -> Fields:
     return {**_llama(config), "gated": False}
 
 
+def _apertus(config: Any) -> Fields:
+    """Llama with norms on query and key heads, whose MLP has no gate."""
+    return {**biases(config.attention_bias), "qk_norm": "head", "gated": False}
+
+
 def _seed_oss(config: Any) -> Fields:
     """Llama whose output projection has a bias of its own."""
     return {**_llama(config), "o_bias": config.attention_out_bias}
@@ -181,6 +186,16 @@ FAMILIES = {
     "olmo3": Family("OLMo 3", _olmo3, _AFTER),
     "exaone4": Family("EXAONE 4", exaone4, _AFTER),
     "arcee": Family("Arcee AFM 4.5B", _arcee),
+    "apertus": Family(
+        "Apertus 8B, 70B",
+        _apertus,
+        TensorNames(
+            modules={
+                "input_layernorm": "attention_layernorm",
+                "post_attention_layernorm": "feedforward_layernorm",
+            }
+        ),
+    ),
     "seed_oss": Family("Seed-OSS 36B", _seed_oss),
     "ernie4_5": Family("ERNIE 4.5 0.3B", _ernie4_5, TensorNames(rope_pairs=True)),
     "glm": Family("GLM-4 9B of 2024", _glm, TensorNames(fused_gate_up=True, rope_pairs=True)),

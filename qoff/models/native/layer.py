@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from typing import cast
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qoff.kernels.embedding import embedding
-from qoff.kernels.layout.ending import PLAIN, Ending, Norm
+from qoff.kernels.layout.ending import PLAIN, XIELU, Ending, Norm, Xielu
 from qoff.kernels.layout.heads import HeadShape
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops, exact
@@ -58,7 +59,8 @@ class Layer:
         self._cuts = [spec.deviations(layer) for layer in range(spec.num_layers)]
         self._attention = Attention(spec, ops, shapes, device)
         self._recurrent = recurrent_of(spec, ops)
-        self._scales = dict[int, float]()  # of layers; read once, as a GPU would have to wait
+        # Of layers; read once, as a GPU would have to wait.
+        self._scales, self._xielu = dict[int, float](), dict[int, Xielu]()
         own = spec.per_layer
         self._per_layer = None if own is None else PerLayer(spec, own, ops, self._together)
         self.streams = None if spec.streams is None else Streams(spec, ops)
@@ -262,9 +264,27 @@ class Layer:
             return self._ops.sparse_gate(both, cut, self._spec.activation, out=out)
         return (
             yield from self._linear(
-                run, weights, name, x, out=out, part=part, norm=norm, end=self._activations[layer]
+                run,
+                weights,
+                name,
+                x,
+                out=out,
+                part=part,
+                norm=norm,
+                end=self._activation(layer, weights),
             )
         )
+
+    def _activation(self, layer: int, weights: Weights) -> Ending:
+        """What follows the first matrix of an MLP."""
+        end = self._activations[layer]
+        if end.activation == XIELU and layer not in self._xielu:
+            numbers = vector(weights, names.XIELU)
+            assert numbers is not None
+            alpha_p, alpha_n, beta, eps = numbers.cpu().numpy().tolist()
+            alphas = _softplus(alpha_p), beta + _softplus(alpha_n)
+            self._xielu[layer] = Xielu(*alphas, beta, eps)
+        return end if end.activation != XIELU else end._replace(xielu=self._xielu[layer])
 
     def _parts(self, weights: Weights, run: ForwardPass) -> list[slice]:
         """The tokens that go through experts together."""
@@ -466,3 +486,7 @@ class Layer:
             sum_norm=norm_of(spec, weights, names.BEFORE[module]) if spec.norm_after_add else None,
             sum_scale=self._layer_scale(layer, weights) if last else halved,
         )
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

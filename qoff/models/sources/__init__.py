@@ -48,7 +48,7 @@ class Source(Protocol):
         """Describe a tensor, None if there is none of this name."""
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
-        """Read a tensor in pieces of `rows` rows, a multiple of 16, in their order."""
+        """Read a tensor in pieces of `rows` rows, a multiple of 16, in order; a scalar whole."""
 
     def item(self, name: str, index: int) -> Tensor | QTensor:
         """Read one matrix of a tensor of three dimensions."""

@@ -42,6 +42,8 @@ class GGUFSource:
         self._file, self._metadata = file, metadata
         self._architecture = find(metadata)
         self._metadata.check()
+        made = self._architecture.tensors
+        self._made = {} if made is None else made(metadata)
         self._joined = joined(file, file.tensors)
         self._stored = {
             _own_name(name): name
@@ -67,6 +69,8 @@ class GGUFSource:
             floats = both.kinds <= {*DENSE, *_AS_CONFIGURED}
             form = None if floats else (_BITS_FROM_FLOATS, GROUP_SIZE)
             return TensorInfo(both.shape, form, anew=not floats)
+        if name in self._made:
+            return TensorInfo(tuple(self._made[name].shape), None)
         if name not in self._stored:
             return None
         stored = self._stored[name]
@@ -89,6 +93,9 @@ class GGUFSource:
     def chunks(self, name: str, rows: int) -> Iterator[Tensor | QTensor]:
         if (both := self._joined.get(name)) is not None:
             yield from both.chunks()
+            return
+        if name in self._made:
+            yield self._made[name]
             return
         info, stored = self.info(name), self._stored[name]
         assert info is not None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch import Tensor
+
 from qoff.models.families.family import TensorNames, class_of
 
 from . import gguf_dense as dense
@@ -23,6 +25,7 @@ from . import gguf_mamba as mamba
 from . import gguf_mimo as mimo
 from . import gguf_short_conv as short_conv
 from . import gguf_step as step
+from . import gguf_xielu as xielu
 from .gguf_fields import Config, common, stacked
 from .gguf_metadata import EMBEDDING, HEAD, Metadata
 
@@ -66,6 +69,7 @@ class Architecture:
     may turn. fused_gate_up: `ffn_up` has the rows of the gate, too. index_pairs, split_gates,
     linear (that of most layers), split_conv: as `TensorNames` has them. modules: its own names of
     modules. norm: the last one. base: what is in place of the fields that all have alike.
+    tensors: what the metadata has of weights, by the names that tensors would have.
     """
 
     model_type: str
@@ -80,6 +84,7 @@ class Architecture:
     split_conv: bool = False
     norm: str = "output_norm"
     base: Callable[[Metadata], Config] | None = None
+    tensors: Callable[[Metadata], Mapping[str, Tensor]] | None = None
 
     def config(self, metadata: Metadata) -> Config:
         """The `config.json`. Raises FormatError or UnsupportedModelError."""
@@ -179,6 +184,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("olmo2", dense.qwen),
     "exaone4": Architecture("exaone4", dense.exaone4),
     "arcee": Architecture("arcee", dense.llama, rope_pairs=True),
+    "apertus": Architecture("apertus", xielu.apertus, modules=xielu.MODULES, tensors=xielu.numbers),
     "seed_oss": Architecture("seed_oss", dense.seed_oss, modules=_NORM_BEHIND_ATTENTION),
     "ernie4_5": Architecture("ernie4_5", dense.ernie4_5, rope_pairs=True),
     "chatglm": Architecture("glm", dense.glm, rope_pairs=True, partial=True, fused_gate_up=True),
@@ -229,6 +235,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "falcon-h1": Architecture("falcon_h1", mamba.falcon_h1, modules=mamba.MODULES),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": replace(_NEMOTRON_H, fields=mamba.nemotron_moe),
+    "phimoe": Architecture("phimoe", experts.phimoe),
     "olmoe": Architecture("olmoe", experts.olmoe),
     "granitemoe": Architecture("granitemoe", experts.granite_moe, rope_pairs=True),
     "afmoe": Architecture(

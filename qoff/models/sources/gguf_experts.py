@@ -16,6 +16,20 @@ def mixtral(metadata: Metadata, config: Config) -> Config:
     return {**rms(metadata), **mixture(metadata, "num_local_experts"), "sliding_window": None}
 
 
+def phimoe(metadata: Metadata, config: Config) -> Config:
+    """Keys say nothing of its SparseMixer, in whose place llama.cpp has a softmax."""
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "longrope":
+        scale = rope.pop("attention_factor", 1.0)
+        rope |= {"short_mscale": scale, "long_mscale": scale}
+    return {
+        **mixtral(metadata, config),
+        "sliding_window": metadata.get("attention.sliding_window") or None,
+        "attention_bias": attention_bias(metadata),
+        "lm_head_bias": metadata.has("output.bias"),
+    }
+
+
 def olmoe(metadata: Metadata, config: Config) -> Config:
     metadata.only("expert_weights_norm", False)
     return {

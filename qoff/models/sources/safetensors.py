@@ -96,7 +96,8 @@ class SafetensorsSource:
         return TensorInfo(stored.shape, None)
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
-        for start in range(0, self._tensors[name].shape[0], rows):
+        count, *_ = self._tensors[name].shape or (1,)
+        for start in range(0, count, rows):
             yield self.read(name, start, start + rows)
 
     def item(self, name: str, index: int) -> Tensor:
