@@ -81,7 +81,7 @@ def _whole_layers() -> Iterator[None]:
 
 
 def _round_s(path: Path, plan: Plan, requests: int, new: int) -> tuple[float, float]:
-    """Seconds of a round of decoding, the median, and bytes that one reads from disk, on average."""
+    """Seconds of a round of decoding, the median, and bytes that one reads from disk: the mean."""
     prompts = [[5 + (7 * i + 13 * j) % 900 for i in range(_PROMPT)] for j in range(requests)]
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=new, ignore_eos=True)
     with LLM(path, plan=plan) as llm:
