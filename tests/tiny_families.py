@@ -703,6 +703,32 @@ FAMILIES |= {
         "routed_scaling_factor": 1.5,
     },
 }
+_LING = {
+    "model_type": "bailing_hybrid",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 1,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 1.5,
+}
+FAMILIES |= {
+    "ling3": _LING,
+    # Gates without a bound; queries that are compressed; keys of linear attention wider.
+    "ling3-free": {**_LING, "kda_safe_gate": False, "q_lora_rank": 32, "head_dim": 48},
+}
 _CONVOLUTIONS = {
     "hidden_size": 128,
     "num_attention_heads": 2,

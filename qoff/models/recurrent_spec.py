@@ -51,11 +51,13 @@ class LinearSpec(RecurrentSpec):
     value_dim: int
     taps: int
     layers: tuple[bool, ...]
-    rank: int = 0  # of KDA's gates; 0: Gated DeltaNet
+    by_channel: bool = False  # KDA
+    rank: int = 0
+    floor: float = 0.0
 
     def shape(self, norm_eps: float) -> DeltaShape:
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
-        return DeltaShape(*sizes, norm_eps, self.rank)
+        return DeltaShape(*sizes, norm_eps, self.by_channel, self.rank, self.floor)
 
 
 @dataclass(frozen=True)

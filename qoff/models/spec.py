@@ -219,7 +219,7 @@ class DecoderSpec:
         if self.latent is None:
             return max(self._given(i, self.values(i)) for i in range(self.num_layers))
         first = self.latent.query_latent or self.q_rows
-        return first + self.latent.latent + self.latent.rope_dim
+        return first + self.latent.latent + self.latent.rope_dim + self.gates(0)
 
     def _given(self, layer: int, values: int) -> int:
         """Queries, keys, values of so many channels a head, and gates of a token in a layer."""
@@ -251,12 +251,16 @@ class DecoderSpec:
         return max((self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim), states)
 
     @property
+    def heads_width(self) -> int:
+        """Numbers of a token that attention returns: latents, where it is latent."""
+        return self.q_rows if self.latent is None else self.num_heads * self.latent.latent
+
+    @property
     def attended_width(self) -> int:
         """Numbers of a token that attention, a recurrent layer's op, or both return."""
-        own = self.q_rows if self.latent is None else self.num_heads * self.latent.latent
         if self.state_shape is None:
-            return own
-        both = own, self.state_shape.values
+            return self.heads_width
+        both = self.heads_width, self.state_shape.values
         return sum(both) if self.has_both else max(both)
 
     def rope_of(self, layer: int) -> RopeSpec | None:

@@ -60,11 +60,9 @@ class Attention:
         if self._latent is None:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
             qkv = yield from self._projected(layer, run, weights, norm, out)
+            qkv, gates = qkv.split(widths, 1) if gated else (qkv, None)
         else:
-            qkv = yield from self._latent.queries(layer, run, weights, norm)
-        gates = None
-        if gated:
-            qkv, gates = qkv.split(widths, 1)
+            qkv, gates = yield from self._latent.queries(layer, run, weights, norm)
         q_norm, k_norm = self._head_norms(layer, weights)
 
         def attend(part: ForwardPass, cache: Any, out: Tensor | None, qkv: Tensor) -> Tensor:
@@ -82,7 +80,7 @@ class Attention:
             )
 
         attended = by_parts(run, self._places[layer], attend, memory, qkv)
-        if gates is not None:
+        if gated:
             activation = self._spec.gate_activation
             attended = self._ops.gate(attended, gates, activation=activation, out=memory)
         attended = run.kept(keep, attended)
