@@ -104,6 +104,13 @@ latent attention without RoPE. What is said above holds here, too.
   kernels yet. They are tested in Triton's interpreter, and compiled for six architectures.
 - A `config.json` whose `mla_use_nope` is false is refused.
 
+Ling 3 has KDA, too, beside latent attention with RoPE and a gate of each head.
+
+- What remains of a state has a least logarithm (`kda_lower_bound`), unless `kda_safe_gate` is
+  false.
+- What is forgotten comes of one large matrix, `f_proj`, beside `b_proj`. Both have 8 bits.
+- Its states are as large as Kimi Linear's. Its kernels on a GPU are the same, and tested as these.
+
 ### Short convolutions
 
 Most layers of LFM2 are gated convolutions over three tokens. Their states are the inputs of the two
@@ -306,7 +313,8 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "an index of keys": spec.index is not None,
         "linear attention": isinstance(spec.recurrent, LinearSpec),
         "decays of key channels (KDA)": isinstance(spec.recurrent, LinearSpec)
-        and spec.recurrent.rank,
+        and spec.recurrent.by_channel,
+        "bounded decays": isinstance(spec.recurrent, LinearSpec) and spec.recurrent.floor,
         "short convolutions": isinstance(spec.recurrent, ShortConvSpec),
         "Mamba 2": isinstance(spec.recurrent, MambaSpec),
         "a mixer or an MLP in each layer": spec.mixers is not None,

@@ -876,5 +876,5 @@ EXPERTS = [
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (
     *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
-    *("gemma4-moe", "qwen3.5-moe", "afmoe", "laguna", "step-3.5", "mimo-v2"),
+    *("gemma4-moe", "qwen3.5-moe", "afmoe", "laguna", "step-3.5", "mimo-v2", "ling3"),
 )

@@ -57,12 +57,14 @@ class Attention:
         shape, gated = self._shapes[layer], self._spec.gated_attention
         widths = [shape.qkv_width, self._spec.gates(layer)]  # of queries, keys and values; of gates
         memory = columns(workspace.attended, shape.out_width)
-        if self._latent is None:
+        gates: Tensor | None = None
+        if self._latent is not None:
+            qkv, gates = yield from self._latent.queries(layer, run, weights, norm)
+        else:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
             qkv = yield from self._projected(layer, run, weights, norm, out)
-            qkv, gates = qkv.split(widths, 1) if gated else (qkv, None)
-        else:
-            qkv, gates = yield from self._latent.queries(layer, run, weights, norm)
+            if gated:
+                qkv, gates = qkv.split(widths, 1)
         q_norm, k_norm = self._head_norms(layer, weights)
 
         def attend(part: ForwardPass, cache: Any, out: Tensor | None, qkv: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ class Attention:
             )
 
         attended = by_parts(run, self._places[layer], attend, memory, qkv)
-        if gated:
+        if gates is not None:
             activation = self._spec.gate_activation
             attended = self._ops.gate(attended, gates, activation=activation, out=memory)
         attended = run.kept(keep, attended)

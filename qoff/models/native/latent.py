@@ -31,8 +31,8 @@ class Latent:
 
     def queries(
         self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None
-    ) -> Generator[Unit, Weights, tuple[Tensor, Tensor]]:
-        """Queries that attend to latents, and the tokens' keys, [M, attention_width]; gates.
+    ) -> Generator[Unit, Weights, tuple[Tensor, Tensor | None]]:
+        """Queries that attend to latents with the tokens' keys, [M, attention_width]; and gates.
 
         Where the layer has an index, that has then chosen tokens.
         """
@@ -54,7 +54,8 @@ class Latent:
         by = self._norm(weights, names.KV_NORM)
         matrix = cast(QTensor, weights[names.KV_B])
         out = columns(workspace.qkv, (spec.num_heads + 1) * self._shape.head_dim)
-        return self._ops.absorb(q, kv, matrix, by, self._shape, out=out), by_head
+        absorbed = self._ops.absorb(q, kv, matrix, by, self._shape, out=out)
+        return absorbed, by_head if gates else None
 
     def values(self, run: ForwardPass, weights: Weights, attended: Tensor) -> Tensor:
         """Values of all heads, [M, o_columns], where `queries` had theirs."""
