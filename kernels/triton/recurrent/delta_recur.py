@@ -31,7 +31,7 @@ def forgetting(a, decay, bias, head, FLOOR: tl.constexpr):
     rate = tl.exp(tl.load(decay + head))
     far = a.to(tl.float32) + bias
     forgets = -rate * softplus(far)
-    if FLOOR:
+    if FLOOR < 0:
         forgets = FLOOR / (1.0 + tl.exp(tl.minimum(-rate * far, 80.0)))
     return forgets
 
