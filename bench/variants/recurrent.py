@@ -21,10 +21,11 @@ from qoff.kernels.triton.recurrent.delta import delta
 from qoff.kernels.triton.recurrent.mamba import mamba
 from qoff.kernels.triton.recurrent.short_conv import short_conv
 
-_SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one that is padded
+_SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; one that is padded; OLMo's
     DeltaShape(16, 16, 128, 128, 4),
     DeltaShape(3, 6, 48, 96, 4),
     DeltaShape(16, 32, 128, 128, 4),
+    DeltaShape(30, 30, 96, 192, 4, learns=2.0),
 )
 _KDA_SHAPES = (  # one that is padded; of Kimi Linear and Ling 3
     DeltaShape(3, 3, 48, 96, 4, by_channel=True),

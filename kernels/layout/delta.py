@@ -7,7 +7,8 @@ corrected by what it gave for the token's key (arXiv 2412.06464):
     S = exp(-exp(decay) * softplus(a + dt)) * S
     S = S + k (sigmoid(b) * (v - S^T k))^T,    o = S^T q
 
-with q and k of length 1, q divided by the root of key_dim. A key head serves value_heads /
+with q and k of length 1, q divided by the root of key_dim; sigmoid(b) times `learns`, 2 where a
+state may also turn the sign of what it gives for a key. A key head serves value_heads /
 key_heads value heads that follow each other. o goes through an RMSNorm and is multiplied by
 silu(z).
 
@@ -44,6 +45,8 @@ class DeltaShape:
     by_channel: bool = False  # whether each channel of keys forgets by itself: KDA
     rank: int = 0  # of KDA's a and z; 0: each has a matrix of its own
     floor: float = 0.0  # of KDA: the least logarithm of what remains; 0: there is none
+    learns: float = 1.0  # the most of a correction that a state makes; of Gated DeltaNet
+    apart: bool = False  # b and a are products of a matrix each; of Gated DeltaNet
 
     def __post_init__(self) -> None:
         if min(self.key_heads, self.key_dim, self.value_dim) < 1 or self.taps < 2:
@@ -62,6 +65,10 @@ class DeltaShape:
             raise OpError(f"linear attention with a floor of {self.floor}; use a number up to 0")
         if (self.rank or self.floor) and not self.by_channel:
             raise OpError(f"linear attention other than KDA has no rank and no floor: {self}")
+        if not 0 < self.learns <= 2:
+            raise OpError(f"linear attention that learns {self.learns}; use up to 2")
+        if self.by_channel and (self.learns != 1 or self.apart):
+            raise OpError(f"KDA learns 1 at most, and has b beside what it forgets: {self}")
 
     @property
     def keys(self) -> int:
@@ -87,11 +94,13 @@ class DeltaShape:
     def projections(self) -> tuple[int, ...]:
         """See `states.StateShape`: of queries, keys, values and z; of b and a.
 
-        Where there is a rank: of queries, keys and values; of what a and z come of, and b; of a;
+        Where they are apart: of these two one after the other. Where there is a rank: of queries, keys and values; of what a and z come of, and b; of a;
         of z.
         """
         if self.rank:
             return self.channels, 2 * self.rank + self.value_heads, self.decays, self.values
+        if self.apart:
+            return self.channels + self.values, self.value_heads, self.decays
         return self.channels + self.values, self.value_heads + self.decays
 
     @property

@@ -77,8 +77,8 @@ def _sequence(
     query, key = (_unit(x.unflatten(1, (shape.key_heads, -1)), shape) for x in (query, key))
     value = value.unflatten(1, (shape.value_heads, -1))
     found, memory = _recurrence(
-        query * shape.key_dim**-0.5, key, value, _remaining(a, weights, shape), wide(b).sigmoid(),
-        whole(states.memory[slot], fresh).to(query.dtype),
+        query * shape.key_dim**-0.5, key, value, _remaining(a, weights, shape),
+        wide(b).sigmoid() * shape.learns, whole(states.memory[slot], fresh).to(query.dtype),
     )  # fmt: skip
     states.memory[slot] = panels(memory.detach(), shape.panel)
     found = rms_norm(found.to(qkv.dtype), weights.norm, shape.norm_eps)

@@ -27,6 +27,7 @@ SHAPES = [
     DeltaShape(2, 2, 32, 32, 4, by_channel=True, rank=32),
     DeltaShape(1, 2, 48, 128, 3, by_channel=True, rank=16),
     DeltaShape(2, 2, 32, 64, 4, by_channel=True, floor=-5.0),
+    DeltaShape(3, 3, 48, 96, 4, learns=2.0),
 ]
 
 
@@ -87,6 +88,7 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_whole(shape: DeltaShape) -> None
     "shape",
     [
         DeltaShape(2, 4, 16, 32, 4),
+        DeltaShape(2, 4, 16, 32, 4, learns=2.0),
         DeltaShape(4, 4, 16, 32, 4, by_channel=True),
         DeltaShape(4, 4, 16, 32, 4, by_channel=True, floor=-5.0),
     ],
@@ -113,7 +115,7 @@ def test_the_recurrence_is_that_of_transformers(shape: DeltaShape) -> None:
     decay = shape.floor * (rate * far).sigmoid() if shape.floor else -rate * F.softplus(far)
     rule = chunk_kimi_delta_attention if kda else torch_chunk_gated_delta_rule
     out, memory = rule(
-        query, key, value, g=decay[None], beta=b.sigmoid()[None],
+        query, key, value, g=decay[None], beta=shape.learns * b.sigmoid()[None],
         output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     out = out[0] * torch.rsqrt(out[0].square().mean(-1, keepdim=True) + shape.norm_eps)
@@ -135,6 +137,11 @@ def test_bad_operands_are_refused() -> None:
     for floor in (1.0, float("nan"), float("-inf")):
         with pytest.raises(OpError, match="a number up to 0"):
             DeltaShape(2, 2, 16, 16, 4, by_channel=True, floor=floor)
+    with pytest.raises(OpError, match="use up to 2"):
+        DeltaShape(2, 2, 16, 16, 4, learns=2.5)
+    for one in ({"learns": 2.0}, {"apart": True}):
+        with pytest.raises(OpError, match="KDA learns 1 at most"):
+            DeltaShape(2, 2, 16, 16, 4, by_channel=True, **one)
     for more in ({"rank": 16}, {"floor": -5.0}):
         with pytest.raises(OpError, match="no rank and no floor"):
             DeltaShape(2, 2, 16, 16, 4, **more)

@@ -28,6 +28,7 @@ SHAPES = [
     DeltaShape(2, 2, 32, 32, 4, by_channel=True),
     DeltaShape(1, 2, 48, 64, 2, by_channel=True),
     DeltaShape(2, 2, 32, 32, 2, by_channel=True, floor=-5.0),
+    DeltaShape(1, 2, 48, 96, 4, learns=2.0),
 ]
 
 
@@ -80,6 +81,7 @@ class Run:
     [
         *((SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float16), (SHAPES[2], torch.float16)),
         *((SHAPES[3], torch.bfloat16), (SHAPES[4], torch.float16), (SHAPES[5], torch.float16)),
+        (SHAPES[6], torch.float16),
     ],
     ids=str,
 )

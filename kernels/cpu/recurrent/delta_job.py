@@ -30,8 +30,8 @@ _SPAN_BYTES = 8 * len(SPAN_FIELDS)
 class DeltaArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes; `scratch_each` bytes are a thread's.
 
-    by_channel: 1 where each channel of keys forgets by itself, 0 where a head does. floor: see
-    `layout.delta`; 0: there is none.
+    by_channel: 1 where each channel of keys forgets by itself, 0 where a head does. floor, learns:
+    see `layout.delta`.
     """
 
     OF_LAYER = ("taps_weight", "decay", "dt_bias", "norm", "conv", "memory")
@@ -44,12 +44,13 @@ class DeltaArguments(ctypes.Structure):
         ),
         ("eps", ctypes.c_float),
         ("floor", ctypes.c_float),
+        ("learns", ctypes.c_float),
     )  # fmt: skip
 
 
 (X, X_STRIDE, Z, Z_STRIDE, B, B_STRIDE, A, A_STRIDE, BY_CHANNEL, TAPS_WEIGHT, DECAY, DT_BIAS, NORM,
  CONV, MEMORY, SPANS, POSITIONS, SEQUENCES, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PANEL, TAPS,
- OUT, OUT_STRIDE, SCRATCH, SCRATCH_EACH, EPS, FLOOR) = offsets(DeltaArguments)  # fmt: skip
+ OUT, OUT_STRIDE, SCRATCH, SCRATCH_EACH, EPS, FLOOR, LEARNS) = offsets(DeltaArguments)  # fmt: skip
 
 
 @inner
@@ -104,10 +105,11 @@ def _unit(args, span, channel, width, scale):
 def _gates(args, span, head):
     """What a value head forgets and how much it is corrected, where a and b were."""
     first, count, one = simd.peek_i64(span), simd.peek_i64(span + 8), np.float32(1.0)
+    most = simd.peek_f32(args + LEARNS)
     a_stride, b_stride = simd.peek_i64(args + A_STRIDE), simd.peek_i64(args + B_STRIDE)
     b = simd.peek_i64(args + B) + first * b_stride + 4 * head
     for _ in range(count):
-        simd.poke_f32(b, one / (one + np.exp(-simd.peek_f32(b))))
+        simd.poke_f32(b, most / (one + np.exp(-simd.peek_f32(b))))
         b += b_stride
     a, bias = simd.peek_i64(args + A) + first * a_stride, simd.peek_i64(args + DT_BIAS)
     rate = np.exp(simd.peek_f32(simd.peek_i64(args + DECAY) + 4 * head))
