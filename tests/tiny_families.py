@@ -685,6 +685,29 @@ FAMILIES |= {
     "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
 }
 FAMILIES |= {
+    "olmo-hybrid": {
+        "model_type": "olmo_hybrid",
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "rope_theta": None,
+    },
+    "olmo-hybrid-rope": {
+        "model_type": "olmo_hybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_allow_neg_eigval": False,
+    },
+}
+FAMILIES |= {
     "kimi-linear": {
         "model_type": "kimi_linear",
         "num_hidden_layers": 3,

@@ -94,8 +94,8 @@ class DeltaShape:
     def projections(self) -> tuple[int, ...]:
         """See `states.StateShape`: of queries, keys, values and z; of b and a.
 
-        Where they are apart: of these two one after the other. Where there is a rank: of queries, keys and values; of what a and z come of, and b; of a;
-        of z.
+        Where b and a are apart, of one after the other. Where there is a rank: of queries, keys and
+        values; of what a and z come of, and b; of a; of z.
         """
         if self.rank:
             return self.channels, 2 * self.rank + self.value_heads, self.decays, self.values

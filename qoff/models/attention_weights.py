@@ -17,6 +17,8 @@ from .names import (
     BA,
     CONV,
     DECAY,
+    DELTA_A,
+    DELTA_B,
     DELTA_NORM,
     DT_BIAS,
     INDEX_KEYS,
@@ -229,6 +231,10 @@ class AttentionWeights:
         elif shape.by_channel:
             yield self._joined(QKVZ, {**_projected(shape), "g_proj": shape.values})
             yield self._joined(KDA_FB, {"f_proj": shape.decays, "b_proj": heads})
+        elif shape.apart:
+            yield self._joined(QKVZ, {**_projected(shape), "g_proj": shape.values})
+            for name in (DELTA_B, DELTA_A):
+                yield Weight(name, (self._part(name, heads),), hidden)
         else:
             yield Weight(QKVZ, self._qkvz(shape), hidden)
             yield Weight(BA, self._ba(shape), hidden)

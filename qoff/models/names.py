@@ -28,7 +28,11 @@ Layers with linear attention (`kernels.layout.delta`) have in place of attention
     linear_attn.conv1d      the convolution, tap by tap
     linear_attn.out_proj, linear_attn.norm, linear_attn.A_log, linear_attn.dt_bias
 
-where it is KDA, in place of the second one
+or, in place of the second one,
+
+    linear_attn.b_proj, linear_attn.a_proj      as they are
+
+or, where it is KDA,
 
     linear_attn.fb_proj     the rows of f_proj, which a comes of, and of b
 
@@ -113,6 +117,7 @@ INDEX_KEYS, INDEX_Q = "self_attn.indexer.keys", "self_attn.indexer.wq_b"
 INDEX_NORM = "self_attn.indexer.k_norm"
 POSITIONS = "embed_positions"  # of layer 0
 QKVZ, BA, OUT = (f"linear_attn.{x}_proj" for x in ("qkvz", "ba", "out"))
+DELTA_B, DELTA_A = "linear_attn.b_proj", "linear_attn.a_proj"
 KDA_FB = "linear_attn.fb_proj"
 KDA_QKV, KDA_FGB = "linear_attn.qkv_proj", "linear_attn.fgb_proj"
 KDA_FORGET, KDA_GATE = "linear_attn.f_b_proj", "linear_attn.g_b_proj"
@@ -185,7 +190,8 @@ class Weight:
     @property
     def exact(self) -> bool:
         """Whether it is small and decides: routers, keys of an index, what forgets, LAuReL."""
-        small = (BA, KDA_FB, KDA_FGB, KDA_FORGET, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
+        forgets = (BA, DELTA_B, DELTA_A, KDA_FB, KDA_FGB, KDA_FORGET)
+        small = (*forgets, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
         return self.routes or self.name in small
 
     @property

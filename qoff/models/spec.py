@@ -62,6 +62,7 @@ class DecoderSpec:
     pre_norm: bool = True
     post_norm: bool = False
     norm_after_add: bool = False
+    states_pre_norm: bool = False  # layers with states have norms before in place of after
     final_norm: bool = True
     parallel: bool = False
     # RMSNorm before RoPE: of each query and key head ("unweighted": without weights, in layers that
@@ -310,6 +311,14 @@ class DecoderSpec:
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has states, in place of K and V or beside them."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def norms_before(self, layer: int) -> bool:
+        """Whether the inputs of a layer's attention and MLP are normalized."""
+        return self.pre_norm or (self.states_pre_norm and self.is_recurrent(layer))
+
+    def norms_after(self, layer: int) -> bool:
+        """Whether what a layer's attention and MLP add is."""
+        return self.post_norm and not (self.states_pre_norm and self.is_recurrent(layer))
 
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has attention, or what is in its place."""

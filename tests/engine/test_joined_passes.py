@@ -109,6 +109,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
         },
         False,
     ),
+    "olmo-hybrid": (
+        CONVOLUTIONS | {"layer_types": ["linear_attention", "full_attention"] * 6},
+        True,
+    ),
     "nemotron-h": (
         {
             "max_position_embeddings": 1024,

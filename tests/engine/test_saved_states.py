@@ -27,7 +27,8 @@ SHAPE = DeltaShape(1, 1, 16, 16, 2)
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3-next-head64", "kimi-linear", "ling3", "lfm2", "falcon-h1"]
+    scope="module",
+    params=["qwen3-next-head64", "kimi-linear", "ling3", "olmo-hybrid", "lfm2", "falcon-h1"],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.getbasetemp(), request.param)

@@ -32,7 +32,7 @@ from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22, 23, 24])]
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
 FAMILIES += ["qwen3.5", "kimi-linear", "lfm2", "granite-h", "nemotron-h-latent", "falcon-h1"]
-FAMILIES += ["laguna-per-element", "mimo-v2", "ling3"]
+FAMILIES += ["laguna-per-element", "mimo-v2", "ling3", "olmo-hybrid"]
 # Where PEFT refuses "all-linear", and Nemotron's `in_proj` of Mamba has no whole blocks of rows;
 # without what latent attention multiplies by apart, and what is no whole blocks with KDA's four
 # heads.

@@ -83,6 +83,7 @@ WITHOUT: tuple[str, ...] = (
 )
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
 WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "bamba", "ling3", "ling3-free")
+WITHOUT += ("olmo-hybrid", "olmo-hybrid-rope")
 
 
 def source_of(base: Path, family: str) -> Path:

@@ -87,7 +87,7 @@ class Unread(PlainRun):
     "family",
     [
         *("gemma2", "gemma3n", "deepseek-v3", "opt"),
-        *("qwen3-next-head64", "kimi-linear", "ling3", "lfm2", "falcon-h1"),
+        *("qwen3-next-head64", "kimi-linear", "ling3", "olmo-hybrid", "lfm2", "falcon-h1"),
     ],
 )
 def test_no_pass_waits_for_a_value(family: str, tmp_path: Path) -> None:

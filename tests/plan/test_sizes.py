@@ -100,6 +100,7 @@ def test_the_formula_of_a_large_model() -> None:
         ("qwen3-next-head64", {}),
         ("kimi-linear", {"mlp_layer_types": ["dense"] * 3}),
         ("ling3", {"mlp_layer_types": ["dense"] * 3}),
+        ("olmo-hybrid", {}),
         ("ling3-free", {"mlp_layer_types": ["dense"] * 3}),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,10 @@ from qoff.models.recurrent_spec import LinearSpec
 from qoff.models.spec_parts import unsupported
 
 from .corrected import NAMES, deepseek_experts
-from .family import Config, Family, Fields, Has, TensorNames
+from .family import Config, Family, Fields, Has, TensorNames, layers_with
 from .latent import latent_attention
 
 _KINDS = ("linear_attention", "full_attention")
-_FIRST = 64  # layers, among which one has KDA and one an MLP, if any has
 
 
 def _kimi_linear(config: Any) -> Fields:
@@ -60,13 +58,6 @@ def _converted(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
         return dict(config), _OWN
     dense = any(layers_with(has, "block_sparse_moe.down_proj.weight"))
     return dict(config), _published("block_sparse_moe") if dense else _PUBLISHED
-
-
-def layers_with(has: Has, tensor: str) -> Iterator[str]:
-    """Prefixes of layers that have a tensor of this name."""
-    for i in range(_FIRST):
-        if has(f"model.layers.{i}.{tensor}"):
-            yield f"model.layers.{i}."
 
 
 DELTA_MODULES = {

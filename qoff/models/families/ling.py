@@ -9,8 +9,8 @@ from qoff.models.spec_parts import unsupported
 from qoff.schema import is_number
 
 from .corrected import NAMES
-from .family import Config, Family, Fields, Has, TensorNames, rope_of
-from .kimi import DELTA_MODULES, kimi_delta, layers_with
+from .family import Config, Family, Fields, Has, TensorNames, layers_with, rope_of
+from .kimi import DELTA_MODULES, kimi_delta
 from .latent import latent_attention
 
 

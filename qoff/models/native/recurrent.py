@@ -113,6 +113,17 @@ class LinearAttention(Recurrent):
         return b, a
 
 
+class LinearAttentionApart(LinearAttention):
+    """The same where b and a have a matrix each."""
+
+    MATRICES = MappingProxyType({names.QKVZ: False, names.DELTA_B: True, names.DELTA_A: True})
+
+    def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
+        qkvz, b, a = yield from Recurrent._rows(self, run, weights, norm)
+        qkv, z = qkvz.split([self._shape.channels, self._shape.values], 1)
+        return [qkv, z, b, a]
+
+
 class KimiDelta(LinearAttention):
     """The same where each channel of keys forgets by itself."""
 
@@ -174,6 +185,8 @@ _KINDS: Mapping[type[StateShape], type[Recurrent]] = MappingProxyType(
 def recurrent_of(spec: DecoderSpec, ops: Ops) -> Recurrent | None:
     """What a model's layers with states compute; None: it has none."""
     shape = spec.state_shape
+    if isinstance(shape, DeltaShape) and shape.apart:
+        return LinearAttentionApart(shape, spec, ops)
     if isinstance(shape, DeltaShape) and shape.by_channel:
         return (KimiDeltaOfRank if shape.rank else KimiDelta)(shape, spec, ops)
     return None if shape is None else _KINDS[type(shape)](shape, spec, ops)
