@@ -97,7 +97,8 @@ OLMo Hybrid has Gated DeltaNet, too, beside OLMo 2's attention, with RoPE or wit
 
 - A state may also turn the sign of what it gives for a key (`linear_allow_neg_eigval`).
 - Layers with states have their norms before attention and MLP, others after them.
-- `a_proj` and `b_proj` have 8 bits.
+- `a_proj` and `b_proj` have 8 bits. Adapters of these two are refused, as their 30 rows are no
+  whole blocks of 16.
 - transformers 5.24 saves a model's convolutions in three equal parts, which they are not where
   values have more channels than keys. Such a file is refused by its shapes; one as it is published,
   or saved with `save_original_format=False`, is read.

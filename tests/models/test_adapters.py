@@ -40,6 +40,7 @@ TARGETS = {
     "nemotron-h-latent": r".*(q_proj|o_proj|up_proj|down_proj|latent_proj)",
     "kimi-linear": r".*(\.[qkvo]_proj|[fg]_b_proj|(gate|up|down)_proj|kv_a_proj_with_mqa)",
     "ling3": r".*(layers.[02].*\.[gkoqv]_proj|o_proj|(gate|up|down)_proj)",
+    "olmo-hybrid": r".*([gkoqv]_proj|(gate|up|down)_proj)",
     "falcon-h1": r".*([qkvo]_proj|gate_proj|up_proj|down_proj|in_proj)",
 }
 LORA = "base_model.model.model."
