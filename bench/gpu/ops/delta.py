@@ -22,6 +22,7 @@ OP = "delta"
 _MODELS = {
     "Qwen3-Next-80B-A3B": DeltaShape(16, 32, 128, 128, 4),
     "Kimi-Linear-48B-A3B": DeltaShape(32, 32, 128, 128, 4, by_channel=True),
+    "Olmo-Hybrid-7B": DeltaShape(30, 30, 96, 192, 4, learns=2.0),
     "Ling-3.0-Flash": DeltaShape(32, 32, 128, 128, 4, by_channel=True, floor=-5.0),
 }
 _TINY = (
@@ -38,6 +39,7 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
             for counts in ([1, 1], [66, 2]) if tiny else ([1] * 5, [9, 1, 3], [700, 1, 64]):
                 name = f"{short(dtype)} {counts} tokens" + (", KDA" if shape.by_channel else "")
                 name += " with a floor" if shape.floor else ""
+                name += ", signs turned" if shape.learns > 1 else ""
                 error = partial(_error, shape, counts, dtype, device)
                 yield Check(OP, name, error, 2 * BOUNDS[dtype])
 
