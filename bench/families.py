@@ -85,6 +85,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": _LATENT | _SMALL | {
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4, "q_lora_rank": None,
         "linear_num_heads": 12, "linear_head_dim": 64, "num_experts": 16, "num_shared_experts": 1},
+    "olmo_hybrid": _LINEAR | {"linear_num_key_heads": 16},
+    "bailing_hybrid": _LATENT | _SMALL | {
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 4, "q_lora_rank": None,
+        "head_dim": 64, "num_experts": 16, "num_expert_group": 1, "topk_group": 1},
     "lfm2": _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": _CONVOLUTIONS | _SMALL | {"num_experts": 16},
     "bamba": _MAMBA | {"attn_layer_indices": [3, 7, 11, 15]},

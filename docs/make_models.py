@@ -101,6 +101,16 @@ tokens of K and V packed to 4 bits in one of its other layers. These models run 
 - `--kv` for single layers counts only the layers that attend.
 - The matrix of what is forgotten (`in_proj_ba`) has 8 bits; convolutions are floats.
 
+OLMo Hybrid has Gated DeltaNet, too, beside OLMo 2's attention, with RoPE or without it.
+
+- A state may also turn the sign of what it gives for a key (`linear_allow_neg_eigval`).
+- Layers with states have their norms before attention and MLP, others after them.
+- `a_proj` and `b_proj` have 8 bits. Adapters of these two are refused, as their 30 rows are no
+  whole blocks of 16.
+- transformers 5.24 saves a model's convolutions in three equal parts, which they are not where
+  values have more channels than keys. Such a file is refused by its shapes; one as it is published,
+  or saved with `save_original_format=False`, is read.
+
 Kimi Linear has Kimi Delta Attention (KDA), in which each channel of keys forgets by itself, beside
 latent attention without RoPE. What is said above holds here, too.
 
@@ -111,6 +121,13 @@ latent attention without RoPE. What is said above holds here, too.
 - On a GPU a prompt is computed in chunks of 64 tokens, as in Qwen3-Next. No GPU has run these
   kernels yet. They are tested in Triton's interpreter, and compiled for six architectures.
 - A `config.json` whose `mla_use_nope` is false is refused.
+
+Ling 3 has KDA, too, beside latent attention with RoPE and a gate of each head.
+
+- What remains of a state has a least logarithm (`kda_lower_bound`), unless `kda_safe_gate` is
+  false.
+- What is forgotten comes of one large matrix, `f_proj`, beside `b_proj`. Both have 8 bits.
+- Its states are as large as Kimi Linear's. Its kernels on a GPU are the same, and tested as these.
 
 ### Short convolutions
 
@@ -281,7 +298,8 @@ def _spec(family: str) -> DecoderSpec:
 
 def _traits(spec: DecoderSpec) -> list[str]:
     norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[spec.norm]
-    places = {"before": spec.pre_norm, "after": spec.post_norm, "after adding": spec.norm_after_add}
+    before = spec.pre_norm or spec.states_pre_norm
+    places = {"before": before, "after": spec.post_norm, "after adding": spec.norm_after_add}
     found = [f"{norm} {' and '.join(place for place, used in places.items() if used)}"]
     rope, wide = spec.rope, spec.full_heads
     full = (spec.num_kv_heads, spec.head_dim) if wide is None else (wide.kv_heads, wide.head_dim)
@@ -314,7 +332,11 @@ def _traits(spec: DecoderSpec) -> list[str]:
         "an index of keys": spec.index is not None,
         "linear attention": isinstance(spec.recurrent, LinearSpec),
         "decays of key channels (KDA)": isinstance(spec.recurrent, LinearSpec)
-        and spec.recurrent.rank,
+        and spec.recurrent.by_channel,
+        "negative eigenvalues": isinstance(spec.recurrent, LinearSpec)
+        and spec.recurrent.learns > 1,
+        "bounded decays": isinstance(spec.recurrent, LinearSpec) and spec.recurrent.floor,
+        "norms before in layers with states": spec.states_pre_norm,
         "short convolutions": isinstance(spec.recurrent, ShortConvSpec),
         "Mamba 2": isinstance(spec.recurrent, MambaSpec),
         "a mixer or an MLP in each layer": spec.mixers is not None,

@@ -707,6 +707,29 @@ FAMILIES |= {
     "qwen3.5-moe": {"model_type": "qwen3_5_moe_text", **_DELTA, **_SHARED},
 }
 FAMILIES |= {
+    "olmo-hybrid": {
+        "model_type": "olmo_hybrid",
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "rope_theta": None,
+    },
+    "olmo-hybrid-rope": {
+        "model_type": "olmo_hybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_allow_neg_eigval": False,
+    },
+}
+FAMILIES |= {
     "kimi-linear": {
         "model_type": "kimi_linear",
         "num_hidden_layers": 3,
@@ -724,6 +747,32 @@ FAMILIES |= {
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 1.5,
     },
+}
+_LING = {
+    "model_type": "bailing_hybrid",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 1,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 1.5,
+}
+FAMILIES |= {
+    "ling3": _LING,
+    # Gates without a bound; queries that are compressed; keys of linear attention wider.
+    "ling3-free": {**_LING, "kda_safe_gate": False, "q_lora_rank": 32, "head_dim": 48},
 }
 _CONVOLUTIONS = {
     "hidden_size": 128,
@@ -872,5 +921,5 @@ EXPERTS = [
 # Mixtures that name, fuse or route their weights in ways of their own, or have other attention.
 KINDS_OF_EXPERTS = (
     *("mixtral", "qwen2-moe", "gpt-oss", "granite-moe", "deepseek-v3", "llama4", "hunyuan-moe"),
-    *("gemma4-moe", "qwen3.5-moe", "afmoe", "laguna", "step-3.5", "mimo-v2"),
+    *("gemma4-moe", "qwen3.5-moe", "afmoe", "laguna", "step-3.5", "mimo-v2", "ling3"),
 )

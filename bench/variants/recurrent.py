@@ -21,12 +21,17 @@ from qoff.kernels.triton.recurrent.delta import delta
 from qoff.kernels.triton.recurrent.mamba import mamba
 from qoff.kernels.triton.recurrent.short_conv import short_conv
 
-_SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; and one that is padded
+_SHAPES = (  # of Qwen3-Next and Qwen3.5, with fewer heads of values; one that is padded; OLMo's
     DeltaShape(16, 16, 128, 128, 4),
     DeltaShape(3, 6, 48, 96, 4),
     DeltaShape(16, 32, 128, 128, 4),
+    DeltaShape(30, 30, 96, 192, 4, learns=2.0),
 )
-_KDA_SHAPES = DeltaShape(3, 3, 48, 96, 4, rank=48), DeltaShape(32, 32, 128, 128, 4, rank=128)
+_KDA_SHAPES = (  # one that is padded; of Kimi Linear and Ling 3
+    DeltaShape(3, 3, 48, 96, 4, by_channel=True),
+    DeltaShape(32, 32, 128, 128, 4, by_channel=True),
+    DeltaShape(32, 32, 128, 128, 4, by_channel=True, floor=-5.0),
+)
 _KERNELS = {
     "delta_convolve_kernel": (1, 4096),
     "delta_recur_kernel": (1, 4096),
@@ -59,6 +64,7 @@ _CHUNKED = (
     *("delta_solve_kernel", "delta_chunk_kernel", "mamba_chunk_kernel"),
     *("kda_fade_kernel", "kda_products_kernel", "kda_solve_kernel", "kda_chunk_kernel"),
 )
+_FORGETTING = ("delta_recur_kernel", "kda_fade_kernel")  # which read a floor
 _WITHOUT_PRODUCTS = ("kda_fade_kernel", "kda_solve_kernel")
 
 
@@ -76,6 +82,8 @@ def variants(capability: int) -> Iterator[Variant]:
             if chunked and capability < 80:
                 continue
             for shape, count, dtype in product(shapes, rows, types):
+                if getattr(shape, "floor", 0.0) and kernel not in _FORGETTING:
+                    continue  # as of another shape
                 yield build(kernel, shape, count, dtype, chunked)
     for convolution in _CONVOLUTIONS:
         for count in (1, 4096):
@@ -93,6 +101,7 @@ def _delta(kernel: str, shape: DeltaShape, rows: int, dtype: str, chunked: bool)
     name = ("kda-" if shape.by_channel else "") + kernel.removesuffix("_kernel")
     name = name.replace("delta_", "").replace("kda_", "")
     name += f"-{dtype}-{shape.value_heads}x{shape.key_dim}x{shape.value_dim}-{rows}rows"
+    name += "-floor" if shape.floor else ""
     traits = frozenset({TENSOR_CORES} if chunked and kernel not in _WITHOUT_PRODUCTS else ())
     return Variant("delta", name, kernel, launch, traits)
 

@@ -7,13 +7,17 @@ corrected by what it gave for the token's key (arXiv 2412.06464):
     S = exp(-exp(decay) * softplus(a + dt)) * S
     S = S + k (sigmoid(b) * (v - S^T k))^T,    o = S^T q
 
-with q and k of length 1, q divided by the root of key_dim. A key head serves value_heads /
+with q and k of length 1, q divided by the root of key_dim; sigmoid(b) times `learns`, 2 where a
+state may also turn the sign of what it gives for a key. A key head serves value_heads /
 key_heads value heads that follow each other. o goes through an RMSNorm and is multiplied by
 silu(z).
 
 Kimi Delta Attention (arXiv 2510.26692) forgets each channel of keys by itself: a and dt are numbers
 of a channel, and a row of S is multiplied by what its own says. o is multiplied by sigmoid(z). z
-and a are products of a few channels each: of `rank`.
+and a are products of a few channels each, of `rank`, or of the hidden states. Where there is a
+`floor`, a number below 0, what a row is multiplied by has a bound:
+
+    S = exp(floor * sigmoid(exp(decay) * (a + dt))) * S
 """
 
 from __future__ import annotations
@@ -38,7 +42,11 @@ class DeltaShape:
     value_dim: int
     taps: int  # tokens that the convolution sees
     norm_eps: float = 1e-6
-    rank: int = 0  # of KDA's gates; 0: Gated DeltaNet
+    by_channel: bool = False  # whether each channel of keys forgets by itself: KDA
+    rank: int = 0  # of KDA's a and z; 0: each has a matrix of its own
+    floor: float = 0.0  # of KDA: the least logarithm of what remains; 0: there is none
+    learns: float = 1.0  # the most of a correction that a state makes; of Gated DeltaNet
+    apart: bool = False  # b and a are products of a matrix each; of Gated DeltaNet
 
     def __post_init__(self) -> None:
         if min(self.key_heads, self.key_dim, self.value_dim) < 1 or self.taps < 2:
@@ -53,6 +61,14 @@ class DeltaShape:
                 f"linear attention with keys of {self.key_dim} channels and values of "
                 f"{self.value_dim}; use multiples of 16"
             )
+        if not self.floor <= 0 or math.isinf(self.floor):
+            raise OpError(f"linear attention with a floor of {self.floor}; use a number up to 0")
+        if (self.rank or self.floor) and not self.by_channel:
+            raise OpError(f"linear attention other than KDA has no rank and no floor: {self}")
+        if not 0 < self.learns <= 2:
+            raise OpError(f"linear attention that learns {self.learns}; use up to 2")
+        if self.by_channel and (self.learns != 1 or self.apart):
+            raise OpError(f"KDA learns 1 at most, and has b beside what it forgets: {self}")
 
     @property
     def keys(self) -> int:
@@ -70,11 +86,6 @@ class DeltaShape:
         return 2 * self.keys + self.values
 
     @property
-    def by_channel(self) -> bool:
-        """Whether it is KDA: whether each channel of keys forgets by itself."""
-        return self.rank > 0
-
-    @property
     def decays(self) -> int:
         """What a token's a has: a number of each value head, or of each of its key's channels."""
         return self.value_heads * (self.key_dim if self.by_channel else 1)
@@ -83,17 +94,19 @@ class DeltaShape:
     def projections(self) -> tuple[int, ...]:
         """See `states.StateShape`: of queries, keys, values and z; of b and a.
 
-        KDA: of queries, keys and values; of what a and z come of, and b; of a; of z.
+        Where b and a are apart, of one after the other. Where there is a rank: of queries, keys and
+        values; of what a and z come of, and b; of a; of z.
         """
-        if self.by_channel:
+        if self.rank:
             return self.channels, 2 * self.rank + self.value_heads, self.decays, self.values
-        return self.channels + self.values, 2 * self.value_heads
+        if self.apart:
+            return self.channels + self.values, self.value_heads, self.decays
+        return self.channels + self.values, self.value_heads + self.decays
 
     @property
     def operands(self) -> int:
         """See `states.StateShape`."""
-        decays = self.decays if self.by_channel else self.value_heads
-        return self.channels + self.values + self.value_heads + decays
+        return self.channels + self.values + self.value_heads + self.decays
 
     @property
     def panel(self) -> int:

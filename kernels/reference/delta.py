@@ -76,15 +76,22 @@ def _sequence(
     query, key, value = F.silu(mixed).split([shape.keys, shape.keys, shape.values], 1)
     query, key = (_unit(x.unflatten(1, (shape.key_heads, -1)), shape) for x in (query, key))
     value = value.unflatten(1, (shape.value_heads, -1))
-    steps = F.softplus(wide(a) + weights.dt_bias).unflatten(1, (shape.value_heads, -1))
-    decay = (-weights.decay.exp()[:, None] * steps).exp()
     found, memory = _recurrence(
-        query * shape.key_dim**-0.5, key, value, decay, wide(b).sigmoid(),
-        whole(states.memory[slot], fresh).to(query.dtype),
+        query * shape.key_dim**-0.5, key, value, _remaining(a, weights, shape),
+        wide(b).sigmoid() * shape.learns, whole(states.memory[slot], fresh).to(query.dtype),
     )  # fmt: skip
     states.memory[slot] = panels(memory.detach(), shape.panel)
     found = rms_norm(found.to(qkv.dtype), weights.norm, shape.norm_eps)
     return found.flatten(1) * (z.sigmoid() if shape.by_channel else F.silu(z))
+
+
+def _remaining(a: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:
+    """What states are multiplied by, of heads or of their channels, [T, value_heads, -1]."""
+    far = (wide(a) + weights.dt_bias).unflatten(1, (shape.value_heads, -1))
+    rate = weights.decay.exp()[:, None]
+    if shape.floor:
+        return (shape.floor * (rate * far).sigmoid()).exp()
+    return (-rate * F.softplus(far)).exp()
 
 
 def _unit(x: Tensor, shape: DeltaShape) -> Tensor:

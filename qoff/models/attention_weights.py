@@ -17,11 +17,14 @@ from .names import (
     BA,
     CONV,
     DECAY,
+    DELTA_A,
+    DELTA_B,
     DELTA_NORM,
     DT_BIAS,
     INDEX_KEYS,
     INDEX_NORM,
     INDEX_Q,
+    KDA_FB,
     KDA_FGB,
     KDA_FORGET,
     KDA_GATE,
@@ -213,41 +216,50 @@ class AttentionWeights:
 
     def _linear_attention(self, shape: DeltaShape) -> Iterator[Weight]:
         """Gated DeltaNet, or KDA."""
-        hidden, heads, kda = self._spec.hidden_size, shape.value_heads, shape.by_channel
+        hidden, heads = self._spec.hidden_size, shape.value_heads
         convolutions = self._convolutions(shape)
         yield Weight(CONV, convolutions)
         logs = self._names.linear_of_ggml
-        stored = ((heads, 1) if logs else (1, 1, heads, 1)) if kda else None
-        decay = Part(self._source(DECAY, ""), heads, stored=stored, of_exponential=logs)
+        low = ((heads, 1) if logs else (1, 1, heads, 1)) if shape.rank else None
+        decay = Part(self._source(DECAY, ""), heads, stored=low, of_exponential=logs)
         yield Weight(DECAY, (decay,))
         yield Weight(DT_BIAS, (Part(self._source(DT_BIAS, ""), shape.decays),))
         norm = Part(self._source(DELTA_NORM.removesuffix(".weight")), shape.value_dim)
         yield Weight(DELTA_NORM, (norm,))
-        if kda:
-            yield from self._kda(shape)
+        if shape.rank:
+            yield from self._kda_of_rank(shape)
+        elif shape.by_channel:
+            yield self._joined(QKVZ, {**_projected(shape), "g_proj": shape.values})
+            yield self._joined(KDA_FB, {"f_proj": shape.decays, "b_proj": heads})
+        elif shape.apart:
+            yield self._joined(QKVZ, {**_projected(shape), "g_proj": shape.values})
+            for name in (DELTA_B, DELTA_A):
+                yield Weight(name, (self._part(name, heads),), hidden)
         else:
             yield Weight(QKVZ, self._qkvz(shape), hidden)
             yield Weight(BA, self._ba(shape), hidden)
         yield Weight(OUT, (self._part(OUT, hidden),), shape.values)
 
-    def _kda(self, shape: DeltaShape) -> Iterator[Weight]:
-        hidden, rank = self._spec.hidden_size, shape.rank
+    def _kda_of_rank(self, shape: DeltaShape) -> Iterator[Weight]:
+        rank = shape.rank
         if rank % ROW_BLOCK:
             raise UnsupportedModelError(
                 f"config.json: linear_head_dim is {rank}; supported: multiples of {ROW_BLOCK}"
             )
-        for weight, rows in (
-            (KDA_QKV, {"q_proj": shape.keys, "k_proj": shape.keys, "v_proj": shape.values}),
-            (KDA_FGB, {"f_a_proj": rank, "g_a_proj": rank, "b_proj": shape.value_heads}),
-        ):
-            firsts = accumulate(rows.values(), initial=0)
-            parts = (
-                self._part(f"linear_attn.{name}", count, after(first))
-                for (name, count), first in zip(rows.items(), firsts, strict=False)
-            )
-            yield Weight(weight, tuple(parts), hidden)
+        small = {"f_a_proj": rank, "g_a_proj": rank, "b_proj": shape.value_heads}
+        yield self._joined(KDA_QKV, _projected(shape))
+        yield self._joined(KDA_FGB, small)
         yield Weight(KDA_FORGET, (self._part(KDA_FORGET, shape.decays),), rank)
         yield Weight(KDA_GATE, (self._part(KDA_GATE, shape.values),), rank)
+
+    def _joined(self, name: str, rows: Mapping[str, int]) -> Weight:
+        """Matrices of linear attention, of so many rows each, one below the other."""
+        firsts = accumulate(rows.values(), initial=0)
+        parts = (
+            self._part(f"linear_attn.{part}", count, after(first))
+            for (part, count), first in zip(rows.items(), firsts, strict=False)
+        )
+        return Weight(name, tuple(parts), self._spec.hidden_size)
 
     def _convolutions(self, shape: DeltaShape) -> tuple[Part, ...]:
         """Those of queries, of keys and of values, or one of all."""
@@ -295,7 +307,7 @@ class AttentionWeights:
         return (self._part("linear_attn.in_proj_ba", 2 * heads, order, 2 * heads),)
 
     def _compressed(self, latent: LatentSpec) -> tuple[Part, ...]:
-        """What queries, keys and values come of; channels that RoPE rotates are in halves."""
+        """What queries, keys, values and gates come of; channels that rotate are in halves."""
         q, kv = self._spec.q_rows, latent.latent + latent.rope_dim
         queries = self._part(
             "self_attn.q_proj", q, *self._rotated(0, latent.nope_dim, latent.rope_dim)
@@ -304,7 +316,11 @@ class AttentionWeights:
             q = latent.query_latent
             queries = self._part("self_attn.q_a_proj", q)
         order = self._rotated(q, latent.latent, latent.rope_dim)
-        return (queries, self._part("self_attn.kv_a_proj_with_mqa", kv, *order))
+        parts = (queries, self._part("self_attn.kv_a_proj_with_mqa", kv, *order))
+        gates = self._spec.gates(self._layer)
+        if not gates:
+            return parts
+        return (*parts, self._part("self_attn.gate_proj", gates, after(q + kv)))
 
     def _expanding(self, latent: LatentSpec) -> Iterator[Weight]:
         """The matrices of what is compressed."""
@@ -333,6 +349,11 @@ class AttentionWeights:
         if not self._names.rope_pairs:
             return after(first), ROW_BLOCK
         return unpaired(first, start + turned, turned, 1 << 62, start), start + turned
+
+
+def _projected(shape: DeltaShape) -> dict[str, int]:
+    """Rows of the matrices of queries, keys and values."""
+    return {"q_proj": shape.keys, "k_proj": shape.keys, "v_proj": shape.values}
 
 
 def _tap_by_tap(taps: int, channels: int, first: int = 0) -> Order:

@@ -128,11 +128,11 @@ class _Layer(AttentionWeights):
 
     def _norms(self) -> Iterator[Weight]:
         spec = self._spec
-        before = spec.pre_norm or spec.norm_after_add
+        before = spec.norms_before(self._layer) or spec.norm_after_add
         parts = {"self_attn": spec.has_mixer(self._layer), "mlp": spec.has_mlp(self._layer)}
         there = [part for part, is_there in parts.items() if is_there]
         modules = [BEFORE[part] for part in there] if before else []
-        modules += [f"{part}.post_norm" for part in there] if spec.post_norm else []
+        modules += [f"{part}.post_norm" for part in there] if spec.norms_after(self._layer) else []
         biased = spec.norm == "layer" and spec.norm_bias
         for tensor in ("weight", "bias") if biased else ("weight",):
             yield from (self._vector(module, spec.hidden_size, tensor) for module in modules)

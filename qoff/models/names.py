@@ -14,7 +14,7 @@
 
 Latent attention (`kernels.layout.latent`) has
 
-    self_attn.qkv_proj   the rows of q_a_proj, or of q_proj, and of kv_a_proj_with_mqa
+    self_attn.qkv_proj   the rows of q_a_proj, or of q_proj, of kv_a_proj_with_mqa, and of gates
     self_attn.q_b_proj, self_attn.kv_b_proj     as they are
 
 Layers with an index (`kernels.layout.index`) have, channels that rotate as that has them,
@@ -29,7 +29,15 @@ Layers with linear attention (`kernels.layout.delta`) have in place of attention
     linear_attn.conv1d      the convolution, tap by tap
     linear_attn.out_proj, linear_attn.norm, linear_attn.A_log, linear_attn.dt_bias
 
-where it is KDA, in place of the first two
+or, in place of the second one,
+
+    linear_attn.b_proj, linear_attn.a_proj      as they are
+
+or, where it is KDA,
+
+    linear_attn.fb_proj     the rows of f_proj, which a comes of, and of b
+
+or, where a and z are of few channels, in place of the first two
 
     linear_attn.qkv_proj    the rows of queries, of keys and of values
     linear_attn.fgb_proj    those of f_a_proj, of g_a_proj and of b
@@ -111,6 +119,8 @@ INDEX_KEYS, INDEX_Q = "self_attn.indexer.keys", "self_attn.indexer.wq_b"
 INDEX_NORM = "self_attn.indexer.k_norm"
 POSITIONS = "embed_positions"  # of layer 0
 QKVZ, BA, OUT = (f"linear_attn.{x}_proj" for x in ("qkvz", "ba", "out"))
+DELTA_B, DELTA_A = "linear_attn.b_proj", "linear_attn.a_proj"
+KDA_FB = "linear_attn.fb_proj"
 KDA_QKV, KDA_FGB = "linear_attn.qkv_proj", "linear_attn.fgb_proj"
 KDA_FORGET, KDA_GATE = "linear_attn.f_b_proj", "linear_attn.g_b_proj"
 CONV, DELTA_NORM = "linear_attn.conv1d.weight", "linear_attn.norm.weight"
@@ -183,7 +193,8 @@ class Weight:
     @property
     def exact(self) -> bool:
         """Whether it is small and decides: routers, keys of an index, what forgets, LAuReL."""
-        small = (BA, KDA_FGB, KDA_FORGET, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
+        forgets = (BA, DELTA_B, DELTA_A, KDA_FB, KDA_FGB, KDA_FORGET)
+        small = (*forgets, INDEX_KEYS, LAUREL_LEFT, LAUREL_RIGHT)
         return self.routes or self.name in small
 
     @property

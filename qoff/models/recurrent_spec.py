@@ -51,11 +51,18 @@ class LinearSpec(RecurrentSpec):
     value_dim: int
     taps: int
     layers: tuple[bool, ...]
-    rank: int = 0  # of KDA's gates; 0: Gated DeltaNet
+    by_channel: bool = False  # KDA
+    rank: int = 0
+    floor: float = 0.0
+    learns: float = 1.0
+    apart: bool = False
+    own_eps: float | None = None  # of the norm of what it gives; None: that of the model's norms
 
     def shape(self, norm_eps: float) -> DeltaShape:
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps
-        return DeltaShape(*sizes, norm_eps, self.rank)
+        eps = norm_eps if self.own_eps is None else self.own_eps
+        kda = self.by_channel, self.rank, self.floor
+        return DeltaShape(*sizes, eps, *kda, self.learns, self.apart)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class DecoderSpec:
     pre_norm: bool = True
     post_norm: bool = False
     norm_after_add: bool = False
+    states_pre_norm: bool = False  # layers with states have norms before in place of after
     final_norm: bool = True
     parallel: bool = False
     # RMSNorm before RoPE: of each query and key head ("unweighted": without weights, in layers that
@@ -222,7 +223,7 @@ class DecoderSpec:
         if self.latent is None:
             return max(self._given(i, self.values(i)) for i in range(self.num_layers))
         first = self.latent.query_latent or self.q_rows
-        return first + self.latent.latent + self.latent.rope_dim
+        return first + self.latent.latent + self.latent.rope_dim + self.gates(0)
 
     def _given(self, layer: int, values: int) -> int:
         """Queries, keys, values of so many channels a head, and gates of a token in a layer."""
@@ -254,12 +255,16 @@ class DecoderSpec:
         return max((self.num_heads + 1) * (self.latent.latent + self.latent.rope_dim), states)
 
     @property
+    def heads_width(self) -> int:
+        """Numbers of a token that attention returns: latents, where it is latent."""
+        return self.q_rows if self.latent is None else self.num_heads * self.latent.latent
+
+    @property
     def attended_width(self) -> int:
         """Numbers of a token that attention, a recurrent layer's op, or both return."""
-        own = self.q_rows if self.latent is None else self.num_heads * self.latent.latent
         if self.state_shape is None:
-            return own
-        both = own, self.state_shape.values
+            return self.heads_width
+        both = self.heads_width, self.state_shape.values
         return sum(both) if self.has_both else max(both)
 
     def rope_of(self, layer: int) -> RopeSpec | None:
@@ -309,6 +314,14 @@ class DecoderSpec:
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has states, in place of K and V or beside them."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def norms_before(self, layer: int) -> bool:
+        """Whether the inputs of a layer's attention and MLP are normalized."""
+        return self.pre_norm or (self.states_pre_norm and self.is_recurrent(layer))
+
+    def norms_after(self, layer: int) -> bool:
+        """Whether what a layer's attention and MLP add is."""
+        return self.post_norm and not (self.states_pre_norm and self.is_recurrent(layer))
 
     def has_mixer(self, layer: int) -> bool:
         """Whether a layer has attention, or what is in its place."""

@@ -165,7 +165,7 @@ class NativeSizes(Sizes):
         if spec.state_shape is not None and spec.is_recurrent(layer):
             shape = spec.state_shape
             states = spec.hidden_size * (sum(shape.projections) + shape.values)
-            if isinstance(shape, DeltaShape) and shape.by_channel:  # a and z are of a few channels
+            if isinstance(shape, DeltaShape) and shape.rank:  # a and z are of a few channels
                 states -= (spec.hidden_size - shape.rank) * (shape.decays + shape.values)
         if not spec.attends(layer):
             return states

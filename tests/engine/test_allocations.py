@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -62,6 +63,8 @@ class Peak(TorchDispatchMode):
         place, nbytes = storage.data_ptr(), storage.nbytes()
         self._known[place] = nbytes
         self.live += nbytes
+        if self.live > self.most:
+            gc.collect()  # Triton's interpreter leaves cycles with what kernels were given
         self.most = max(self.most, self.live)
         weakref.finalize(storage, self._remove, place)
 
@@ -120,7 +123,7 @@ def of_checkpoint(
     "family",
     [
         *("llama", "gemma2", "opt", "qwen3-moe", "gemma3n"),
-        *("qwen3-next-head64", "kimi-linear", "lfm2", "falcon-h1"),
+        *("qwen3-next-head64", "kimi-linear", "ling3", "olmo-hybrid", "lfm2", "falcon-h1"),
     ],
 )
 def test_on_a_cpu_at_most_twice_as_much_is_counted(family: str, tmp_path: Path) -> None:
@@ -167,6 +170,8 @@ def test_logits_of_all_passes_of_a_round_are_counted(tmp_path: Path) -> None:
         ("always", "deepseek-v3"),
         ("never", "qwen3-next-head64"),
         ("never", "kimi-linear"),
+        ("never", "ling3"),
+        ("never", "olmo-hybrid"),
         ("never", "gemma4-small"),
         ("never", "gemma3n"),
         ("never", "lfm2"),
@@ -191,7 +196,7 @@ def test_on_the_ops_of_a_gpu_at_most_four_times_as_much_is_counted(
     sizes: dict[str, Any] = {"intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 2}
     if family == "deepseek-v3":
         sizes |= {"num_key_value_heads": 2, "head_dim": 32, "first_k_dense_replace": 2}
-    if family in ("qwen3-next-head64", "kimi-linear"):
+    if family in ("qwen3-next-head64", "kimi-linear", "ling3", "olmo-hybrid"):
         sizes["layer_types"] = ["linear_attention", "full_attention"]
     if family == "lfm2":
         sizes["layer_types"] = ["conv", "full_attention"]

@@ -103,6 +103,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
         },
         False,
     ),
+    "ling3": (
+        {
+            "max_position_embeddings": 1024,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense"] * 3,
+        },
+        False,
+    ),
+    "olmo-hybrid": (
+        CONVOLUTIONS | {"layer_types": ["linear_attention", "full_attention"] * 6},
+        True,
+    ),
     "nemotron-h": (
         {
             "max_position_embeddings": 1024,

@@ -31,6 +31,8 @@ IN_HOST = {"kv_placement": KVPlacement(0, 1)}
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "qwen3-next-head64": [HALF, ON_DISK, IN_HOST | {"batch_size": 3, "batches": 1}],
     "kimi-linear": [HALF, ON_DISK, IN_HOST | {"cpu_attention": "never", "prefill_tokens": 170}],
+    "ling3": [HALF, ON_DISK, IN_HOST | {"cpu_attention": "never", "prefill_tokens": 170}],
+    "olmo-hybrid": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],
     "lfm2": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],
     "nemotron-h-moe": [HALF, ON_DISK, IN_HOST],  # layers without a mixer, and without an MLP
     "falcon-h1": [HALF, ON_DISK, IN_HOST | {"prefill_tokens": 170}],  # both in all layers

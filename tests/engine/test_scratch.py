@@ -64,7 +64,7 @@ def counted(llm: LLM) -> int:
     return scratch_bytes(decoder.spec, decoder.head_shapes, forms, passes)
 
 
-_KIMI = {
+_KDA = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "mlp_layer_types": ["dense", "dense"],
@@ -76,7 +76,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gemma2", {"sliding_window": 100}, {}),
     ("qwen3-moe", {}, {}),
     ("qwen3-next-head64", {}, {"prefill_tokens": 64}),
-    ("kimi-linear", _KIMI, {"prefill_tokens": 64}),
+    ("kimi-linear", _KDA, {"prefill_tokens": 64}),
+    ("ling3", _KDA, {"prefill_tokens": 64}),
+    ("olmo-hybrid", {}, {"prefill_tokens": 64}),
     ("lfm2-moe", {"num_dense_layers": 3}, {"prefill_tokens": 64}),
     ("nemotron-h-latent", {"num_attention_heads": 2, "head_dim": 64}, {"prefill_tokens": 64}),
     ("falcon-h1", {}, {"prefill_tokens": 64}),
@@ -90,7 +92,18 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_no_op_asks_for_more_than_a_plan_counts(
     family: str, sizes: dict[str, Any], changes: dict[str, Any], asked: list[int], tmp_path: Path
 ) -> None:
-    own = ("deepseek", "glm-5", "qwen3-next", "kimi", "lfm2", "nemotron", "falcon", "mimo")
+    own = (
+        "deepseek",
+        "glm-5",
+        "qwen3-next",
+        "kimi",
+        "ling",
+        "olmo-hybrid",
+        "lfm2",
+        "nemotron",
+        "falcon",
+        "mimo",
+    )
     more = {} if family.startswith(own) else HEAD64
     save_model(tmp_path / "model", family, **more, **sizes)
     convert(tmp_path / "model", tmp_path / "checkpoint", quant=QUANT)

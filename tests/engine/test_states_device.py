@@ -20,7 +20,16 @@ __all__ = ["few_programs", "where"]  # fixtures, the second with pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3-next-head64", "kimi-linear", "lfm2", "nemotron-h-latent", "falcon-h1"]
+    "family",
+    [
+        "qwen3-next-head64",
+        "kimi-linear",
+        "olmo-hybrid",
+        "ling3",
+        "lfm2",
+        "nemotron-h-latent",
+        "falcon-h1",
+    ],
 )
 def test_states_are_beside_packed_blocks(
     family: str, tmp_path: Path, where: dict[str, Any]

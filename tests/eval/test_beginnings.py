@@ -78,6 +78,7 @@ def test_a_pass_without_wanted_rows_makes_one() -> None:
         "glm-5",
         "qwen3-next",
         "kimi-linear",
+        "ling3",
         "gemma4",
     ],
 )

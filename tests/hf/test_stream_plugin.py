@@ -37,7 +37,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[WeightStore]:
 # Fused rows in blocks, biases and an embedding of positions, experts, a router with a buffer, one
 # that transformers fills from outside.
 @pytest.mark.parametrize(
-    "family", ["phi3", "opt", "gpt-oss", "deepseek-v3", "qwen3-next", "kimi-linear"]
+    "family",
+    ["phi3", "opt", "gpt-oss", "deepseek-v3", "qwen3-next", "kimi-linear", "ling3", "olmo-hybrid"],
 )
 def test_streamed_layers_generate_the_same(
     base: Path, stores: list[WeightStore], family: str

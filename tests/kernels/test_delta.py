@@ -24,8 +24,10 @@ SHAPES = [
     DeltaShape(2, 2, 32, 64, 2),
     DeltaShape(1, 3, 48, 96, 5),
     DeltaShape(2, 4, 128, 128, 4),
-    DeltaShape(2, 2, 32, 32, 4, rank=32),
-    DeltaShape(1, 2, 48, 128, 3, rank=16),
+    DeltaShape(2, 2, 32, 32, 4, by_channel=True, rank=32),
+    DeltaShape(1, 2, 48, 128, 3, by_channel=True, rank=16),
+    DeltaShape(2, 2, 32, 64, 4, by_channel=True, floor=-5.0),
+    DeltaShape(3, 3, 48, 96, 4, learns=2.0),
 ]
 
 
@@ -83,7 +85,14 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_whole(shape: DeltaShape) -> None
 
 
 @pytest.mark.parametrize(
-    "shape", [DeltaShape(2, 4, 16, 32, 4), DeltaShape(4, 4, 16, 32, 4, rank=16)], ids=str
+    "shape",
+    [
+        DeltaShape(2, 4, 16, 32, 4),
+        DeltaShape(2, 4, 16, 32, 4, learns=2.0),
+        DeltaShape(4, 4, 16, 32, 4, by_channel=True),
+        DeltaShape(4, 4, 16, 32, 4, by_channel=True, floor=-5.0),
+    ],
+    ids=str,
 )
 def test_the_recurrence_is_that_of_transformers(shape: DeltaShape) -> None:
     given, ragged, kda = weights(shape), Ragged.of([70], [0]), shape.by_channel
@@ -100,12 +109,13 @@ def test_the_recurrence_is_that_of_transformers(shape: DeltaShape) -> None:
             strict=True,
         )
     )
-    steps = F.softplus(a + given.dt_bias)
-    steps = steps.unflatten(1, (4, -1)) if kda else steps
-    decay = -(given.decay.exp()[:, None] if kda else given.decay.exp()) * steps
+    far = a + given.dt_bias
+    far = far.unflatten(1, (4, -1)) if kda else far
+    rate = given.decay.exp()[:, None] if kda else given.decay.exp()
+    decay = shape.floor * (rate * far).sigmoid() if shape.floor else -rate * F.softplus(far)
     rule = chunk_kimi_delta_attention if kda else torch_chunk_gated_delta_rule
     out, memory = rule(
-        query, key, value, g=decay[None], beta=b.sigmoid()[None],
+        query, key, value, g=decay[None], beta=shape.learns * b.sigmoid()[None],
         output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     out = out[0] * torch.rsqrt(out[0].square().mean(-1, keepdim=True) + shape.norm_eps)
@@ -124,3 +134,14 @@ def test_bad_operands_are_refused() -> None:
     for wrong in ((2, 3, 16, 16, 4), (2, 2, 20, 16, 4), (0, 0, 16, 16, 4), (1, 1, 16, 16, 1)):
         with pytest.raises(OpError, match="linear attention"):
             DeltaShape(*wrong)
+    for floor in (1.0, float("nan"), float("-inf")):
+        with pytest.raises(OpError, match="a number up to 0"):
+            DeltaShape(2, 2, 16, 16, 4, by_channel=True, floor=floor)
+    with pytest.raises(OpError, match="use up to 2"):
+        DeltaShape(2, 2, 16, 16, 4, learns=2.5)
+    for one in ({"learns": 2.0}, {"apart": True}):
+        with pytest.raises(OpError, match="KDA learns 1 at most"):
+            DeltaShape(2, 2, 16, 16, 4, by_channel=True, **one)
+    for more in ({"rank": 16}, {"floor": -5.0}):
+        with pytest.raises(OpError, match="no rank and no floor"):
+            DeltaShape(2, 2, 16, 16, 4, **more)

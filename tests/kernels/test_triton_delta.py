@@ -25,7 +25,10 @@ pytestmark = pytest.mark.skipif(
 )
 SHAPES = [
     *(DeltaShape(2, 4, 16, 16, 4), DeltaShape(1, 2, 48, 96, 5), DeltaShape(1, 1, 128, 128, 2)),
-    *(DeltaShape(2, 2, 32, 32, 4, rank=16), DeltaShape(1, 2, 48, 64, 2, rank=32)),
+    DeltaShape(2, 2, 32, 32, 4, by_channel=True),
+    DeltaShape(1, 2, 48, 64, 2, by_channel=True),
+    DeltaShape(2, 2, 32, 32, 2, by_channel=True, floor=-5.0),
+    DeltaShape(1, 2, 48, 96, 4, learns=2.0),
 ]
 
 
@@ -77,7 +80,8 @@ class Run:
     ("shape", "dtype"),
     [
         *((SHAPES[0], torch.bfloat16), (SHAPES[1], torch.float16), (SHAPES[2], torch.float16)),
-        *((SHAPES[3], torch.bfloat16), (SHAPES[4], torch.float16)),
+        *((SHAPES[3], torch.bfloat16), (SHAPES[4], torch.float16), (SHAPES[5], torch.float16)),
+        (SHAPES[6], torch.float16),
     ],
     ids=str,
 )
@@ -110,10 +114,10 @@ def test_a_step_of_some_slots_leaves_the_others_and_rows_of_no_token(shape: Delt
         assert torch.equal(kept[1], other)
 
 
-@pytest.mark.parametrize("rank", [0, 16])
-def test_many_tokens_that_are_alike_and_never_forgotten(rank: int) -> None:
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_many_tokens_that_are_alike_and_never_forgotten(by_channel: bool) -> None:
     """The worst of systems: every correction depends on all before it."""
-    shape = DeltaShape(1, 1, 32, 32, 2, rank=rank)
+    shape = DeltaShape(1, 1, 32, 32, 2, by_channel=by_channel)
     run = Run(shape, torch.float16, [1])
     run.weights = DeltaWeights(
         run.weights.conv, torch.full((1,), -20.0), torch.zeros(shape.decays), run.weights.norm

@@ -32,7 +32,7 @@ from tests.tolerances import DECODER_LOGITS, LINEAR_LOGITS, assert_close
 PROMPTS = [torch.tensor(p) for p in ([5, 6, 7, 8, 9, 10], [11, 12, 20], [21, 22, 23, 24])]
 FAMILIES = ["llama", "llama-biased", "phi3", "gpt-neox", "gemma2", "cohere", "granite", "opt-350m"]
 FAMILIES += ["qwen3.5", "kimi-linear", "lfm2", "granite-h", "nemotron-h-latent", "falcon-h1"]
-FAMILIES += ["laguna-per-element", "mimo-v2", "apertus", "phimoe"]
+FAMILIES += ["laguna-per-element", "mimo-v2", "apertus", "phimoe", "ling3", "olmo-hybrid"]
 # Where PEFT refuses "all-linear", and Nemotron's `in_proj` of Mamba has no whole blocks of rows;
 # without what latent attention multiplies by apart, and what is no whole blocks with KDA's four
 # heads.
@@ -40,6 +40,8 @@ TARGETS = {
     "nemotron-h-latent": r".*(q_proj|o_proj|up_proj|down_proj|latent_proj)",
     "kimi-linear": r".*(\.[qkvo]_proj|[fg]_b_proj|(gate|up|down)_proj|kv_a_proj_with_mqa)",
     "phimoe": r".*[qkvo]_proj",  # routers are linear layers there
+    "ling3": r".*(layers.[02].*\.[gkoqv]_proj|o_proj|(gate|up|down)_proj)",
+    "olmo-hybrid": r".*([gkoqv]_proj|(gate|up|down)_proj)",
     "falcon-h1": r".*([qkvo]_proj|gate_proj|up_proj|down_proj|in_proj)",
 }
 LORA = "base_model.model.model."

@@ -26,7 +26,7 @@ FAMILIES += [
     "gemma4-small",
 ]
 FAMILIES += ["gemma3n", "lfm2-moe", "nemotron-h-latent", "falcon-h1", "laguna", "step-3.5"]
-FAMILIES += ["mimo-v2", "apertus", "phimoe"]
+FAMILIES += ["mimo-v2", "apertus", "phimoe", "ling3", "olmo-hybrid"]
 
 
 def logits(path: Path, memory: int | None) -> Tensor:

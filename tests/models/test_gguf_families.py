@@ -83,7 +83,8 @@ WITHOUT: tuple[str, ...] = (
     *("opt", "opt-350m", "solar-open", "hy-v3", "laguna", "laguna-per-element"),
 )
 WITHOUT += ("glm4-moe-lite", "ministral", "internlm3", "cwm")
-WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "bamba")
+WITHOUT += ("mellum", "hyperclovax", "helium", "iquestcoder", "bamba", "ling3", "ling3-free")
+WITHOUT += ("olmo-hybrid", "olmo-hybrid-rope")
 
 
 def source_of(base: Path, family: str) -> Path:

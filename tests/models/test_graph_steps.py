@@ -345,7 +345,9 @@ def test_the_kernels_of_a_gpu_read_what_is_counted(tmp_path: Path, few_programs:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "qwen3-next-head64", "kimi-linear"])
+@pytest.mark.parametrize(
+    "family", ["llama", "opt", "gemma2", "qwen3-next-head64", "kimi-linear", "ling3"]
+)
 def test_greedy_tokens_on_a_gpu_do_not_depend_on_how_many_steps_are_done_at_once(
     family: str, tmp_path: Path
 ) -> None:

@@ -129,6 +129,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 2,
         "mlp_layer_types": ["dense", "dense"],
     },
+    "ling3": {  # KDA with a floor, and latent attention with gates of heads
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+    },
+    "olmo-hybrid": {  # states that turn signs; norms before or after by layer
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_value_head_dim": 32,
+    },
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "nemotron-h-latent": {  # Mamba, experts without a gate in a narrower space
         "num_attention_heads": 1,

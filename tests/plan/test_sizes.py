@@ -100,6 +100,9 @@ def test_the_formula_of_a_large_model() -> None:
         ("llama", {}),
         ("qwen3-next-head64", {}),
         ("kimi-linear", {"mlp_layer_types": ["dense"] * 3}),
+        ("ling3", {"mlp_layer_types": ["dense"] * 3}),
+        ("olmo-hybrid", {}),
+        ("ling3-free", {"mlp_layer_types": ["dense"] * 3}),
     ],
 )
 def test_a_token_is_multiplied_by_all_matrices_once(family: str, change: dict[str, Any]) -> None:

@@ -21,9 +21,15 @@ from qoff.kvcache.device.tables import DeviceTables, pass_tables
 OP = "delta"
 _MODELS = {
     "Qwen3-Next-80B-A3B": DeltaShape(16, 32, 128, 128, 4),
-    "Kimi-Linear-48B-A3B": DeltaShape(32, 32, 128, 128, 4, rank=128),
+    "Kimi-Linear-48B-A3B": DeltaShape(32, 32, 128, 128, 4, by_channel=True),
+    "Olmo-Hybrid-7B": DeltaShape(30, 30, 96, 192, 4, learns=2.0),
+    "Ling-3.0-Flash": DeltaShape(32, 32, 128, 128, 4, by_channel=True, floor=-5.0),
 }
-_TINY = DeltaShape(1, 2, 32, 32, 4), DeltaShape(2, 2, 32, 32, 4, rank=32)
+_TINY = (
+    DeltaShape(1, 2, 32, 32, 4),
+    DeltaShape(2, 2, 32, 32, 4, by_channel=True),
+    DeltaShape(2, 2, 32, 32, 4, by_channel=True, floor=-5.0),
+)
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor, DeltaWeights, DeltaShape, DeviceLayerStates]
 
 
@@ -32,6 +38,8 @@ def checks(device: torch.device, tiny: bool) -> Iterator[Check]:
         for dtype in dtypes(device)[:1] if tiny else dtypes(device):
             for counts in ([1, 1], [66, 2]) if tiny else ([1] * 5, [9, 1, 3], [700, 1, 64]):
                 name = f"{short(dtype)} {counts} tokens" + (", KDA" if shape.by_channel else "")
+                name += " with a floor" if shape.floor else ""
+                name += ", signs turned" if shape.learns > 1 else ""
                 error = partial(_error, shape, counts, dtype, device)
                 yield Check(OP, name, error, 2 * BOUNDS[dtype])
 

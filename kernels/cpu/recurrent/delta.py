@@ -54,7 +54,7 @@ def delta(
         sequences=len(states.spans), key_heads=shape.key_heads, value_heads=shape.value_heads,
         key_dim=shape.key_dim, value_dim=shape.value_dim, panel=shape.panel, taps=shape.taps,
         out=out.data_ptr(), out_stride=4 * out.stride(0), scratch_each=delta_bytes(1, shape),
-        eps=shape.norm_eps,
+        eps=shape.norm_eps, floor=shape.floor, learns=shape.learns,
     )  # fmt: skip
     with pool.lock:
         arguments.scratch = pool.workspace(delta_bytes(pool.threads, shape))

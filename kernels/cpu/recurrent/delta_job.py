@@ -30,7 +30,8 @@ _SPAN_BYTES = 8 * len(SPAN_FIELDS)
 class DeltaArguments(ctypes.Structure):
     """Addresses, strides in bytes, sizes; `scratch_each` bytes are a thread's.
 
-    by_channel: 1 where each channel of keys forgets by itself, 0 where a head does.
+    by_channel: 1 where each channel of keys forgets by itself, 0 where a head does. floor, learns:
+    see `layout.delta`.
     """
 
     OF_LAYER = ("taps_weight", "decay", "dt_bias", "norm", "conv", "memory")
@@ -42,12 +43,14 @@ class DeltaArguments(ctypes.Structure):
             "out_stride", "scratch", "scratch_each",
         ),
         ("eps", ctypes.c_float),
+        ("floor", ctypes.c_float),
+        ("learns", ctypes.c_float),
     )  # fmt: skip
 
 
 (X, X_STRIDE, Z, Z_STRIDE, B, B_STRIDE, A, A_STRIDE, BY_CHANNEL, TAPS_WEIGHT, DECAY, DT_BIAS, NORM,
  CONV, MEMORY, SPANS, POSITIONS, SEQUENCES, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, PANEL, TAPS,
- OUT, OUT_STRIDE, SCRATCH, SCRATCH_EACH, EPS) = offsets(DeltaArguments)  # fmt: skip
+ OUT, OUT_STRIDE, SCRATCH, SCRATCH_EACH, EPS, FLOOR, LEARNS) = offsets(DeltaArguments)  # fmt: skip
 
 
 @inner
@@ -102,10 +105,11 @@ def _unit(args, span, channel, width, scale):
 def _gates(args, span, head):
     """What a value head forgets and how much it is corrected, where a and b were."""
     first, count, one = simd.peek_i64(span), simd.peek_i64(span + 8), np.float32(1.0)
+    most = simd.peek_f32(args + LEARNS)
     a_stride, b_stride = simd.peek_i64(args + A_STRIDE), simd.peek_i64(args + B_STRIDE)
     b = simd.peek_i64(args + B) + first * b_stride + 4 * head
     for _ in range(count):
-        simd.poke_f32(b, one / (one + np.exp(-simd.peek_f32(b))))
+        simd.poke_f32(b, most / (one + np.exp(-simd.peek_f32(b))))
         b += b_stride
     a, bias = simd.peek_i64(args + A) + first * a_stride, simd.peek_i64(args + DT_BIAS)
     rate = np.exp(simd.peek_f32(simd.peek_i64(args + DECAY) + 4 * head))
@@ -115,12 +119,17 @@ def _gates(args, span, head):
             simd.poke_f32(a, np.exp(-rate * softplus(simd.peek_f32(a) + dt)))
             a += a_stride
         return
-    nbytes = 4 * simd.peek_i64(args + KEY_DIM)
+    nbytes, floor = 4 * simd.peek_i64(args + KEY_DIM), simd.peek_f32(args + FLOOR)
     a, bias, rates = a + head * nbytes, bias + head * nbytes, simd.splat_f32(-rate)
+    least = simd.splat_f32(floor)
     for _ in range(count):
         for i in range(0, nbytes, 64):
-            steps = softplus_16(simd.add(simd.load_f32(a + i), simd.load_f32(bias + i)))
-            simd.store_f32(a + i, simd.exp(simd.mul(rates, steps)))
+            far = simd.add(simd.load_f32(a + i), simd.load_f32(bias + i))
+            if floor == 0:
+                left = simd.mul(rates, softplus_16(far))
+            else:
+                left = simd.mul(least, sigmoid(far, rate))
+            simd.store_f32(a + i, simd.exp(left))
         a += a_stride
 
 

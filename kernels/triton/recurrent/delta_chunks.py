@@ -41,6 +41,7 @@ LEAST = tl.constexpr(-30.0)
 @triton.jit
 def _sums(
     b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED: tl.constexpr,
+    LEARNS: tl.constexpr,
 ):  # fmt: skip
     """G and beta of the rows of a chunk; those not there forget nothing and learn nothing."""
     place = row
@@ -48,7 +49,7 @@ def _sums(
         place = tl.load(order + row, mask=there, other=0)
     beta = tl.load(b + place.to(tl.int64) * b_stride + head, mask=there, other=0.0)
     far = tl.load(a + place.to(tl.int64) * a_stride + head, mask=there, other=0.0)
-    forgets, learns = gates(beta, far, decay, dt_bias, head)
+    forgets, learns = gates(beta, far, decay, dt_bias, head, LEARNS)
     forgets = tl.where(there, tl.maximum(forgets, LEAST), 0.0)
     return tl.cumsum(forgets, axis=0), tl.where(there, learns, 0.0)
 
@@ -82,7 +83,8 @@ def delta_solve_kernel(
     scores,  # the same
     b_stride, a_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ORDERED: tl.constexpr, ASM: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ORDERED: tl.constexpr, LEARNS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The inverse of I + A, and P, of a chunk and value head."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -97,7 +99,7 @@ def delta_solve_kernel(
     row = first_row + chunk * CHUNK + i
     there = chunk * CHUNK + i < count
     total, learns = _sums(
-        b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED
+        b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED, LEARNS
     )
     channel = tl.arange(0, KEY_PAD)
     line = mixed + row.to(tl.int64) * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
@@ -124,7 +126,8 @@ def delta_chunk_kernel(
     b_stride, a_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, PANEL: tl.constexpr,
-    COLUMNS: tl.constexpr, ORDERED: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    COLUMNS: tl.constexpr, ORDERED: tl.constexpr, LEARNS: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head's state through all chunks of a sequence.
 
@@ -155,7 +158,7 @@ def delta_chunk_kernel(
         row = first_row + first + i
         there = first + i < count
         total, learns = _sums(
-            b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED
+            b, a, order, row, there, b_stride, a_stride, decay, dt_bias, head, ORDERED, LEARNS
         )
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), axis=0)
         line = mixed + row.to(tl.int64) * (2 * KEYS + VALUES)
@@ -234,7 +237,7 @@ def _bound(
     """What solves chunks, what goes through them, and its programs of a sequence and head."""
     sizes = tile_sizes(shape)
     own = {name: sizes.pop(name) for name in ("PANEL", "COLUMNS")}
-    last = {"ORDERED": ordered, "ASM": use_asm(), "num_stages": 1}
+    last = {"ORDERED": ordered, "LEARNS": shape.learns, "ASM": use_asm(), "num_stages": 1}
     solve = BoundKernel(delta_solve_kernel, **sizes, **last, num_warps=4)
     hopper = capability == 90
     warps = 4 if hopper else 8  # others have operands in registers, too

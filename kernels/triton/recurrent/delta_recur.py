@@ -26,16 +26,21 @@ _COLUMNS = 32  # of a state that a program has
 
 
 @triton.jit
-def forgetting(a, decay, bias, head):
+def forgetting(a, decay, bias, head, FLOOR: tl.constexpr):
     """Of tokens, the logarithm of what a head's state is multiplied by, or some rows of it."""
-    return -tl.exp(tl.load(decay + head)) * softplus(a.to(tl.float32) + bias)
+    rate = tl.exp(tl.load(decay + head))
+    far = a.to(tl.float32) + bias
+    forgets = -rate * softplus(far)
+    if FLOOR < 0:
+        forgets = FLOOR / (1.0 + tl.exp(tl.minimum(-rate * far, 80.0)))
+    return forgets
 
 
 @triton.jit
-def gates(b, a, decay, dt_bias, head):
+def gates(b, a, decay, dt_bias, head, LEARNS: tl.constexpr):
     """Of tokens, the logarithm of what a head's state is multiplied by, and how much it learns."""
-    forgets = forgetting(a, decay, tl.load(dt_bias + head), head)
-    return forgets, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+    forgets = forgetting(a, decay, tl.load(dt_bias + head), head, 0.0)
+    return forgets, LEARNS / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
 @triton.jit
@@ -64,6 +69,7 @@ def delta_recur_kernel(
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, PANEL: tl.constexpr,
     COLUMNS: tl.constexpr, ORDERED: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    FLOOR: tl.constexpr, LEARNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head's state, and what all new tokens of a sequence find in them."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -96,11 +102,12 @@ def delta_recur_kernel(
         beta = tl.load(b + place.to(tl.int64) * b_stride + head)
         far = a + place.to(tl.int64) * a_stride
         if BY_CHANNEL:
-            forgets = forgetting(tl.load(far + own, mask=inside, other=0.0), decay, bias, head)
+            each = tl.load(far + own, mask=inside, other=0.0)
+            forgets = forgetting(each, decay, bias, head, FLOOR)
             learns = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
             state *= tl.exp(forgets)[:, None]
         else:
-            forgets, learns = gates(beta, tl.load(far + head), decay, dt_bias, head)
+            forgets, learns = gates(beta, tl.load(far + head), decay, dt_bias, head, LEARNS)
             state *= tl.exp(forgets)
         lacks = learns * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * lacks[None, :]
@@ -138,8 +145,8 @@ def _bound(shape: DeltaShape, ordered: bool) -> tuple[BoundKernel, tuple[int, in
     """The kernel, and programs of a sequence."""
     sizes = tile_sizes(shape)
     kernel = BoundKernel(
-        delta_recur_kernel, **sizes, ORDERED=ordered, BY_CHANNEL=shape.by_channel, num_warps=4,
-        num_stages=1,
+        delta_recur_kernel, **sizes, ORDERED=ordered, BY_CHANNEL=shape.by_channel,
+        FLOOR=shape.floor, LEARNS=shape.learns, num_warps=4, num_stages=1,
     )  # fmt: skip
     return kernel, (shape.value_dim // sizes["COLUMNS"], shape.value_heads)
 

@@ -61,7 +61,7 @@ def kda_fade_kernel(
     queries, keys, kept,
     a_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ORDERED: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, ORDERED: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """G, exp(G) * q, exp(G) * k and exp(G_last - G) * k of a chunk and value head."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -85,7 +85,7 @@ def kda_fade_kernel(
     mask = there[:, None] & inside[None, :]
     far = tl.load(a + place.to(tl.int64)[:, None] * a_stride + own[None, :], mask=mask, other=0.0)
     bias = tl.load(dt_bias + own, mask=inside, other=0.0)
-    forgets = forgetting(far, decay, bias[None, :], head)
+    forgets = forgetting(far, decay, bias[None, :], head, FLOOR)
     forgets = tl.where(mask, tl.maximum(forgets, LEAST), 0.0)
     total = tl.cumsum(forgets, axis=0)
     last = tl.sum(forgets, axis=0)
@@ -290,7 +290,9 @@ def _bound(
     sizes = tile_sizes(shape)
     own = {name: sizes.pop(name) for name in ("PANEL", "COLUMNS")}
     last = {"ORDERED": ordered, "ASM": use_asm(), "num_stages": 1, "num_warps": 4}
-    fade = BoundKernel(kda_fade_kernel, **sizes, ORDERED=ordered, num_stages=1, num_warps=16)
+    fade = BoundKernel(
+        kda_fade_kernel, **sizes, ORDERED=ordered, FLOOR=shape.floor, num_stages=1, num_warps=16
+    )
     products = BoundKernel(kda_products_kernel, **sizes, **{**last, "num_warps": 8})
     solve = BoundKernel(kda_solve_kernel, VALUE_HEADS=shape.value_heads, num_stages=1, num_warps=4)
     chunk = BoundKernel(kda_chunk_kernel, **sizes, **own, **last)

@@ -15,8 +15,10 @@ from .config import QoffConfig
 from .experts_form import activation_of, experts_form, experts_of
 
 _EXACT = (
-    *(".in_proj_ba", ".in_proj_a", ".in_proj_b"),  # what linear attention forgets by
-    *(".f_a_proj", ".f_b_proj", ".g_a_proj", ".b_proj"),  # the same of KDA, as what lies beside it
+    # What linear attention forgets by.
+    *(".in_proj_ba", ".in_proj_a", ".in_proj_b", ".a_proj"),
+    # The same of KDA, as what lies beside it.
+    *(".f_proj", ".f_a_proj", ".f_b_proj", ".g_a_proj", ".b_proj"),
     *(".indexer.wk", ".indexer.weights_proj"),  # what tokens are chosen by
     *(".laurel.linear_left", ".laurel.linear_right"),  # of Gemma 3n, as what follows
 )

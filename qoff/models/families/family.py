@@ -6,7 +6,7 @@ transformers' own config classes fill in defaults and bring the keys of old file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,6 +24,8 @@ Fields = dict[str, Any]  # fields of DecoderSpec by name
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 _KINDS = {"full_attention", "sliding_attention"}
+_FIRST = 64  # layers, among which there is one of each kind
+_OPTIONAL_ROPE = {"olmo_hybrid"}  # models that rotate nothing where `rope_theta` is null
 _UNLISTED = {"mistral4": "Mistral4ForCausalLM"}  # which transformers' AutoModel does not find
 Config = Mapping[str, Any]
 Has = Callable[[str], bool]  # whether a source has a tensor of this name
@@ -128,6 +130,13 @@ class Family:
     modules: TensorNames | None = None
 
 
+def layers_with(has: Has, tensor: str) -> Iterator[str]:
+    """Prefixes of layers that have a tensor of this name."""
+    for i in range(_FIRST):
+        if has(f"model.layers.{i}.{tensor}"):
+            yield f"model.layers.{i}."
+
+
 def full_config(config: Mapping[str, Any]) -> Any:
     """Return transformers' config object, which adds to the dicts it is given.
 
@@ -158,6 +167,8 @@ def common_fields(config: Any) -> Fields:
     layers, heads = config.num_hidden_layers, for_all(config, "num_attention_heads", None)
     head_dim = head_dim_of(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if config.model_type in _OPTIONAL_ROPE and rope.get("rope_theta") is None:
+        rope = {}
     by_type = rope.keys() <= _KINDS  # of layers, or there is none
     if not by_type and rope.keys() & _KINDS:
         raise unsupported(

@@ -9,22 +9,29 @@ from qoff.models.recurrent_spec import LinearSpec
 from qoff.models.spec_parts import unsupported
 
 from .corrected import NAMES, deepseek_experts
-from .family import Config, Family, Fields, Has, TensorNames
+from .family import Config, Family, Fields, Has, TensorNames, layers_with
 from .latent import latent_attention
 
 _KINDS = ("linear_attention", "full_attention")
-_FIRST = 64  # layers, among which one has KDA and one an MLP, if any has
 
 
 def _kimi_linear(config: Any) -> Fields:
     """DeepSeek V3's experts and attention, of which nothing rotates."""
-    for key, wanted in (
-        ("hidden_act", "silu"),  # of convolutions, too
-        ("mla_use_nope", True),
-        ("moe_router_activation_func", "sigmoid"),
-    ):
+    for key, wanted in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid")):
         if getattr(config, key, wanted) != wanted:
             raise unsupported(key, getattr(config, key), str(wanted).lower())
+    return {
+        **latent_attention(config, {}),
+        **kimi_delta(config, rank=config.linear_head_dim),
+        "rope": None,
+        "rope_layers": (False,) * config.num_hidden_layers,
+    }
+
+
+def kimi_delta(config: Any, **more: Any) -> Fields:
+    """KDA in the layers that are listed, and the experts of DeepSeek V3. more: of `LinearSpec`."""
+    if config.hidden_act != "silu":  # of convolutions, too
+        raise unsupported("hidden_act", config.hidden_act, "silu")
     for kind in config.layer_types:
         if kind not in _KINDS:
             raise unsupported("layer_types", kind, ", ".join(_KINDS))
@@ -34,10 +41,7 @@ def _kimi_linear(config: Any) -> Fields:
     taps = config.linear_conv_kernel_dim
     experts = deepseek_experts(config, (kind == "sparse" for kind in config.mlp_layer_types))
     return {
-        **latent_attention(config, {}),
-        "rope": None,
-        "rope_layers": (False,) * len(layers),
-        "recurrent": LinearSpec(**sizes, taps=taps, layers=layers, rank=dim)
+        "recurrent": LinearSpec(**sizes, taps=taps, layers=layers, by_channel=True, **more)
         if any(layers)
         else None,
         "experts": experts if any(experts.layers) else None,
@@ -50,16 +54,13 @@ def _converted(config: Config, has: Has) -> tuple[dict[str, Any], TensorNames]:
     It saves MLPs as if they were experts.
     """
 
-    def any_has(tensor: str) -> bool:
-        return any(has(f"model.layers.{i}.{tensor}") for i in range(_FIRST))
-
-    if any_has("self_attn.forget_gate.A_log"):
+    if any(layers_with(has, "self_attn.forget_gate.A_log")):
         return dict(config), _OWN
-    dense = any_has("block_sparse_moe.down_proj.weight")
+    dense = any(layers_with(has, "block_sparse_moe.down_proj.weight"))
     return dict(config), _published("block_sparse_moe") if dense else _PUBLISHED
 
 
-_DELTA = {
+DELTA_MODULES = {
     "linear_attn": "self_attn",
     "linear_attn.norm": "self_attn.o_norm",
     "linear_attn.out_proj": "self_attn.o_proj",
@@ -69,7 +70,7 @@ _LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of experts
 
 def _published(dense: str) -> TensorNames:
     """dense: where the MLP is of layers without experts."""
-    found = dict(_DELTA)
+    found = dict(DELTA_MODULES)
     for module, called in (
         ("mlp.router", "gate"),
         ("mlp.router.correction", "gate.e_score_correction_bias"),
@@ -88,7 +89,7 @@ _OWN = replace(
     NAMES,
     modules={
         **NAMES.modules,
-        **_DELTA,
+        **DELTA_MODULES,
         **{f"linear_attn.{name}": f"self_attn.forget_gate.{name}" for name in _FORGETS},
     },
 )

@@ -15,6 +15,7 @@ from . import (
     latent,
     layer_norm,
     linear,
+    ling,
     llama,
     mamba,
     mimo,
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         **latent.FAMILIES,
         **linear.FAMILIES,
         **kimi.FAMILIES,
+        **ling.FAMILIES,
         **short_conv.FAMILIES,
         **mamba.FAMILIES,
     }

@@ -88,7 +88,7 @@ def _cwm(config: Any) -> Fields:
     return {**biases(False, config.mlp_bias), "sliding_window": windows(config)}
 
 
-def _olmo2(config: Any) -> Fields:
+def olmo2(config: Any) -> Fields:
     """Norms after attention and MLP in place of before; norms over all queries and all keys."""
     return {
         **biases(config.attention_bias),
@@ -102,7 +102,7 @@ def _olmo3(config: Any) -> Fields:
     """OLMo 2 with sliding windows, whose layers do not scale their RoPE."""
     ropes, head_dim = config.rope_parameters, head_dim_of(config)
     return {
-        **_olmo2(config),
+        **olmo2(config),
         "sliding_window": windows(config),
         "rope": rope_of(config, ropes["full_attention"], head_dim),
         "local_rope": rope_of(config, ropes["sliding_attention"], head_dim),
@@ -153,7 +153,7 @@ def _glm4(config: Any) -> Fields:
     return {**_glm(config), "post_norm": True}
 
 
-_AFTER = TensorNames(
+AFTER = TensorNames(
     modules={
         "self_attn.post_norm": "post_attention_layernorm",
         "mlp.post_norm": "post_feedforward_layernorm",
@@ -182,9 +182,9 @@ FAMILIES = {
     "iquestcoder": Family("IQuest Coder 40B", _llama),
     "internlm3": Family("InternLM3 8B", _llama),
     "cwm": Family("CWM 32B", _cwm),
-    "olmo2": Family("OLMo 2", _olmo2, _AFTER),
-    "olmo3": Family("OLMo 3", _olmo3, _AFTER),
-    "exaone4": Family("EXAONE 4", exaone4, _AFTER),
+    "olmo2": Family("OLMo 2", olmo2, AFTER),
+    "olmo3": Family("OLMo 3", _olmo3, AFTER),
+    "exaone4": Family("EXAONE 4", exaone4, AFTER),
     "arcee": Family("Arcee AFM 4.5B", _arcee),
     "apertus": Family(
         "Apertus 8B, 70B",

@@ -57,14 +57,14 @@ class Attention:
         shape, gated = self._shapes[layer], self._spec.gated_attention
         widths = [shape.qkv_width, self._spec.gates(layer)]  # of queries, keys and values; of gates
         memory = columns(workspace.attended, shape.out_width)
-        if self._latent is None:
+        gates: Tensor | None = None
+        if self._latent is not None:
+            qkv, gates = yield from self._latent.queries(layer, run, weights, norm)
+        else:
             out = columns(workspace.qkv, sum(widths[: 1 + gated]))
             qkv = yield from self._projected(layer, run, weights, norm, out)
-        else:
-            qkv = yield from self._latent.queries(layer, run, weights, norm)
-        gates = None
-        if gated:
-            qkv, gates = qkv.split(widths, 1)
+            if gated:
+                qkv, gates = qkv.split(widths, 1)
         q_norm, k_norm = self._head_norms(layer, weights)
 
         def attend(part: ForwardPass, cache: Any, out: Tensor | None, qkv: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import cast
 
 from torch import Tensor
@@ -9,13 +10,13 @@ from torch import Tensor
 from qoff.kernels.layout.ending import Norm
 from qoff.kernels.layout.qtensor import QTensor
 from qoff.kernels.ops import Ops
-from qoff.memory import Weights
+from qoff.memory import Unit, Weights
 from qoff.models import names
 from qoff.models.forward_pass import ForwardPass, LayerWorkspace, columns
 from qoff.models.spec import DecoderSpec
 
 from .index import Index
-from .linear import Linear, Steps, vector
+from .linear import Linear, vector
 
 
 class Latent:
@@ -28,8 +29,10 @@ class Latent:
         self._linear = Linear(ops)
         self._index = None if spec.index is None else Index(spec.index, ops)
 
-    def queries(self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None) -> Steps:
-        """Queries that attend to latents, and the tokens' keys, [M, attention_width].
+    def queries(
+        self, layer: int, run: ForwardPass, weights: Weights, norm: Norm | None
+    ) -> Generator[Unit, Weights, tuple[Tensor, Tensor | None]]:
+        """Queries that attend to latents with the tokens' keys, [M, attention_width]; and gates.
 
         Where the layer has an index, that has then chosen tokens.
         """
@@ -37,8 +40,8 @@ class Latent:
         assert workspace is not None
         first = self._columns(workspace, 0, spec.qkv_rows)
         first = yield from self._linear(run, weights, names.QKV, out=first, norm=norm)
-        kv = first[:, spec.qkv_rows - self._shape.head_dim :]
-        q = first[:, : spec.qkv_rows - self._shape.head_dim]
+        gates, dim = spec.gates(layer), self._shape.head_dim
+        q, kv, by_head = first.split([spec.qkv_rows - dim - gates, dim, gates], 1)
         if self._latent.query_latent:
             out = self._columns(workspace, spec.qkv_rows, spec.q_rows)
             by = self._norm(weights, names.Q_NORM)
@@ -51,7 +54,8 @@ class Latent:
         by = self._norm(weights, names.KV_NORM)
         matrix = cast(QTensor, weights[names.KV_B])
         out = columns(workspace.qkv, (spec.num_heads + 1) * self._shape.head_dim)
-        return self._ops.absorb(q, kv, matrix, by, self._shape, out=out)
+        absorbed = self._ops.absorb(q, kv, matrix, by, self._shape, out=out)
+        return absorbed, by_head if gates else None
 
     def values(self, run: ForwardPass, weights: Weights, attended: Tensor) -> Tensor:
         """Values of all heads, [M, o_columns], where `queries` had theirs."""

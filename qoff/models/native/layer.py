@@ -118,7 +118,7 @@ class Layer:
         if self._per_layer is not None and layer == 0:
             yield from self._per_layer.begin(run, weights)
         if self.streams is not None:
-            norm = self._norm_before(weights, "self_attn")
+            norm = self._norm_before(layer, weights, "self_attn")
             assert norm is not None
             yield from self.streams.begin(run, weights, norm)
         if not self._spec.has_mixer(layer):
@@ -182,7 +182,7 @@ class Layer:
 
         Or what is in its place, or beside it: then both compute before either is added.
         """
-        spec, norm = self._spec, self._norm_before(weights, "self_attn")
+        spec, norm = self._spec, self._norm_before(layer, weights, "self_attn")
         beside: Tensor | None = None
         if self._recurrent is not None and spec.is_recurrent(layer):
             going_on = None if spec.attends(layer) else keep
@@ -223,7 +223,7 @@ class Layer:
         count = len(run.input)
         step = self._together(count, weights)
         end = self._ending(layer, weights, "mlp", self._spec.mlp_output_scale)
-        norm = self._norm_before(weights, "mlp")
+        norm = self._norm_before(layer, weights, "mlp")
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             inner = yield from self._inner(
@@ -393,7 +393,7 @@ class Layer:
         dense, mixture, both = (norm_of(spec, weights, name) for name in norms)
         assert mixture is not None
         assert both is not None
-        norm = self._norm_before(weights, "mlp")
+        norm = self._norm_before(layer, weights, "mlp")
         inner = yield from self._inner(layer, weights, run, "mlp", "hidden", norm, part)
         sums = yield from self._linear(
             run, weights, "mlp.down_proj", inner, end=Ending(post_norm=dense), part=part
@@ -465,9 +465,9 @@ class Layer:
         )
         return experts.route(scores, given)[0].cpu()
 
-    def _norm_before(self, weights: Weights, module: str) -> Norm | None:
+    def _norm_before(self, layer: int, weights: Weights, module: str) -> Norm | None:
         """Of the input of attention or MLP."""
-        if not self._spec.pre_norm:
+        if not self._spec.norms_before(layer):
             return None
         norm, scale = norm_of(self._spec, weights, names.BEFORE[module]), self._spec.mlp_input_scale
         return norm if norm is None or module != "mlp" else norm._replace(scale=scale)
@@ -476,12 +476,13 @@ class Layer:
         """What follows the last projection of attention or MLP; scale: of what that adds."""
         spec = self._spec
         scale *= spec.residual_scale
-        if not (spec.post_norm or spec.norm_after_add) and scale == 1:
+        after = spec.norms_after(layer)
+        if not (after or spec.norm_after_add) and scale == 1:
             return PLAIN
         last = spec.layer_scale and module == "mlp" and spec.per_layer is None
         halved = HALVED if self.streams is not None and module == "self_attn" else 1.0
         return Ending(
-            post_norm=norm_of(spec, weights, f"{module}.post_norm") if spec.post_norm else None,
+            post_norm=norm_of(spec, weights, f"{module}.post_norm") if after else None,
             scale=scale,
             sum_norm=norm_of(spec, weights, names.BEFORE[module]) if spec.norm_after_add else None,
             sum_scale=self._layer_scale(layer, weights) if last else halved,

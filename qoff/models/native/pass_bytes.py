@@ -106,7 +106,7 @@ def layer_bytes(
     if spec.qk_norm == "all":
         attention += tokens * (spec.q_rows * (2 * item + 8) + 2 * spec.kv_rows * item)
     attention += tokens * hidden * (4 + item) * (spec.learned_positions > 0)
-    attention += 2 * tokens * spec.q_rows * item * spec.gated_attention
+    attention += 2 * tokens * spec.heads_width * item * spec.gated_attention
     if spec.state_shape is not None:
         shape = spec.state_shape
         states = sum(linear(tokens, rows, hidden) for rows in shape.projections)

@@ -105,11 +105,37 @@ class LinearAttention(Recurrent):
         qkvz, ba = yield from super()._rows(run, weights, norm)
         shape = self._shape
         qkv, z = qkvz.split([shape.channels, shape.values], 1)
-        return [qkv, z, *ba.split(shape.value_heads, 1)]
+        return [qkv, z, *self._gates(ba)]
+
+    def _gates(self, ba: Tensor) -> tuple[Tensor, Tensor]:
+        """B, and a."""
+        b, a = ba.split(self._shape.value_heads, 1)
+        return b, a
+
+
+class LinearAttentionApart(LinearAttention):
+    """The same where b and a have a matrix each."""
+
+    MATRICES = MappingProxyType({names.QKVZ: False, names.DELTA_B: True, names.DELTA_A: True})
+
+    def _rows(self, run: ForwardPass, weights: Weights, norm: Norm | None) -> Products:
+        qkvz, b, a = yield from Recurrent._rows(self, run, weights, norm)
+        qkv, z = qkvz.split([self._shape.channels, self._shape.values], 1)
+        return [qkv, z, b, a]
 
 
 class KimiDelta(LinearAttention):
-    """See `kernels.layout.delta`; a and z are products of what hidden states become first."""
+    """The same where each channel of keys forgets by itself."""
+
+    MATRICES = MappingProxyType({names.QKVZ: False, names.KDA_FB: True})
+
+    def _gates(self, ba: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ba.split([self._shape.decays, self._shape.value_heads], 1)
+        return b, a
+
+
+class KimiDeltaOfRank(LinearAttention):
+    """The same where a and z are products of what hidden states become first."""
 
     MATRICES = MappingProxyType({names.KDA_QKV: False, names.KDA_FGB: True})
 
@@ -159,8 +185,10 @@ _KINDS: Mapping[type[StateShape], type[Recurrent]] = MappingProxyType(
 def recurrent_of(spec: DecoderSpec, ops: Ops) -> Recurrent | None:
     """What a model's layers with states compute; None: it has none."""
     shape = spec.state_shape
+    if isinstance(shape, DeltaShape) and shape.apart:
+        return LinearAttentionApart(shape, spec, ops)
     if isinstance(shape, DeltaShape) and shape.by_channel:
-        return KimiDelta(shape, spec, ops)
+        return (KimiDeltaOfRank if shape.rank else KimiDelta)(shape, spec, ops)
     return None if shape is None else _KINDS[type(shape)](shape, spec, ops)
 
 
