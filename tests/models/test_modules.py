@@ -31,6 +31,8 @@ from qoff.models.convert.convert import convert
 from qoff.models.families import FAMILIES, SOURCES
 from qoff.models.forward_pass import ForwardPass
 from qoff.models.modules.cache import ModuleCache
+from qoff.models.modules.configs import build, read_config
+from qoff.models.modules.structure import buffers_from_config
 from qoff.models.runtime import Runtime
 from tests.instruments import POISON
 from tests.module_models import (
@@ -205,6 +207,22 @@ def test_conversion_keeps_sixteen_bits_where_they_are_exact(tmp_path: Path) -> N
     entry = checkpoint.layers[0].weights["model.layers.0.input_layernorm.weight"]
     assert isinstance(entry, TensorEntry)
     assert entry.dtype == torch.bfloat16
+
+
+def test_what_a_model_sees_with_is_gone(tmp_path: Path) -> None:
+    """Numbers of a module that holds the language model, too, which transformers initializes."""
+    sees = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    small = {**sees, "num_attention_heads": 2, "image_size": 64, "patch_size": 16}
+    config = {
+        "model_type": "deepseek_vl_hybrid",
+        "text_config": {"model_type": "llama", **sees, "num_attention_heads": 2, "vocab_size": 64},
+        "vision_config": {**small, "model_type": "siglip_vision_model"},
+        "high_res_vision_config": {**small, "output_channels": 32, "mlp_dim": 32},
+    }
+    model = build(read_config(config, tmp_path, tensors=100))
+    names = {name for name, _ in model.named_parameters()}
+    assert all(".language_model." in name or name == "lm_head.weight" for name in names)
+    assert buffers_from_config(model) > 0  # angles
 
 
 @pytest.mark.parametrize("head", ["same", "alone", "another"])

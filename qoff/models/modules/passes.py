@@ -52,15 +52,17 @@ def by_turns(
     """Passes that ask for the same units, which come once for all; returns what each does.
 
     Experts of a layer come for those that want some before any goes on. between: called before
-    each unit.
+    each of the other units.
     """
     each = [one.steps() for one in passes]
     found: dict[int, Any] = {}
     try:
         wanted = {i: next(one) for i, one in enumerate(each)}
         while wanted:
-            waiting = [i for i, x in wanted.items() if isinstance(x, ChosenExperts)] or [*wanted]
-            between()
+            waiting = [i for i, x in wanted.items() if isinstance(x, ChosenExperts)]
+            if not waiting:
+                between()
+                waiting = [*wanted]
             weights = yield _together([wanted[i] for i in waiting])
             for i in waiting:
                 try:

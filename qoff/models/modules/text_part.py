@@ -51,6 +51,7 @@ def _strip(module: nn.Module, kept: set[int]) -> bool:
         return False
     for own in (module._parameters, module._buffers):
         own.update(dict.fromkeys(own))
+    vars(module)["_is_hf_initialized"] = True  # or transformers initializes what is gone
     for name, child in others.items():
         if [*child.parameters(), *child.buffers()]:
             module._modules[name] = None
