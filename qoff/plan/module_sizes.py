@@ -34,7 +34,7 @@ from .planned_files import PlannedWeight, check_floats, planned_file, planned_la
 from .profile import MachineProfile
 from .sizes import Sizes
 
-_OP_CALLS = 0.55  # of a call of ours: what one of torch's ops takes; `bench.planner --only modules`
+_OP_CALLS = 0.65  # of a call of ours: what one of torch's ops takes; `bench.planner --only modules`
 _NO_TENSORS = 1 << 30  # a limit of counts in a config that no file bounds
 _CHOOSES = ("top_k", "num_experts_per_tok")  # attributes of modules that choose experts
 

@@ -32,7 +32,7 @@ def test_each_is_what_the_loader_has(base: Path, name: str) -> None:
     model, seen = opened(module_source(base, name)), 0
     tensors = model._tensors
     for unit in range(model.units - 1):
-        places = model._places(unit)
+        places = model._layout.places(unit)
         whole = tensors.load(unit, places)
         for place in places:
             if (matrices_of(place) or [None])[0] is None or matrices_of(place)[0].expert is None:

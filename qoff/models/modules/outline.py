@@ -170,10 +170,7 @@ class Outline:
         Raises UnpackableError where sequences have to be computed alone, and K and V would be
         packed.
         """
-        try:
-            model = self._built(packed=True)
-        except UnpackableError:
-            model = self._built(packed=False)
+        model = self._for_trials()
         call, states, packed = partial(self._call, model), self._empty_states(), self.packed_shapes
         try:
             if self._ends and "position_ids" not in self._parameters:
@@ -192,8 +189,15 @@ class Outline:
 
     def pass_ops(self) -> int:
         """How many of torch's ops a pass takes beside what experts compute."""
-        model = self._built(packed=False)
+        model = self._for_trials()
         return probe.count_ops(model, partial(self._call, model), self._empty_states)
+
+    def _for_trials(self) -> Any:
+        """Another one of the model, whose attention is nobody's where that can be."""
+        try:
+            return self._built(packed=True)
+        except UnpackableError:
+            return self._built(packed=False)
 
     def _empty_states(self) -> Any:
         """transformers' cache of one sequence."""
