@@ -49,8 +49,9 @@ def default_plan(
     """`plain` where it fits the memory that is free; else the planner's, and a line says why.
 
     share: of what is free but on a GPU, where other processes have the rest. plain: without bounds;
-    None: `Plan()`. The planner assumes prompts and answers that fill its context. Raises
-    BudgetError, in a line, where nothing fits.
+    None: `Plan()`. The planner assumes prompts and answers that fill its context, and prompts that
+    are read as a whole to have no more tokens than a pass. Raises BudgetError, in a line, where
+    nothing fits.
     """
     plain = plain or Plan()
     spill = _spill_folder()
@@ -70,8 +71,10 @@ def default_plan(
     folder = spill or checkpoint.path
     machine = kept_profile(device, checkpoint.path, folder) or assumed_profile(device, folder)
     limit = min(plain.context, sizes.position_limit or plain.context)
-    answer = max(1, limit // 8)
-    work = Workload(Lengths.of(limit - answer), Lengths.of(answer))
+    prompt = limit - max(1, limit // 8)
+    if sizes.whole_prompts:
+        prompt = min(prompt, plain.prefill_tokens)
+    work = Workload(Lengths.of(prompt), Lengths.of(limit - prompt))
     for _ in range(_SEARCHES):
         found = explain(sizes, replace(machine, usable=usable), work, plain)
         before, usable = usable, _usable(device, spill, share)

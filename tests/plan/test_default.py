@@ -50,15 +50,15 @@ def test_what_fits_is_as_before(
     assert default.default_bounds(checkpoint, CPU) == (None, None)
 
 
-@pytest.mark.parametrize("modules", [False, True])
+@pytest.mark.parametrize("modules", [None, "bloom"])
 def test_what_does_not_fit_is_planned_and_runs(
     free: dict[str, int],
     tmp_path_factory: pytest.TempPathFactory,
     caplog: pytest.LogCaptureFixture,
-    modules: bool,
+    modules: str | None,
 ) -> None:
     base = tmp_path_factory.getbasetemp()
-    path = module_checkpoint(base, "bloom") if modules else tiny_checkpoint(base, "llama-head64")
+    path = module_checkpoint(base, modules) if modules else tiny_checkpoint(base, "llama-head64")
     free["device"] = 5 * MIB
     with caplog.at_level(logging.WARNING), qoff.LLM(path) as llm:
         assert llm.plan.device_memory is not None
@@ -69,6 +69,16 @@ def test_what_does_not_fit_is_planned_and_runs(
     (line,) = [r.getMessage() for r in caplog.records if r.name == default.__name__]
     assert "5.0 MiB free" in line
     assert "limit: " in line
+
+
+def test_prompts_that_are_read_whole_have_no_more_tokens_than_a_pass(
+    free: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever the context leaves for them."""
+    checkpoint = Checkpoint.open(module_checkpoint(tmp_path_factory.getbasetemp(), "jamba"))
+    free["device"] = 4 * MIB
+    found = default.default_plan(checkpoint, CPU, torch.float32, plain=Plan(prefill_tokens=96))
+    assert (found.prefill_tokens, found.context) == (96, 256)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
