@@ -10,7 +10,7 @@ from typing import Any
 # The ops, the most important first, and what part of the time for timing each may take.
 SHARES: Mapping[str, float] = MappingProxyType(
     {
-        "w4_linear": 0.33,
+        "w4_linear": 0.32,
         "decode_attention": 0.18,
         "prefill_attention": 0.12,
         "latent_attention": 0.04,
@@ -23,6 +23,7 @@ SHARES: Mapping[str, float] = MappingProxyType(
         "merge": 0.04,
         "rms_norm": 0.04,
         "gated_silu": 0.02,
+        "xielu": 0.01,
         "rope": 0.02,
         "dequantize": 0.02,
         "quantize": 0.01,
