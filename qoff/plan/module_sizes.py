@@ -109,13 +109,13 @@ class ModuleSizes(Sizes):
 
     @cached_property
     def experts(self) -> ExpertsSpec | None:
-        names = [[n for n in file.weights if is_expert(n)] for file in self.checkpoint.layers]
-        layers = tuple(map(bool, names))
+        files = self.checkpoint.layers
+        found = [{n: one for n in f.quantized if (one := expert_matrix(n))} for f in files]
+        layers = tuple(map(bool, found))
         if not any(layers) or not self.one_by_one:
             return None
         first = layers.index(True)
-        weights = self.checkpoint.layers[first].weights
-        matrices = {name: one for name in names[first] if (one := expert_matrix(name)) is not None}
+        weights, matrices = files[first].weights, found[first]
         count = 1 + max(number for number, _ in matrices.values())
         kinds = {kind: weights[name].shape for name, (_, kind) in matrices.items()}
         inner = kinds["down_proj"][1]

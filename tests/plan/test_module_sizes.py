@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from qoff import LLM, Plan, SamplingParams
 from qoff.budgets import CPU
@@ -140,3 +141,12 @@ def test_what_modules_do_not_have_is_refused(base: Path) -> None:
         find_plan(sizes, machine(device=MIB // 8), WORK)
     with pytest.raises(UnsupportedModelError, match="of its own"):
         planned_sizes({"model_type": "unknown", "auto_map": {"AutoModelForCausalLM": "m.Model"}})
+
+
+def test_experts_that_are_not_quantized_are_weights_like_others() -> None:
+    """LongCat's, some of which are no matrices."""
+    config = AutoConfig.for_model("longcat_flash", num_layers=1, n_routed_experts=4).to_dict()
+    sizes = planned_sizes(config, ROWS)
+    assert sizes.experts is None
+    names = [name for name in sizes.checkpoint.layers[0].weights if ".experts." in name]
+    assert names and not any(name in sizes.checkpoint.layers[0].quantized for name in names)
