@@ -149,4 +149,5 @@ def test_experts_that_are_not_quantized_are_weights_like_others() -> None:
     sizes = planned_sizes(config, ROWS)
     assert sizes.experts is None
     names = [name for name in sizes.checkpoint.layers[0].weights if ".experts." in name]
-    assert names and not any(name in sizes.checkpoint.layers[0].quantized for name in names)
+    assert names
+    assert not any(name in sizes.checkpoint.layers[0].quantized for name in names)
