@@ -140,3 +140,9 @@ def test_what_modules_do_not_have_is_refused(base: Path) -> None:
         find_plan(sizes, machine(device=MIB // 8), WORK)
     with pytest.raises(UnsupportedModelError, match="of its own"):
         planned_sizes({"model_type": "unknown", "auto_map": {"AutoModelForCausalLM": "m.Model"}})
+
+
+def test_a_model_without_layers_is_refused(base: Path) -> None:
+    config = json.loads((module_source(base, "stablelm") / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match="no decoder layers"):
+        planned_sizes({**config, "num_hidden_layers": 0})
