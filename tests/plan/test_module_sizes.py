@@ -151,3 +151,9 @@ def test_experts_that_are_not_quantized_are_weights_like_others() -> None:
     names = [name for name in sizes.checkpoint.layers[0].weights if ".experts." in name]
     assert names
     assert not any(name in sizes.checkpoint.layers[0].quantized for name in names)
+
+
+def test_a_model_without_layers_is_refused(base: Path) -> None:
+    config = json.loads((module_source(base, "stablelm") / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match="no decoder layers"):
+        planned_sizes({**config, "num_hidden_layers": 0})

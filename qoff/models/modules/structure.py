@@ -107,6 +107,8 @@ class Structure:
                 "where those of several sequences would get mixed up; it is not supported"
             )
         path, layers = _layers(model)
+        if not layers:
+            raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers at {path}")
         names = {id(module): name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
