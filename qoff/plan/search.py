@@ -77,7 +77,9 @@ def find_plan(
     on_cpu = cost.mixture is not None and cost.weight_bytes > machine.usable[DEVICE]
     on_cpu &= sizes.native
     if not sizes.native and (workload.acceptance or template.draft_tokens):
-        raise ArgumentError("transformers' modules draft no tokens; leave out what plans them")
+        raise ArgumentError(
+            "transformers' modules draft no tokens; leave out draft_tokens (--acceptance)"
+        )
     limits = Limits.of(sizes, workload, machine.on_gpu)
     choices = choices_for(workload, machine.on_gpu, like, on_cpu, places, limits)
     prefill, decode = cost.prefill(choices), cost.decode(choices)
