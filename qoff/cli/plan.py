@@ -167,7 +167,7 @@ def plan(
 
     chosen: Form | None = None
     if work.max_kl is not None:
-        chosen, sizes = _form(model, work, weights, machine, left, workload, template)
+        chosen, sizes = _form(model, work, weights, machine, left, workload, template, sizes.native)
         template = replace(template, kv=chosen.kv)
     beside, machine = is_beside(sizes), left(sizes)
     found = explain(sizes, machine, workload, template, _virtual_time(sizes, machine, workload))
@@ -326,17 +326,19 @@ def _form(
     beside: Callable[[Sizes], MachineProfile],
     workload: Workload,
     template: Plan,
+    native: bool,
 ) -> tuple[Form, Sizes]:
     """The bits that a bound on the loss allows, of the fastest plan, and the model in these.
 
-    beside: the machine with what disk such a checkpoint leaves.
+    beside: the machine with what disk such a checkpoint leaves. native: whether qoff computes the
+    model itself; else no matrices have other bits than others.
     """
     from qoff.plan.losses import assumed_forms, best_form, measured_forms
 
     converted = folder_of(model) is not None
     forms = assumed_forms(converted) if work.losses is None else measured_forms(work.losses)
     fitting = [form for form in forms if (form.weights is None) == converted]
-    if not converted and not sizes_of(model, weights, machine.on_gpu).native:
+    if not converted and not native:
         fitting = [x for x in fitting if x.weights is None or x.weights.target_bits is None]
     if not fitting:
         raise ArgumentError(f"{work.losses}: is a sweep of other weights than {model}'s")

@@ -12,7 +12,7 @@ from qoff.memory import EXPERTS, Weights
 from qoff.memory.plan import local_names
 
 from .linear import Multiply, QuantizedExperts, QuantizedGroups, QuantizedLinear
-from .structure import Structure, groups_of, is_conv1d, matrices_of
+from .structure import Structure, groups_of, is_conv1d, is_float, matrices_of
 
 
 class WeightBinder:
@@ -33,10 +33,9 @@ class WeightBinder:
         linears: dict[int, QuantizedLinear] = {}  # by the module that they replace
         experts: dict[int, QuantizedExperts] = {}
         attributes: list[tuple[nn.Module, str]] = []
-        floats = {place.name for place in structure.floats(index, quantized)}
         for place in structure.layer(index):
             module, attribute, parts = place.module, place.attribute, matrices_of(place)
-            if place.name in floats:
+            if is_float(parts, quantized):
                 module = linears.get(id(module), module)
                 attributes.append((module, attribute))
                 key = self._key(place.name)

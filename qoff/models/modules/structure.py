@@ -146,15 +146,8 @@ class Structure:
         return list(_places(self.layers[index], f"{self.path}.{index}."))
 
     def floats(self, index: int, quantized: Container[str]) -> list[UnitWeight]:
-        """What of a layer is not quantized; quantized: names of matrices that are.
-
-        Which those are the file knows, as groups may not divide the columns of some.
-        """
-        return [
-            place
-            for place in self.layer(index)
-            if (parts := matrices_of(place)) == [] or parts[0].name not in quantized
-        ]
+        """What of a layer is not quantized; quantized: names of matrices that are."""
+        return [place for place in self.layer(index) if is_float(matrices_of(place), quantized)]
 
     def outer(self) -> list[UnitWeight]:
         """What is outside of layers and tables: norms, positions, the head's bias."""
@@ -245,6 +238,14 @@ def matrices_of(place: UnitWeight) -> list[Matrix]:
         return [Matrix(place.name, (rows, columns), None, turned, routes, bool(groups))]
     experts = range(len(weight))
     return [Matrix(f"{place.name}.{e}", (rows, columns), e, turned) for e in experts]
+
+
+def is_float(parts: Sequence[Matrix], quantized: Container[str]) -> bool:
+    """Whether a weight, given as its `matrices_of`, stays as it is.
+
+    Which do the file knows, as groups may not divide the columns of some.
+    """
+    return not parts or parts[0].name not in quantized
 
 
 def buffers_from_config(model: Any, device: torch.device = CPU) -> int:
