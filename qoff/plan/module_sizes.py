@@ -186,11 +186,9 @@ class ModuleSizes(Sizes):
         cores: int | None = None,
     ) -> Memory:
         outline, held = self._of(on_gpu, dtype, device)
-        if outline.kv is None:
-            return memory_of_modules(plan, outline, held, tiled)
-        outline = copy(outline)
-        outline.kv, outline.device_memory = plan.kv, None
-        if not on_gpu:
+        packs, outline = outline.kv is not None, copy(outline)
+        outline.kv, outline.device_memory = plan.kv if packs else None, plan.device_memory
+        if not on_gpu or not packs:
             return memory_of_modules(plan, outline, held, tiled)
         from .gpu_modules import memory_of_modules_on_gpu  # needs Triton
 

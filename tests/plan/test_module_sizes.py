@@ -157,3 +157,14 @@ def test_a_model_without_layers_is_refused(base: Path) -> None:
     config = json.loads((module_source(base, "stablelm") / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match="no decoder layers"):
         planned_sizes({**config, "num_hidden_layers": 0})
+
+
+def test_dequantized_pieces_are_as_large_as_a_gpu_has_them(base: Path) -> None:
+    """By the memory of the plan, as the engine takes them."""
+    wide = {"hidden_size": 8192, "intermediate_size": 8192, "num_hidden_layers": 1}
+    sizes = planned_sizes(_config(base, "stablelm", **wide), ROWS)
+    small, large = (
+        sizes.memory_of(Plan(context=64, device_memory=n * GIB), True, CPU, torch.float16)
+        for n in (1, 24)
+    )
+    assert large.total("device") - small.total("device") == 2 * 8192 * 8192 - 64 * MIB
